@@ -1,0 +1,239 @@
+"""Host-side preparation in numpy: everything that depends on the data's shape is decided here.
+
+The device then sees two records of static shape, `TextBatch` and `VisionBatch`: one compile per pair of buckets.
+A frame is one image or one temporal slice of a video, attention in the vision tower never leaves it, and a token that
+shows part of a frame points at a row of the table of merged patches. Many tokens may point at one row, so a frame that
+several rows show is computed once.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import numpy as np
+from jaxtyping import Float, Int
+
+from model_port.config import ModelConfig, VisionConfig
+
+NOT_VISUAL = -1
+
+
+@flax.struct.dataclass
+class VisionBatch:
+    """Rows of patches, several frames to a row."""
+
+    patches: Float[Any, "B P C"]
+    segment_ids: Int[Any, "B P"]  # one per frame, 0 = padding
+    positions: Int[Any, "B P 2"]  # row and column in the frame's grid
+    interp_index: Int[Any, "B P 4"]  # corners in the learned position table …
+    interp_weight: Float[Any, "B P 4"]  # … and their bilinear weights
+
+
+@flax.struct.dataclass
+class TextBatch:
+    """Rows of tokens, several sequences to a row, each a trunk and the branches that share it."""
+
+    tokens: Int[Any, "B T"]
+    positions: Int[Any, "B T 3"]  # time, row, column
+    segment_ids: Int[Any, "B T"]  # one per sequence, 0 = padding
+    branch_ids: Int[Any, "B T"]  # 0 = trunk
+    visual_index: Int[Any, "B T"]  # row of the visual table, or NOT_VISUAL
+
+
+@dataclass(frozen=True)
+class Frame:
+    patches: np.ndarray  # [P, C], merge blocks together, as the processors of transformers order them
+    grid: tuple[int, int]  # patches down and across
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids with placeholders already expanded, and which frames (by number in the batch) the placeholders show."""
+
+    ids: np.ndarray
+    frames: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sequence:
+    trunk: Tokens
+    branches: tuple[Tokens, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.trunk.ids) + sum(len(branch.ids) for branch in self.branches)
+
+
+def split_frames(pixel_values: Float[np.ndarray, "P C"] | None, grid_thw: Int[np.ndarray, "n 3"] | None) -> list[Frame]:
+    """The frames of a processor's output; a video of t temporal patches gives t frames."""
+    if pixel_values is None or grid_thw is None:
+        if pixel_values is not None or grid_thw is not None:
+            raise ValueError("pixel values and their grid_thw must be given together")
+        return []
+    frames, start = [], 0
+    for num_frames, down, across in np.asarray(grid_thw).tolist():
+        for _ in range(num_frames):
+            frames.append(Frame(pixel_values[start : start + down * across], (down, across)))
+            start += down * across
+    if start != len(pixel_values):
+        raise ValueError(f"grid_thw describes {start} patches, pixel values have {len(pixel_values)}")
+    return frames
+
+
+def order_frames(
+    ids: Int[np.ndarray, " T"], images: Seq[int], videos: Seq[int], sizes: Seq[int], config: ModelConfig
+) -> list[int]:
+    """Image and video frame numbers, merged into the order in which the ids show them; `sizes` in tokens by frame."""
+    queues = {config.image_token_id: list(images), config.video_token_id: list(videos)}
+    ordered, at = [], 0
+    placeholders = np.flatnonzero(np.isin(ids, list(queues)))
+    while at < len(placeholders):
+        queue = queues[int(ids[placeholders[at]])]
+        if not queue:
+            raise ValueError(f"token {placeholders[at]} shows an image or video frame, but there are no more of them")
+        ordered.append(queue.pop(0))
+        at += sizes[ordered[-1]]
+    left = sum(len(queue) for queue in queues.values())
+    if left:
+        raise ValueError(f"{left} image or video frames have no placeholder tokens")
+    return ordered
+
+
+def place(
+    tokens: Tokens, frames: Seq[Frame], first_rows: Seq[int], config: ModelConfig, start: int = 0
+) -> tuple[Int[np.ndarray, "T 3"], Int[np.ndarray, " T"], int]:
+    """M-RoPE positions, visual table rows, and the position that follows the last token.
+
+    Text advances all three axes by one. A frame stands at one time, spreads over rows and columns, and advances by its
+    longer side (transformers Qwen3VLModel.get_rope_index; frames of a video are separate since timestamps part them).
+    """
+    num_tokens, merge = len(tokens.ids), config.vision.merge
+    positions = np.empty((num_tokens, 3), np.int32)
+    visual_index = np.full(num_tokens, NOT_VISUAL, np.int32)
+    placeholders = np.flatnonzero((tokens.ids == config.image_token_id) | (tokens.ids == config.video_token_id))
+    at, position, seen = 0, start, 0
+    for number in tokens.frames:
+        down, across = (side // merge for side in frames[number].grid)
+        run = placeholders[seen : seen + down * across]
+        if len(run) < down * across or run[-1] - run[0] != len(run) - 1:
+            raise ValueError(
+                f"frame {number} needs {down * across} placeholder tokens in a row, "
+                f"the ids have {len(placeholders) - seen} left; expand placeholders to token counts first"
+            )
+        first, last = int(run[0]), int(run[-1]) + 1
+        positions[at:first] = np.arange(position, position + first - at)[:, None]
+        position += first - at
+        row, column = np.divmod(np.arange(down * across), across)
+        positions[first:last] = position + np.stack([np.zeros_like(row), row, column], axis=1)
+        visual_index[first:last] = first_rows[number] + np.arange(down * across)
+        position += max(down, across)
+        at, seen = last, seen + len(run)
+    if seen != len(placeholders):
+        raise ValueError(f"{len(placeholders) - seen} placeholder tokens have no frame")
+    positions[at:] = np.arange(position, position + num_tokens - at)[:, None]
+    return positions, visual_index, position + num_tokens - at
+
+
+def pack_text(
+    rows: Seq[Seq[Sequence]],
+    frames: Seq[Frame],
+    first_rows: Seq[int],
+    config: ModelConfig,
+    num_tokens: int,
+    num_rows: int | None = None,
+) -> TextBatch:
+    """Lays sequences one after another into rows of `num_tokens`, adding empty rows up to `num_rows`."""
+    num_rows = len(rows) if num_rows is None else num_rows
+    if len(rows) > num_rows:
+        raise ValueError(f"{len(rows)} rows of sequences do not fit into {num_rows}")
+    tokens, segment_ids, branch_ids = (np.zeros((num_rows, num_tokens), np.int32) for _ in range(3))
+    positions = np.zeros((num_rows, num_tokens, 3), np.int32)
+    visual_index = np.full((num_rows, num_tokens), NOT_VISUAL, np.int32)
+    for b, sequences in enumerate(rows):
+        at = 0
+        for segment, sequence in enumerate(sequences, start=1):
+            if at + sequence.num_tokens > num_tokens:
+                raise ValueError(f"row {b} needs {at + sequence.num_tokens} tokens or more, it has {num_tokens}")
+            follow = 0
+            for branch, part in enumerate((sequence.trunk, *sequence.branches)):
+                where = np.s_[b, at : at + len(part.ids)]
+                positions[where], visual_index[where], end = place(part, frames, first_rows, config, follow)
+                tokens[where], segment_ids[where], branch_ids[where] = part.ids, segment, branch
+                at += len(part.ids)
+                follow = end if branch == 0 else follow
+    return TextBatch(tokens, positions, segment_ids, branch_ids, visual_index)
+
+
+def pack_vision(
+    frames: Seq[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
+) -> tuple[VisionBatch, list[int]]:
+    """Lays frames into rows of `row_patches`, first fit; also gives each frame's first row in the visual table."""
+    rows: list[list[int]] = []
+    used: list[int] = []
+    for number, frame in enumerate(frames):
+        size = len(frame.patches)
+        if size > row_patches:
+            raise ValueError(f"frame {number} has {size} patches, a row holds {row_patches}")
+        row = next((b for b, taken in enumerate(used) if taken + size <= row_patches), len(rows))
+        if row == len(rows):
+            rows.append([])
+            used.append(0)
+        rows[row].append(number)
+        used[row] += size
+    num_rows = max(len(rows), 1) if num_rows is None else num_rows
+    if len(rows) > num_rows:
+        raise ValueError(f"{len(frames)} frames need {len(rows)} rows of {row_patches} patches, there are {num_rows}")
+
+    shape = (num_rows, row_patches)
+    batch = VisionBatch(
+        patches=np.zeros((*shape, config.patch_values), np.float32),
+        segment_ids=np.zeros(shape, np.int32),
+        positions=np.zeros((*shape, 2), np.int32),
+        interp_index=np.zeros((*shape, 4), np.int32),
+        interp_weight=np.zeros((*shape, 4), np.float32),
+    )
+    first_rows = [0] * len(frames)
+    for b, numbers in enumerate(rows):
+        at = 0
+        for segment, number in enumerate(numbers, start=1):
+            frame = frames[number]
+            where = np.s_[b, at : at + len(frame.patches)]
+            batch.patches[where] = frame.patches
+            batch.segment_ids[where] = segment
+            batch.positions[where] = patch_positions(frame.grid, config.merge)
+            batch.interp_index[where], batch.interp_weight[where] = interpolation(frame.grid, config)
+            first_rows[number] = (b * row_patches + at) // config.merge_unit
+            at += len(frame.patches)
+    return batch, first_rows
+
+
+def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]:
+    """Row and column of each patch, in merge order: blocks of merge x merge patches follow one another."""
+    down, across = grid
+    place = np.stack(np.meshgrid(np.arange(down), np.arange(across), indexing="ij"), axis=-1)
+    blocks = place.reshape(down // merge, merge, across // merge, merge, 2).transpose(0, 2, 1, 3, 4)
+    return blocks.reshape(-1, 2).astype(np.int32)
+
+
+def interpolation(
+    grid: tuple[int, int], config: VisionConfig
+) -> tuple[Int[np.ndarray, "P 4"], Float[np.ndarray, "P 4"]]:
+    """Corners and weights that stretch the learned side x side table over the grid, edge on edge (align_corners)."""
+    place = patch_positions(grid, config.merge)
+    spans = np.maximum(np.asarray(grid) - 1, 1)
+    source = place.astype(np.float32) * np.float32(config.side - 1) / spans.astype(np.float32)
+    low = np.floor(source).astype(np.int32)
+    high = np.minimum(low + 1, config.side - 1)
+    toward_high = source - low
+    index, weight = [], []
+    for r, wr in ((low[:, 0], 1 - toward_high[:, 0]), (high[:, 0], toward_high[:, 0])):
+        for c, wc in ((low[:, 1], 1 - toward_high[:, 1]), (high[:, 1], toward_high[:, 1])):
+            index.append(r * config.side + c)
+            weight.append(wr * wc)
+    return np.stack(index, axis=1), np.stack(weight, axis=1).astype(np.float32)
+
+
+def bucket(count: int, step: int) -> int:
+    """`count` rounded up to a multiple of `step`, so that near lengths share one compiled program."""
+    return max(1, -(-count // step)) * step

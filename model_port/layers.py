@@ -1,0 +1,135 @@
+"""Pieces that both towers share: norms, initialisation, and running a stack of layers.
+
+A stack is one module whose parameters carry a leading layer axis, which `lax.scan` walks: one layer is compiled however
+many there are. Parameters keep their own dtype (float32 masters in training) and are cast where they are used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+Carry = TypeVar("Carry")
+Index = int | jax.Array
+
+LAYER_INPUT, ATTENTION_OUT = "layer_input", "attention_out"
+
+# What the backward pass finds saved; everything else is computed again.
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    "none": None,  # no rematerialisation: everything is saved
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How the same mathematics is carried out. Nothing in here changes a result beyond rounding."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep theirs
+    attention: str = "xla"
+    scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
+    remat: Literal["none", "full", "dots", "attention", "offload"] = "none"
+
+
+DEFAULT_COMPUTE = Compute()
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def ones(shape: tuple[int, ...]) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape, jnp.float32))
+
+
+def zeros(shape: tuple[int, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32))
+
+
+def cast(param: nnx.Param, like: Array) -> Array:
+    return param[...].astype(like.dtype)
+
+
+def along_last(param: nnx.Param, like: Array) -> Array:
+    """A vector, cast, in the rank of `like`: broadcasting never adds axes silently in this project."""
+    return cast(param, like).reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, shape: tuple[int, ...], eps: float):
+        self.scale = ones(shape)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        wide = at_least_float32(x)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return along_last(self.scale, x) * normed.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    def __init__(self, shape: tuple[int, ...], eps: float = 1e-6):
+        self.scale = ones(shape)
+        self.bias = zeros(shape)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        wide = at_least_float32(x)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        return (normed * along_last(self.scale, wide) + along_last(self.bias, wide)).astype(x.dtype)
+
+
+def run_layers(
+    stack: nnx.Module,
+    num_layers: int,
+    step: Callable[[Any, Index, Carry], tuple[Carry, Any]],
+    carry: Carry,
+    compute: Compute,
+) -> tuple[Carry, Any]:
+    """`carry, out = step(layer, index, carry)` over the layers; `out`s come back stacked."""
+    graphdef, params = nnx.split(stack)
+
+    def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
+        layer_params, index = layer
+        return step(nnx.merge(graphdef, layer_params), index, carry)
+
+    if compute.scan:
+        return jax.lax.scan(_remat(body, compute.remat), carry, (params, jnp.arange(num_layers)))
+    outs = []
+    for index in range(num_layers):
+        layer_params = jax.tree.map(lambda p, index=index: p[index], params)
+        # The index stays a Python number, so that what only some layers do is decided while tracing.
+        carry, out = _remat(lambda carry, p, index=index: body(carry, (p, index)), compute.remat)(carry, layer_params)
+        outs.append(out)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value: Carry) -> Carry:
+    """`change(value)` where the condition holds; costs nothing elsewhere, also when the layer index is traced."""
+    if isinstance(condition, jax.Array):
+        return jax.lax.cond(condition, change, lambda same: same, value)
+    return change(value) if condition else value
+
+
+def _remat(body: Callable[..., Any], name: str) -> Callable[..., Any]:
+    if name == "none":
+        return body
+    return partial(jax.checkpoint, policy=REMAT_POLICIES[name], prevent_cse=False)(body)
+
+
+def at_least_float32(x: Array) -> Array:
+    """Sums and exponentials are never done in 16 bits; float64 stays what it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,120 @@
+"""From a path to a model in memory, and from one sequence to its logits."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.inputs import (
+    Sequence,
+    TextBatch,
+    Tokens,
+    VisionBatch,
+    bucket,
+    order_frames,
+    pack_text,
+    pack_vision,
+    split_frames,
+)
+from model_port.layers import DEFAULT_COMPUTE, Compute
+from model_port.model import Qwen3VL
+from model_port.safetensors_io import HfTensors
+from model_port.sharding import flat_params, shard_abstract
+from model_port.weights import check_param_paths, load_hf_params
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOKEN_BUCKET = 64  # sequences up to this much longer share one compiled program
+
+
+def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> Qwen3VL:
+    """A model of shapes only: costs no memory at any size."""
+    return nnx.eval_shape(lambda: Qwen3VL(config, compute=compute, rngs=nnx.Rngs(0)))
+
+
+def abstract_params(model: Qwen3VL, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """{path: shape, dtype and place} of every parameter as it should come into memory."""
+    shapes = flat_params(nnx.state(model, nnx.Param))
+    wanted = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for path, leaf in shapes.items()}
+    return wanted if mesh is None else shard_abstract(wanted, mesh)
+
+
+def with_params(model: Qwen3VL, params: dict[str, jax.Array]) -> Qwen3VL:
+    """The model with the given arrays as its parameters; every one must be given."""
+    graphdef, state = nnx.split(model)
+    check_param_paths(model.config, set(params))
+    flat = [(path, leaf.replace(params[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3VL:
+    """The model of a Hugging Face directory or a converted checkpoint, its parameters in `dtype`, spread over `mesh`.
+
+    Activations are computed in the same dtype; `model.compute` says so and can be replaced.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a converted checkpoint")
+    converted = (path / "params").is_dir()
+    hf_dir = path / "hf" if converted else path
+    config = config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json"))
+    model = abstract_model(config, Compute(dtype=dtype))
+    abstract = abstract_params(model, dtype, mesh)
+    if converted:
+        from model_port.checkpoint import restore_params
+
+        return with_params(model, restore_params(path, abstract))
+    with HfTensors(path) as tensors:
+        return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
+
+
+def logits(
+    model: Qwen3VL,
+    input_ids: Int[np.ndarray, "*batch T"],
+    pixel_values: Float[np.ndarray, "P C"] | None = None,
+    image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
+    pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
+    video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+) -> Float[np.ndarray, "T V"]:
+    """Logits of one sequence, its inputs named as Hugging Face's processor gives them (placeholders expanded)."""
+    text, vision = one_sequence(
+        model.config, input_ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw
+    )
+    graphdef, params = nnx.split(model)
+    return np.asarray(_logits(graphdef, params, text, vision)[0, : np.size(input_ids)])
+
+
+def one_sequence(
+    config: ModelConfig,
+    input_ids: Int[np.ndarray, "*batch T"],
+    pixel_values: Float[np.ndarray, "P C"] | None = None,
+    image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
+    pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
+    video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+) -> tuple[TextBatch, VisionBatch | None]:
+    """The device inputs of one sequence, alone in its row."""
+    ids = np.asarray(input_ids).reshape(-1)
+    images = split_frames(pixel_values, image_grid_thw)
+    frames = images + split_frames(pixel_values_videos, video_grid_thw)
+    vision, first_rows = None, []
+    if frames:
+        row_patches = max(len(frame.patches) for frame in frames)
+        vision, first_rows = pack_vision(frames, config.vision, row_patches)
+    sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
+    order = order_frames(ids, range(len(images)), range(len(images), len(frames)), sizes, config)
+    sequence = Sequence(Tokens(ids, tuple(order)))
+    return pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET)), vision
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(
+    graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, text: TextBatch, vision: VisionBatch | None
+) -> jax.Array:
+    return nnx.merge(graphdef, params)(text, vision)

@@ -1,0 +1,48 @@
+"""The whole policy: vision tower, language tower, and the joint between them."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from model_port.attention import IMPLEMENTATIONS, Layout
+from model_port.config import ModelConfig
+from model_port.inputs import TextBatch, VisionBatch
+from model_port.layers import DEFAULT_COMPUTE, Compute, Index
+from model_port.text import TextTower, Visual
+from model_port.vision import VisionTower
+
+
+class Qwen3VL(nnx.Module):
+    def __init__(self, config: ModelConfig, *, compute: Compute = DEFAULT_COMPUTE, rngs: nnx.Rngs):
+        self.config = config
+        self.compute = compute
+        self.vision = VisionTower(config.vision, config.initializer_range, rngs)
+        self.text = TextTower(config.text, config.tie_embeddings, config.initializer_range, rngs)
+
+    def see(self, batch: VisionBatch) -> Visual:
+        """The visual table of a batch of frames; with a frozen tower, compute it once and stop its gradient."""
+        features, maps = self.vision(batch, self.compute)
+        width = self.config.text.width
+        return Visual(features.reshape(-1, width), maps.reshape(len(maps), -1, width))
+
+    def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
+        """Hidden states of packed rows, ready for the head."""
+        layout = row_layout(batch)
+        kernel = IMPLEMENTATIONS[self.compute.attention]
+
+        def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None, None]:
+            return kernel(q, k, v, layout, layout, True), None, None
+
+        hidden, _, _ = self.text(
+            batch.tokens, batch.positions, batch.visual_index, visual, attend, cache=None, compute=self.compute
+        )
+        return hidden
+
+    def __call__(self, batch: TextBatch, frames: VisionBatch | None = None) -> Float[Array, "B T V"]:
+        """Logits of every token. Training computes those of action tokens only, through `hidden`."""
+        return self.text.logits(self.hidden(batch, None if frames is None else self.see(frames)))
+
+
+def row_layout(batch: TextBatch) -> Layout:
+    order = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    return Layout(jnp.asarray(batch.segment_ids), jnp.asarray(batch.branch_ids), order)

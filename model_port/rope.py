@@ -1,0 +1,43 @@
+"""Rotary positions. Every frequency turns with one axis of the position: time, row or column.
+
+Text (Qwen3-VL, interleaved M-RoPE): the axes alternate t h w t h w … from the fastest frequency on, until the row and
+column sections are used up; the rest belongs to time. Vision: rows turn the first half of them, columns the second.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from model_port.config import TextConfig, VisionConfig
+from model_port.layers import at_least_float32
+
+Rotation = tuple[Float[Array, "B T F"], Float[Array, "B T F"]]  # cos and sin of every frequency
+
+
+def text_frequencies(config: TextConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(radians per position, position axis) of each of the head_dim / 2 frequencies."""
+    count = config.head_dim // 2
+    axis = np.zeros(count, np.int32)
+    for which in (1, 2):
+        axis[which : 3 * config.mrope_sections[which] : 3] = which
+    return config.rope_theta ** (-np.arange(count) / count), axis
+
+
+def vision_frequencies(config: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
+    count = config.head_dim // 4
+    per_axis = config.rope_theta ** (-np.arange(count) / count)
+    return np.concatenate([per_axis, per_axis]), np.repeat(np.arange(2, dtype=np.int32), count)
+
+
+def rotation(positions: Int[Array, "B T A"], frequencies: tuple[np.ndarray, np.ndarray]) -> Rotation:
+    """Angles in float32 whatever the compute dtype: bf16 cannot tell positions above 256 apart."""
+    radians, axis = frequencies
+    angles = positions[..., axis].astype(jnp.float32) * radians.astype(np.float32)[None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "B T N H"], turn: Rotation) -> Float[Array, "B T N H"]:
+    """Turns the pair (x[i], x[i + H/2]) by the angle of frequency i."""
+    cos, sin = (part[:, :, None, :] for part in turn)
+    first, second = jnp.split(at_least_float32(x), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,190 @@
+"""Reads Hugging Face safetensors by byte range and writes them as a stream.
+
+The safetensors package maps whole files and saves whole shards, so its resident memory grows with the checkpoint. Here
+a read touches only the rows that were asked for and a write holds one block at a time. The format is a little-endian
+u64 header length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' bytes.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start_byte: int  # in the file
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HfTensors:
+    """Every tensor of a Hugging Face directory, readable by rows. Opening it checks that all shards are whole."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.infos: dict[str, TensorInfo] = {}
+        self._descriptors: dict[Path, int] = {}
+        shards, weight_map = _shards(self.directory)
+        for shard in shards:
+            self.infos.update(_read_header(shard))
+        if weight_map is not None:
+            _check_index(self.directory / INDEX_FILE, weight_map, self.infos)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(info.num_bytes for info in self.infos.values())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self.infos.items()}
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows `rows` of the first axis (all of a scalar), as a new array in the file's dtype."""
+        info = self.infos[name]
+        first, last, _ = rows.indices(info.shape[0] if info.shape else 1)
+        shape = (last - first, *info.shape[1:]) if info.shape else ()
+        row_bytes = info.num_bytes // max(info.shape[0], 1) if info.shape else info.num_bytes
+        out = np.empty(shape, info.dtype)
+        _read_exactly(self._descriptor(info.path), out, info.start_byte + first * row_bytes, info.path)
+        return out
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> "HfTensors":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
+
+
+def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    index_path = directory / INDEX_FILE
+    if index_path.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as problem:
+            raise ValueError(f"{index_path} is not a safetensors index: {problem!r}") from None
+        shards = [directory / name for name in sorted(set(weight_map.values()))]
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing:
+            raise ValueError(
+                f"{directory}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:5])}"
+            )
+        return shards, weight_map
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE], None
+    raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise ValueError(f"{path} is not a whole safetensors file: {file_bytes} bytes cannot hold its header")
+        try:
+            header: dict[str, Any] = json.loads(file.read(header_bytes))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
+    infos = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}; supported are {', '.join(DTYPES)}")
+        start, end = entry["data_offsets"]
+        info = TensorInfo(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + header_bytes + start)
+        if end - start != info.num_bytes:
+            raise ValueError(f"{path}: tensor {name} claims {end - start} bytes, its shape needs {info.num_bytes}")
+        if info.start_byte + info.num_bytes > file_bytes:
+            raise ValueError(
+                f"{path} is truncated: tensor {name} ends at byte {info.start_byte + info.num_bytes}, "
+                f"the file has {file_bytes}; download it again"
+            )
+        infos[name] = info
+    return infos
+
+
+def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:
+    wrong = [name for name, shard in weight_map.items() if name not in infos or infos[name].path.name != shard]
+    if wrong:
+        raise ValueError(
+            f"{index_path} names {len(wrong)} tensors that their shards do not hold: {', '.join(wrong[:5])}"
+        )
+
+
+def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> None:
+    view = out.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise ValueError(f"{path} ended at byte {offset + done} while being read; was it changed?")
+        done += count
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file whose header is known beforehand, block by block in header order."""
+
+    def __init__(self, path: str | Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]):
+        self.path = Path(path)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
+        self._file = self.path.open("wb")
+        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        self._remaining_bytes = end
+
+    def write(self, block: np.ndarray) -> None:
+        """Appends a block; the blocks of a tensor, in row order, together make up the tensor."""
+        if block.nbytes > self._remaining_bytes:
+            raise RuntimeError(f"{self.path}: more bytes were written than the header declares")
+        self._remaining_bytes -= block.nbytes
+        self._file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._remaining_bytes:
+            raise RuntimeError(
+                f"{self.path}: {self._remaining_bytes} bytes that the header declares were never written"
+            )

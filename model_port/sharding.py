@@ -1,0 +1,92 @@
+"""How parameters and activations lie on a mesh with the axes data, fsdp and tensor.
+
+A parameter's name ends in its axis letters (`q_kernel_nhd`), each letter has one mesh axis, so the name is the spec.
+Batches split over data and fsdp together; fsdp also splits every kernel along the model width, tensor along heads, ffn
+and vocabulary. Scales and biases are small and live on every device.
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+PARAM_AXES: dict[str, str | None] = {
+    "v": "tensor",  # vocabulary
+    "n": "tensor",  # query heads
+    "k": "tensor",  # key/value heads
+    "f": "tensor",  # ffn
+    "d": "fsdp",  # width
+    "h": None,  # head dim
+    "c": None,  # values of a patch; also the three of q, k, v
+    "s": None,  # learned positions
+}
+ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
+    "b": ("data", "fsdp"),
+    "n": "tensor",
+    "k": "tensor",
+    "f": "tensor",
+    "v": "tensor",
+}
+_LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
+    """A mesh whose axes XLA propagates through (Auto); our constraints name only what it must not guess."""
+    devices = jax.devices() if devices is None else devices
+    wanted = data * fsdp * tensor
+    if wanted > len(devices):
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
+        )
+    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted])
+
+
+def param_spec(path: str, num_axes: int) -> PartitionSpec:
+    """The spec of a parameter by its path; leading axes without a letter (stacked layers) are not split."""
+    layout = _LAYOUT.search(path)
+    if layout is None:
+        return PartitionSpec()
+    letters = layout.group(1)
+    return PartitionSpec(*[None] * (num_axes - len(letters)), *(PARAM_AXES[letter] for letter in letters))
+
+
+def check_divisible(path: str, shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: dict[str, int]) -> None:
+    for axis, names in enumerate(spec):
+        parts = math.prod(axis_sizes[name] for name in _names(names))
+        if shape[axis] % parts:
+            raise ValueError(
+                f"{path} {shape}: axis {axis} of size {shape[axis]} does not split over {names}={parts}; "
+                f"choose a mesh whose {names} divides {shape[axis]}"
+            )
+
+
+def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same shapes with the sharding each parameter gets on `mesh`; an indivisible one is named."""
+    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    placed = {}
+    for path, leaf in abstract.items():
+        spec = param_spec(path, len(leaf.shape))
+        check_divisible(path, leaf.shape, spec, sizes)
+        placed[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    return placed
+
+
+def constrain(x: jax.Array, letters: str) -> jax.Array:
+    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(ACTIVATION_AXES.get(letter) for letter in letters)))
+
+
+def flat_params(state: nnx.State) -> dict[str, Any]:
+    """{dotted path: array} of a model's parameters, the form that the weight table and checkpoints speak."""
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

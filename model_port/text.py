@@ -1,0 +1,144 @@
+"""The language tower: grouped-query attention with per-head norms, interleaved M-RoPE, gated MLP, DeepStack.
+
+Reference: transformers modeling_qwen3_vl.py (Qwen3VLTextModel). How keys are remembered is not this file's business:
+`attend` gets queries, keys and values of a layer and answers; with a cache it reads and writes that on the way.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from model_port.config import TextConfig
+from model_port.inputs import NOT_VISUAL
+from model_port.layers import ATTENTION_OUT, LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
+from model_port.rope import Rotation, rotate, rotation, text_frequencies
+from model_port.sharding import constrain
+
+# (q, k, v, layer index, cache) -> (mixed values, cache, whatever the layer should hand out)
+Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any, Any]]
+
+
+class Visual(NamedTuple):
+    """What the language tower needs of the vision tower: one table row per merged patch of the batch."""
+
+    table: Float[Array, "M D"]
+    deepstack: Float[Array, "n M D"]
+
+
+class Embed(nnx.Module):
+    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
+        self.table_vd = normal(rngs, (config.vocab_size, config.width), scale)
+
+
+class Head(nnx.Module):
+    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
+        self.kernel_vd = normal(rngs, (config.vocab_size, config.width), scale)
+
+
+class TextAttention(nnx.Module):
+    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
+        layers, width, head_dim = config.num_layers, config.width, config.head_dim
+        self.q_kernel_nhd = normal(rngs, (layers, config.num_heads, head_dim, width), scale)
+        self.k_kernel_khd = normal(rngs, (layers, config.num_kv_heads, head_dim, width), scale)
+        self.v_kernel_khd = normal(rngs, (layers, config.num_kv_heads, head_dim, width), scale)
+        self.o_kernel_dnh = normal(rngs, (layers, width, config.num_heads, head_dim), scale)
+        self.q_norm = RMSNorm((layers, head_dim), config.norm_eps)
+        self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
+
+    def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
+        q = constrain(jnp.einsum("BTD,NHD->BTNH", x, cast(self.q_kernel_nhd, x)), "btnh")
+        k = constrain(jnp.einsum("BTD,KHD->BTKH", x, cast(self.k_kernel_khd, x)), "btkh")
+        v = constrain(jnp.einsum("BTD,KHD->BTKH", x, cast(self.v_kernel_khd, x)), "btkh")
+        return rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn), v
+
+    def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        return jnp.einsum("BTNH,DNH->BTD", mixed, cast(self.o_kernel_dnh, mixed))
+
+
+class TextMlp(nnx.Module):
+    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
+        layers, width, ffn = config.num_layers, config.width, config.ffn_width
+        self.gate_kernel_fd = normal(rngs, (layers, ffn, width), scale)
+        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
+        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate = constrain(jnp.einsum("BTD,FD->BTF", x, cast(self.gate_kernel_fd, x)), "btf")
+        up = constrain(jnp.einsum("BTD,FD->BTF", x, cast(self.up_kernel_fd, x)), "btf")
+        return jnp.einsum("BTF,DF->BTD", jax.nn.silu(gate) * up, cast(self.down_kernel_df, x))
+
+
+class TextLayers(nnx.Module):
+    """All layers, stacked along a leading layer axis."""
+
+    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
+        self.attn = TextAttention(config, scale, rngs)
+        self.mlp_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
+        self.mlp = TextMlp(config, scale, rngs)
+
+
+class TextTower(nnx.Module):
+    def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embed(config, scale, rngs)
+        self.layers = TextLayers(config, scale, rngs)
+        self.final_norm = RMSNorm((config.width,), config.norm_eps)
+        if not tie_embeddings:
+            self.head = Head(config, scale, rngs)
+
+    @property
+    def head_kernel_vd(self) -> nnx.Param:
+        return self.head.kernel_vd if hasattr(self, "head") else self.embed.table_vd
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T 3"],
+        visual_index: Int[Array, "B T"],
+        visual: Visual | None,
+        attend: Attend,
+        cache: Any,
+        compute: Compute,
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        """Hidden states after the final norm, the cache, and what `attend` handed out, stacked over layers."""
+        # Gathered over fsdp before the lookup: looking up in a table that is split along the width would replicate x.
+        x = constrain(self.embed.table_vd[...].astype(compute.dtype), "vd")[tokens]
+        if visual is not None:
+            x = jnp.where((visual_index != NOT_VISUAL)[..., None], visual.table.astype(x.dtype)[visual_index], x)
+        x = constrain(x, "btd")
+        turn = rotation(positions, text_frequencies(self.config))
+
+        def step(layer: TextLayers, index: Index, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
+            x, cache = carry
+            x = checkpoint_name(x, LAYER_INPUT)
+            mixed, cache, out = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
+            x = x + layer.attn.output(checkpoint_name(mixed, ATTENTION_OUT))
+            x = x + layer.mlp(layer.mlp_norm(x))
+            if visual is not None:
+                add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)
+                x = only_if(index < len(visual.deepstack), add, x)
+            return (constrain(x, "btd"), cache), out
+
+        (x, cache), outs = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
+        return self.final_norm(x), cache, outs
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """At least float32, whatever the compute dtype."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        kernel = cast(self.head_kernel_vd, hidden)
+        return constrain(jnp.einsum("BTD,VD->BTV", hidden, kernel, preferred_element_type=wide), "btv")
+
+
+def add_deepstack(
+    x: Float[Array, "B T D"], index: Index, visual: Visual, visual_index: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """Adds the layer's feature map at visual tokens, found by the batch-wide table row."""
+    features = visual.deepstack[index].astype(x.dtype)[visual_index]
+    return x + jnp.where((visual_index != NOT_VISUAL)[..., None], features, 0)

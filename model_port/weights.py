@@ -1,0 +1,194 @@
+"""The one table between Hugging Face tensor names and our parameters, used in both directions.
+
+Our kernels keep the memory order of the Hugging Face files, output axes first (`q_kernel_nhd` is `q_proj.weight` with
+its rows split into heads). So a parameter is its tensor reshaped, or its layers' tensors stacked and reshaped: nothing
+is ever transposed, conversion is a copy of bytes, and the inverse needs no second table.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from model_port.config import ModelConfig
+from model_port.safetensors_io import HfTensors
+
+LAYER = "{i}"
+READ_BLOCK_BYTES = 64 * 2**20  # held at a time when only some columns of a tensor are wanted
+
+
+@dataclass(frozen=True)
+class Rule:
+    """HF tensors `hf` (one, or `count` with {i} = 0, 1, …) of shape `hf_shape` make up our parameter `path`."""
+
+    hf: str
+    path: str
+    hf_shape: tuple[int, ...]
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (LAYER in self.hf) == (self.count is not None), self.hf
+
+    @property
+    def hf_names(self) -> list[str]:
+        return [self.hf] if self.count is None else [self.hf.replace(LAYER, str(i)) for i in range(self.count)]
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    """The whole table for an architecture, in the order of the Hugging Face files."""
+    return [*_vision_rules(config), *_text_rules(config)]
+
+
+def _text_rules(config: ModelConfig) -> list[Rule]:
+    c = config.text
+    hf, ours, count = "model.language_model.layers.{i}.", "text.layers.", c.num_layers
+    table = [
+        Rule("model.language_model.embed_tokens.weight", "text.embed.table_vd", (c.vocab_size, c.width)),
+        Rule(hf + "input_layernorm.weight", ours + "input_norm.scale", (c.width,), count),
+        Rule(hf + "self_attn.q_proj.weight", ours + "attn.q_kernel_nhd", (c.num_heads * c.head_dim, c.width), count),
+        Rule(hf + "self_attn.k_proj.weight", ours + "attn.k_kernel_khd", (c.num_kv_heads * c.head_dim, c.width), count),
+        Rule(hf + "self_attn.v_proj.weight", ours + "attn.v_kernel_khd", (c.num_kv_heads * c.head_dim, c.width), count),
+        Rule(hf + "self_attn.o_proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.num_heads * c.head_dim), count),
+        Rule(hf + "self_attn.q_norm.weight", ours + "attn.q_norm.scale", (c.head_dim,), count),
+        Rule(hf + "self_attn.k_norm.weight", ours + "attn.k_norm.scale", (c.head_dim,), count),
+        Rule(hf + "post_attention_layernorm.weight", ours + "mlp_norm.scale", (c.width,), count),
+        Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (c.ffn_width, c.width), count),
+        Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
+        Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
+        Rule("model.language_model.norm.weight", "text.final_norm.scale", (c.width,)),
+    ]
+    if not config.tie_embeddings:
+        table.append(Rule("lm_head.weight", "text.head.kernel_vd", (c.vocab_size, c.width)))
+    return table
+
+
+def _vision_rules(config: ModelConfig) -> list[Rule]:
+    c = config.vision
+    hf, ours, count = "model.visual.blocks.{i}.", "vision.blocks.", c.num_layers
+    patch_shape = (c.num_channels, c.temporal_patch_frames, c.patch_px, c.patch_px)
+    return [
+        Rule("model.visual.patch_embed.proj.weight", "vision.patch_embed.kernel_dc", (c.width, *patch_shape)),
+        Rule("model.visual.patch_embed.proj.bias", "vision.patch_embed.bias", (c.width,)),
+        Rule("model.visual.pos_embed.weight", "vision.pos_embed.table_sd", (c.num_positions, c.width)),
+        Rule(hf + "norm1.weight", ours + "attn_norm.scale", (c.width,), count),
+        Rule(hf + "norm1.bias", ours + "attn_norm.bias", (c.width,), count),
+        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), count),
+        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), count),
+        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), count),
+        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), count),
+        Rule(hf + "norm2.weight", ours + "mlp_norm.scale", (c.width,), count),
+        Rule(hf + "norm2.bias", ours + "mlp_norm.bias", (c.width,), count),
+        Rule(hf + "mlp.linear_fc1.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
+        Rule(hf + "mlp.linear_fc1.bias", ours + "mlp.up_bias", (c.ffn_width,), count),
+        Rule(hf + "mlp.linear_fc2.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
+        Rule(hf + "mlp.linear_fc2.bias", ours + "mlp.down_bias", (c.width,), count),
+        *_merger_rules(config, "model.visual.merger.", "vision.merger.", c.width, None),
+        *_merger_rules(
+            config,
+            "model.visual.deepstack_merger_list.{i}.",
+            "vision.deepstack_mergers.",
+            c.width * c.merge_unit,
+            c.num_deepstack,
+        ),
+    ]
+
+
+def _merger_rules(config: ModelConfig, hf: str, ours: str, norm_width: int, count: int | None) -> list[Rule]:
+    merged, out = config.vision.width * config.vision.merge_unit, config.vision.out_width
+    return [
+        Rule(hf + "norm.weight", ours + "norm.scale", (norm_width,), count),
+        Rule(hf + "norm.bias", ours + "norm.bias", (norm_width,), count),
+        Rule(hf + "linear_fc1.weight", ours + "up_kernel_fd", (merged, merged), count),
+        Rule(hf + "linear_fc1.bias", ours + "up_bias", (merged,), count),
+        Rule(hf + "linear_fc2.weight", ours + "down_kernel_df", (out, merged), count),
+        Rule(hf + "linear_fc2.bias", ours + "down_bias", (out,), count),
+    ]
+
+
+def check_hf_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], source: str) -> None:
+    """Every tensor of the table is there with its shape, and nothing else is; otherwise one error that lists it all."""
+    expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
+    problems = [
+        *_listing("missing", sorted(expected.keys() - found.keys())),
+        *_listing("not known", sorted(found.keys() - expected.keys())),
+        *_listing(
+            "of another shape than config.json says",
+            [f"{k} {found[k]}, not {expected[k]}" for k in expected if k in found and found[k] != expected[k]],
+        ),
+    ]
+    if problems:
+        raise ValueError(f"{source}: its tensors do not fit its config: " + "; ".join(problems))
+
+
+def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
+    """Every parameter of a model (or checkpoint) is in the table exactly once, and every entry has its parameter."""
+    table = [rule.path for rule in rules(config)]
+    assert len(table) == len(set(table)), "a parameter is named twice in the table"
+    problems = [
+        *_listing("missing", sorted(set(table) - paths)),
+        *_listing("not known", sorted(paths - set(table))),
+    ]
+    if problems:
+        raise ValueError("parameters do not fit the weight table: " + "; ".join(problems))
+
+
+def _listing(what: str, names: list[str], most: int = 10) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return [f"{len(names)} {what}: {', '.join(names[:most])}{more}"]
+
+
+def read_param(tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """`param[index]` of a parameter with the full `shape`, reading only the rows of the files that it covers."""
+    index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
+    if rule.count is None:
+        return _read_tensor(tensors, rule.hf, shape, index)
+    layers = range(rule.count)[index[0]]
+    return np.stack([_read_tensor(tensors, rule.hf_names[i], shape[1:], index[1:]) for i in layers])
+
+
+def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    if not shape:
+        return tensors.read(name)
+    hf_rows = tensors.infos[name].shape[0]
+    # Our leading axes may be one HF axis split, e.g. [N, H, D] from [N*H, D]: rows of ours are whole runs of theirs.
+    rows_per_ours = hf_rows // shape[0] if hf_rows % shape[0] == 0 else 1
+    whole_rows = all(s == slice(0, n, 1) for s, n in zip(index[1:], shape[1:], strict=True))
+    row_bytes = tensors.infos[name].num_bytes // max(shape[0], 1)
+    step = shape[0] if whole_rows else max(1, READ_BLOCK_BYTES // row_bytes)
+    blocks = []
+    for first in range(index[0].start, index[0].stop, step):
+        last = min(first + step, index[0].stop)
+        block = tensors.read(name, slice(first * rows_per_ours, last * rows_per_ours)).reshape(last - first, *shape[1:])
+        blocks.append(block[(slice(None), *index[1:])])
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+
+def load_hf_params(
+    tensors: HfTensors, config: ModelConfig, abstract: dict[str, Any], dtype: Any
+) -> dict[str, jax.Array]:
+    """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets just the rows of its shard."""
+    check_hf_tensors(config, tensors.shapes, str(tensors.directory))
+    check_param_paths(config, set(abstract))
+    params = {}
+    for rule in rules(config):
+        target = abstract[rule.path]
+
+        def shard(
+            index: tuple[slice, ...] | None, rule: Rule = rule, shape: tuple[int, ...] = target.shape
+        ) -> np.ndarray:
+            index = index or (slice(None),) * len(shape)
+            return read_param(tensors, rule, shape, index).astype(dtype, copy=False)
+
+        if target.sharding is None:
+            params[rule.path] = jax.numpy.asarray(shard(None))
+        else:
+            params[rule.path] = jax.make_array_from_callback(target.shape, target.sharding, shard)
+    return params
+
+
+def num_params(config: ModelConfig) -> int:
+    return sum(math.prod(rule.hf_shape) * (rule.count or 1) for rule in rules(config))

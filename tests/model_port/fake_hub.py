@@ -1,0 +1,406 @@
+"""A small hub on loopback: the part of the hub's HTTP interface that huggingface_hub uses to push and to download.
+
+Objects lie in a folder and are checked against their sha256 on receipt, as the hub's storage does. It speaks LFS and
+not Xet, so the client must run with HF_HUB_DISABLE_XET. `fail` makes chosen requests go wrong. The routes and the
+shapes of the answers follow hf_api.py, _commit_api.py, lfs.py and file_download.py of huggingface_hub 2.4.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import unquote, urlsplit
+
+WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
+MAX_REGULAR_BYTES = 10_000_000  # above it, the hub stores any file as LFS
+
+Action = int | Literal["close", "hang", "corrupt"]
+
+
+def account(role: str, **token: Any) -> dict[str, Any]:
+    orgs = [{"name": "our-lab", "roleInOrg": "write"}, {"name": "their-lab", "roleInOrg": "read"}]
+    return {"type": "user", "name": "ada", "orgs": orgs, "auth": {"accessToken": {"role": role, **token}}}
+
+
+@dataclass
+class Fault:
+    """Requests `METHOD /path` that match `pattern` go wrong, after `num_good` of them, `num_bad` times."""
+
+    pattern: str
+    action: Action
+    num_good: int
+    num_bad: float
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    num_bytes: int
+    git_sha1: str  # of the content: what the client compares regular files by
+    sha256: str
+    is_lfs: bool
+
+
+@dataclass
+class Repo:
+    private: bool
+    lfs: set[str] = field(default_factory=set)  # objects this repository holds, committed or not
+    branches: dict[str, str] = field(default_factory=dict)
+    commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
+
+    def commit(self, branch: str, files: dict[str, StoredFile]) -> str:
+        summary = repr((self.branches.get(branch), sorted(files.items())))
+        oid = hashlib.sha1(summary.encode()).hexdigest()
+        self.commits[oid] = files
+        self.branches[branch] = oid
+        return oid
+
+    def resolve(self, revision: str) -> str:
+        oid = self.branches.get(revision, revision)
+        if oid not in self.commits:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return oid
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class FakeHub(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, folder: Path, part_bytes: int | None = None):
+        """`part_bytes`: objects above it are uploaded in parts of this size."""
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.folder = folder
+        self.part_bytes = part_bytes
+        scope = [{"entity": {"type": "org", "name": "guest-lab"}, "permissions": ["repo.write"]}]
+        self.accounts = {
+            WRITE_TOKEN: account("write"),
+            READ_TOKEN: account("read"),
+            FINE_GRAINED_TOKEN: account("fineGrained", fineGrained={"scoped": scope}),
+        }
+        self.repos: dict[str, Repo] = {}
+        self.requests: list[str] = []  # "METHOD /path", in order of arrival
+        self.bodies: dict[str, Any] = {}  # the last JSON body per request
+        self.faults: list[Fault] = []
+        self.bugs: list[str] = []  # exceptions of the fake itself
+        self.closing = threading.Event()
+        self.lock = threading.RLock()
+        self.connections: set[socket.socket] = set()
+
+    def fail(self, pattern: str, action: Action, *, num_good: int = 0, num_bad: float = float("inf")) -> None:
+        self.faults.append(Fault(pattern, action, num_good, num_bad))
+
+    def count(self, pattern: str) -> int:
+        return sum(1 for request in self.requests if re.match(pattern, request))
+
+    def add_repo(self, repo_id: str, *, private: bool = False, files: dict[str, bytes] | None = None) -> Repo:
+        stored = {path: self.store(content) for path, content in {".gitattributes": b"", **(files or {})}.items()}
+        self.repos[repo_id] = Repo(private)
+        self.repos[repo_id].commit("main", stored)
+        return self.repos[repo_id]
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, StoredFile]:
+        repo = self.repos[repo_id]
+        return repo.commits[repo.resolve(revision)]
+
+    def content(self, file: StoredFile) -> bytes:
+        return (self.folder / file.sha256).read_bytes()
+
+    def store(self, content: bytes, *, is_lfs: bool = False) -> StoredFile:
+        sha256 = hashlib.sha256(content).hexdigest()
+        (self.folder / sha256).write_bytes(content)
+        git_sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        return StoredFile(len(content), git_sha1, sha256, is_lfs)
+
+    def next_fault(self, request: str) -> Action | None:
+        for fault in self.faults:
+            if re.match(fault.pattern, request):
+                if fault.num_good > 0:
+                    fault.num_good -= 1
+                elif fault.num_bad > 0:
+                    fault.num_bad -= 1
+                    return fault.action
+        return None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a connection that the client or a fault cut; bugs of the fake are kept in `bugs`
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self.connections.add(connection)
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def stop(self) -> None:
+        self.closing.set()
+        self.shutdown()
+        for connection in list(self.connections):
+            self.shutdown_request(connection)
+        self.server_close()
+
+
+@contextmanager
+def serve_hub(folder: Path, part_bytes: int | None = None) -> Iterator[FakeHub]:
+    folder.mkdir(parents=True, exist_ok=True)
+    hub = FakeHub(folder, part_bytes)
+    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.stop()
+        thread.join()
+    assert not hub.bugs, hub.bugs
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body in one packet: with two, each answer waits 40 ms for an acknowledgement
+
+    @property
+    def hub(self) -> FakeHub:
+        return cast(FakeHub, self.server)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.path = urlsplit(self.path).path
+        request = f"{self.command} {unquote(self.path)}"
+        with self.hub.lock:
+            self.hub.requests.append(request)
+            fault = self.hub.next_fault(request)
+        if fault == "hang":
+            self.hub.closing.wait(30)
+        if fault in ("hang", "close"):
+            self.close_connection = True
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if fault == "corrupt":
+            body = bytes([body[0] ^ 1]) + body[1:]
+        try:
+            if isinstance(fault, int):
+                raise Refusal(fault, "the fake hub was told to fail")
+            with self.hub.lock:
+                self.route(body)
+        except Refusal as refusal:
+            code = {"X-Error-Code": refusal.code} if refusal.code else {}
+            self.reply({"error": refusal.message}, refusal.status, {"X-Error-Message": refusal.message, **code})
+        except Exception as bug:
+            self.hub.bugs.append(f"{request}: {bug!r}")
+            raise
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def route(self, body: bytes) -> None:
+        for method, pattern, answer in ROUTES:
+            match = re.fullmatch(pattern, self.path)
+            if match and self.command in method.split():
+                return getattr(self, answer)(body, **{name: unquote(text) for name, text in match.groupdict().items()})
+        raise Refusal(404, f"the fake hub has no {self.command} {self.path}")
+
+    def reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        payload = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(payload)), **(headers or {})}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(payload)
+
+    def user(self) -> dict[str, Any]:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token not in self.hub.accounts:
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        return self.hub.accounts[token]
+
+    def may_write(self, repo_id: str) -> bool:
+        user = self.user()
+        scopes = user["auth"]["accessToken"].get("fineGrained", {}).get("scoped", [])
+        owners = {user["name"], *(org["name"] for org in user["orgs"] if org["roleInOrg"] != "read")}
+        owners |= {scope["entity"]["name"] for scope in scopes}
+        return repo_id.split("/")[0] in owners and user["auth"]["accessToken"]["role"] != "read"
+
+    def repo(self, repo_id: str, *, write: bool = False) -> Repo:
+        repo = self.hub.repos.get(repo_id)
+        if repo is None or (repo.private and not self.may_write(repo_id)):
+            raise Refusal(404, "Repository not found", "RepoNotFound")
+        if write and not self.may_write(repo_id):
+            raise Refusal(403, "You don't have the rights to write to this repository")
+        return repo
+
+    # Accounts and repositories
+
+    def whoami(self, body: bytes) -> None:
+        self.reply(self.user())
+
+    def auth_check(self, body: bytes, repo_id: str) -> None:
+        self.repo(repo_id, write=True)
+        self.reply({})
+
+    def create_repo(self, body: bytes) -> None:
+        asked = self.keep_json(body)
+        repo_id = f"{asked.get('organization') or self.user()['name']}/{asked['name']}"
+        if not self.may_write(repo_id):
+            raise Refusal(403, f"You don't have the rights to create a model under the namespace {repo_id}")
+        if repo_id in self.hub.repos:
+            return self.reply({"error": "You already created this model repo", "url": self.repo_url(repo_id)}, 409)
+        self.hub.add_repo(repo_id, private=asked.get("visibility") == "private")
+        self.reply({"url": self.repo_url(repo_id), "name": repo_id})
+
+    def create_branch(self, body: bytes, repo_id: str, branch: str) -> None:
+        repo = self.repo(repo_id, write=True)
+        if branch in repo.branches:
+            raise Refusal(409, f"Reference {branch} already exists")
+        repo.branches[branch] = repo.branches["main"]
+        self.reply({})
+
+    def repo_info(self, body: bytes, repo_id: str, revision: str = "main") -> None:
+        repo = self.repo(repo_id)
+        oid = repo.resolve(revision)
+        siblings = [{"rfilename": path} for path in sorted(repo.commits[oid])]
+        self.reply({"id": repo_id, "sha": oid, "private": repo.private, "siblings": siblings, "tags": []})
+
+    def tree(self, body: bytes, repo_id: str, revision: str) -> None:
+        repo = self.repo(repo_id)
+        files = repo.commits[repo.resolve(revision)]
+        entries = []
+        for path, file in sorted(files.items()):
+            lfs = {"oid": file.sha256, "size": file.num_bytes, "pointerSize": 134} if file.is_lfs else None
+            entry = {"type": "file", "path": path, "size": file.num_bytes, "oid": file.git_sha1}
+            entries.append({**entry, "lfs": lfs} if lfs else entry)
+        self.reply(entries)
+
+    def resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
+        repo = self.repo(repo_id)
+        oid = repo.resolve(revision)
+        if path not in repo.commits[oid]:
+            raise Refusal(404, f"{path} is not in {revision}", "EntryNotFound")
+        file = repo.commits[oid][path]
+        etag = file.sha256 if file.is_lfs else file.git_sha1
+        self.reply(self.hub.content(file), headers={"X-Repo-Commit": oid, "ETag": f'"{etag}"'})
+
+    def validate_yaml(self, body: bytes) -> None:
+        self.reply({"errors": [], "warnings": []})
+
+    # Uploads
+
+    def preupload(self, body: bytes, repo_id: str, revision: str) -> None:
+        repo = self.repo(repo_id, write=True)
+        files = repo.commits[repo.resolve(revision)]
+        ignored = self.hub.content(files[".gitignore"]).decode().split() if ".gitignore" in files else []
+        answers = []
+        for asked in self.keep_json(body)["files"]:
+            path, file = asked["path"], files.get(asked["path"])
+            is_lfs = path.endswith(".safetensors") or asked["size"] > MAX_REGULAR_BYTES
+            answer = {"path": path, "uploadMode": "lfs" if is_lfs else "regular"}
+            answer["shouldIgnore"] = any(fnmatch(path, pattern) for pattern in ignored)
+            if file is not None:
+                answer["oid"] = file.sha256 if file.is_lfs else file.git_sha1
+            answers.append(answer)
+        self.reply({"files": answers})
+
+    def lfs_batch(self, body: bytes, repo_id: str) -> None:
+        repo = self.repo(repo_id, write=True)
+        objects = [
+            {**asked, "actions": self.lfs_actions(repo_id, **asked)} if asked["oid"] not in repo.lfs else asked
+            for asked in self.keep_json(body)["objects"]
+        ]
+        self.reply({"transfer": "multipart" if self.hub.part_bytes else "basic", "objects": objects})
+
+    def lfs_actions(self, repo_id: str, oid: str, size: int) -> dict[str, Any]:
+        url, part_bytes = self.hub.url, self.hub.part_bytes
+        verify = {"href": f"{url}/lfs/verify/{repo_id}"}
+        if part_bytes is None or size <= part_bytes:
+            return {"upload": {"href": f"{url}/lfs/object/{repo_id}/{oid}"}, "verify": verify}
+        num_parts = -(-size // part_bytes)
+        parts = {f"{n:05d}": f"{url}/lfs/part/{oid}/{n}" for n in range(1, num_parts + 1)}
+        header = {"chunk_size": str(part_bytes), **parts}
+        return {"upload": {"href": f"{url}/lfs/complete/{repo_id}/{oid}", "header": header}, "verify": verify}
+
+    def put_object(self, body: bytes, repo_id: str, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            raise Refusal(400, "BadDigest: the sha256 of what arrived is not the one announced")
+        self.hub.store(body)
+        self.hub.repos[repo_id].lfs.add(oid)
+        self.reply({})
+
+    def put_part(self, body: bytes, oid: str, number: str) -> None:
+        (self.hub.folder / f"{oid}.{number}").write_bytes(body)
+        self.reply({}, headers={"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+
+    def complete_parts(self, body: bytes, repo_id: str, oid: str) -> None:
+        numbers = [part["partNumber"] for part in self.keep_json(body)["parts"]]
+        whole = b"".join((self.hub.folder / f"{oid}.{number}").read_bytes() for number in numbers)
+        self.put_object(whole, repo_id, oid)
+
+    def verify_object(self, body: bytes, repo_id: str) -> None:
+        asked = self.keep_json(body)
+        if asked["oid"] not in self.repo(repo_id, write=True).lfs:
+            raise Refusal(404, f"object {asked['oid']} was not uploaded")
+        self.reply({})
+
+    def commit(self, body: bytes, repo_id: str, revision: str) -> None:
+        repo = self.repo(repo_id, write=True)
+        files = dict(repo.commits[repo.resolve(revision)])
+        for line in body.splitlines():
+            operation = json.loads(line)
+            value = operation["value"]
+            if operation["key"] == "file":
+                files[value["path"]] = self.hub.store(base64.b64decode(value["content"]))
+            elif operation["key"] == "lfsFile":
+                if value["oid"] not in repo.lfs:
+                    raise Refusal(400, f"LFS object {value['oid']} of {value['path']} does not exist")
+                content = (self.hub.folder / value["oid"]).read_bytes()
+                files[value["path"]] = self.hub.store(content, is_lfs=True)
+            elif operation["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = repo.commit(revision, files)
+        self.reply({"success": True, "commitOid": oid, "commitUrl": f"{self.repo_url(repo_id)}/commit/{oid}"})
+
+    def keep_json(self, body: bytes) -> dict[str, Any]:
+        asked: dict[str, Any] = json.loads(body)
+        self.hub.bodies[f"{self.command} {unquote(self.path)}"] = asked
+        return asked
+
+    def repo_url(self, repo_id: str) -> str:
+        return f"{self.hub.url}/{repo_id}"
+
+
+REPO = r"(?P<repo_id>[^/]+/[^/]+)"
+OID = r"(?P<oid>[0-9a-f]{64})"
+ROUTES = [
+    ("GET", "/api/whoami-v2", "whoami"),
+    ("POST", "/api/repos/create", "create_repo"),
+    ("POST", "/api/validate-yaml", "validate_yaml"),
+    ("GET", f"/api/models/{REPO}", "repo_info"),
+    ("GET", f"/api/models/{REPO}/revision/(?P<revision>[^/]+)", "repo_info"),
+    ("GET", f"/api/models/{REPO}/auth-check/write", "auth_check"),
+    ("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+)", "tree"),
+    ("POST", f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", "create_branch"),
+    ("POST", f"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
+    ("POST", f"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
+    ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
+    ("PUT", f"/lfs/object/{REPO}/{OID}", "put_object"),
+    ("PUT", f"/lfs/part/{OID}/(?P<number>[0-9]+)", "put_part"),
+    ("POST", f"/lfs/complete/{REPO}/{OID}", "complete_parts"),
+    ("POST", f"/lfs/verify/{REPO}", "verify_object"),
+    ("GET HEAD", f"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+]

@@ -1,0 +1,393 @@
+"""Pushing to the hub, against a fake hub on loopback. No test can reach any other host."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import numpy as np
+import pytest
+from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHub, serve_hub
+from huggingface_hub import constants
+from safetensors.numpy import save_file
+
+from model_port.hub import check_hub_access, push_to_hub
+
+# the client sends objects through an argument that its HTTP library deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+REPO = "ada/tiny-vl"
+PUT = r"PUT /lfs/"
+SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The client as after a fresh install without a login; it read its environment when it was imported."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
+    monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "home" / "stored_tokens"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    resolve = socket.getaddrinfo
+
+    def resolve_loopback(host: str, *args, **kwargs):
+        assert host == "127.0.0.1", f"a test reached for {host}"
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_loopback)
+    yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Runs the client's pauses between tries in no time, and lists them."""
+    waits: list[float] = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with serve_hub(tmp_path / "hub") as served:
+        yield served
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Three shards of unequal size and the small files of an export."""
+    directory = tmp_path / "model"
+    write_model(directory, {shard: 1009 * (n + 2) for n, shard in enumerate(SHARDS)})
+    return directory
+
+
+def write_model(directory: Path, num_values: dict[str, int]) -> None:
+    (directory / "assets").mkdir(parents=True)
+    rng = np.random.default_rng(7)
+    weight_map = {}
+    for n, (shard, count) in enumerate(num_values.items()):
+        save_file({f"w{n}": rng.standard_normal(count, dtype=np.float32)}, directory / shard)
+        weight_map[f"w{n}"] = shard
+    (directory / INDEX).write_text(repr({"weight_map": weight_map}).replace("'", '"'))
+    (directory / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Größe\n")
+    (directory / "assets" / "empty.txt").write_text("")
+
+
+def push(hub: FakeHub, model: Path, repo_id: str = REPO, token: str | None = WRITE_TOKEN, **options) -> str:
+    return push_to_hub(model, repo_id, token=token, endpoint=hub.url, **options)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def message(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and "Traceback" not in text
+    assert WRITE_TOKEN not in text and READ_TOKEN not in text
+    return text
+
+
+# What arrives
+
+
+@pytest.mark.parametrize("part_bytes", [None, 1013])
+def test_download_after_a_push_is_the_same_bytes(tmp_path: Path, model: Path, part_bytes: int | None):
+    with serve_hub(tmp_path / "hub", part_bytes) as hub:
+        url = push(hub, model)
+        assert url.startswith(f"{hub.url}/{REPO}/commit/")
+        revision = url.rsplit("/", 1)[1]
+        got, cache = tmp_path / "got", tmp_path / "cache"
+        huggingface_hub.snapshot_download(REPO, revision=revision, local_dir=got, endpoint=hub.url, token=WRITE_TOKEN)
+        assert contents(got) == {**contents(model), ".gitattributes": b""}
+        one = huggingface_hub.hf_hub_download(REPO, SHARDS[1], cache_dir=cache, endpoint=hub.url, token=WRITE_TOKEN)
+        assert Path(one).read_bytes() == (model / SHARDS[1]).read_bytes()
+        num_parts = sum(-(-(model / shard).stat().st_size // (part_bytes or 10**6)) for shard in SHARDS)
+        assert hub.count(PUT) == num_parts
+
+
+def test_only_weights_are_stored_as_lfs(hub: FakeHub, model: Path):
+    push(hub, model)
+    assert {path for path, file in hub.files(REPO).items() if file.is_lfs} == set(SHARDS)
+
+
+def test_everything_becomes_visible_in_one_commit(hub: FakeHub, model: Path):
+    push(hub, model, commit_message="Step 40")
+    assert hub.count("POST .*/commit/") == 1
+    assert len(hub.repos[REPO].commits) == 2  # the second is the one that made the repository
+
+
+def test_second_push_transfers_nothing(hub: FakeHub, model: Path):
+    first = push(hub, model)
+    hub.requests.clear()
+    assert push(hub, model) == first
+    assert hub.count(PUT) == hub.count("POST .*/commit/") == 0
+
+
+def test_push_of_one_changed_shard_transfers_one_shard(hub: FakeHub, model: Path):
+    push(hub, model)
+    hub.requests.clear()
+    save_file({"w1": np.zeros(1013, np.float32)}, model / SHARDS[1])
+    push(hub, model)
+    assert hub.count(PUT) == 1
+    assert hub.content(hub.files(REPO)[SHARDS[1]]) == (model / SHARDS[1]).read_bytes()
+
+
+def test_weights_of_an_earlier_model_are_removed_and_other_files_kept(hub: FakeHub, model: Path, tmp_path: Path):
+    push(hub, model)
+    write_model(tmp_path / "smaller", {"model-00001-of-00001.safetensors": 1009})
+    (tmp_path / "smaller" / "README.md").unlink()
+    push(hub, tmp_path / "smaller")
+    assert set(hub.files(REPO)) == {*contents(tmp_path / "smaller"), "README.md", ".gitattributes"}
+
+
+def test_revision_goes_to_its_own_branch(hub: FakeHub, model: Path):
+    push(hub, model, revision="step/40")
+    assert set(SHARDS) <= set(hub.files(REPO, "step/40"))
+    assert set(hub.files(REPO)) == {".gitattributes"}
+    push(hub, model, revision="step/40")  # the branch exists now
+
+
+@pytest.mark.parametrize(("private", "visibility"), [(True, "private"), (False, None)])
+def test_private_is_asked_for_when_the_repository_is_made(
+    hub: FakeHub, model: Path, private: bool, visibility: str | None
+):
+    push(hub, model, private=private)
+    assert hub.bodies["POST /api/repos/create"].get("visibility") == visibility
+    assert hub.repos[REPO].private is private
+    push(hub, model, private=private)
+
+
+def test_private_push_does_not_land_in_a_public_repository(hub: FakeHub, model: Path):
+    hub.add_repo(REPO, private=False)
+    assert "is public" in message(ValueError, lambda: push(hub, model, private=True))
+    assert set(hub.files(REPO)) == {".gitattributes"} and hub.count(PUT) == 0
+
+
+def test_files_that_the_repository_ignores_are_not_lost_silently(hub: FakeHub, model: Path):
+    hub.add_repo(REPO, files={".gitignore": b"*.safetensors"})
+    text = message(RuntimeError, lambda: push(hub, model))
+    assert ".gitignore" in text and SHARDS[0] in text
+
+
+# What goes wrong on the way
+
+
+@pytest.mark.parametrize("action", [500, 403, "close", "corrupt"])
+def test_failure_half_way_says_so_and_a_second_push_sends_only_the_rest(
+    hub: FakeHub, model: Path, waits_s: list[float], action: Action
+):
+    hub.fail(PUT, action, num_good=1)
+    text = message(RuntimeError, lambda: push(hub, model))
+    largest, second, _ = sorted(SHARDS, key=lambda shard: -(model / shard).stat().st_size)
+    assert f"uploading {second}" in text and "1 of 7 files (16.2kB of 36.7kB)" in text and "same command again" in text
+    assert REPO in text and set(hub.files(REPO)) == {".gitattributes"}
+    num_tries = {500: 6, "close": 6}.get(action, 1)  # what a retry cannot mend is not retried
+    assert hub.count(PUT) == 1 + num_tries and len(waits_s) == num_tries - 1 and sum(waits_s) < 30
+
+    hub.faults.clear()
+    hub.requests.clear()
+    push(hub, model)
+    assert hub.count(PUT) == 2
+    assert {path: hub.content(file) for path, file in hub.files(REPO).items()} == {
+        **contents(model),
+        ".gitattributes": b"",
+    }
+    assert largest in hub.files(REPO)
+
+
+def test_passing_trouble_is_waited_out(hub: FakeHub, model: Path, waits_s: list[float]):
+    hub.fail(PUT, 503, num_bad=2)
+    hub.fail(r"POST .*/info/lfs", "close", num_bad=1)
+    push(hub, model)
+    assert hub.count(PUT) == 3 + 2 and len(waits_s) == 3
+    assert set(SHARDS) <= set(hub.files(REPO))
+
+
+def test_lost_answer_to_the_commit_costs_no_second_upload(hub: FakeHub, model: Path):
+    hub.fail(r"POST .*/commit/", 504, num_bad=1)
+    text = message(RuntimeError, lambda: push(hub, model))
+    assert "committing" in text and "7 of 7 files" in text
+    hub.requests.clear()
+    push(hub, model)
+    assert hub.count(PUT) == 0 and set(SHARDS) <= set(hub.files(REPO))
+
+
+@pytest.mark.parametrize(
+    ("request_", "stage"),
+    [
+        (r"POST /api/repos/create", "creating the repository"),
+        (r"POST .*/preupload/", f"uploading {SHARDS[2]}"),
+        (PUT, f"uploading {SHARDS[2]}"),
+        (r"GET .*/tree/", "committing"),
+        (r"POST .*/commit/", "committing"),
+    ],
+)
+def test_hanging_hub_ends_by_a_deadline(hub: FakeHub, model: Path, waits_s: list[float], request_: str, stage: str):
+    hub.fail(request_, "hang")
+    start_s = time.monotonic()
+    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.1))
+    assert "Timeout" in text and stage in text
+    assert time.monotonic() - start_s < 3
+
+
+def test_deadline_is_lifted_from_the_client_afterwards(hub: FakeHub, model: Path):
+    push(hub, model)
+    hub.fail("GET /api/models/", "close")
+    message(RuntimeError, lambda: check_hub_access(REPO, WRITE_TOKEN, endpoint=hub.url))
+    assert huggingface_hub.get_session().timeout.read is None
+    assert len(huggingface_hub.get_session().event_hooks["request"]) == 1
+
+
+# What is noticed before any work
+
+
+def refusals(hub: FakeHub, model: Path, error: type[Exception], repo_id: str = REPO, token: str | None = WRITE_TOKEN):
+    """What the check and the push itself say; neither may skip anything."""
+    check = message(error, lambda: check_hub_access(repo_id, token, endpoint=hub.url))
+    assert message(error, lambda: push(hub, model, repo_id, token)) == check
+    assert hub.count("POST|PUT") == 0
+    return check
+
+
+@pytest.mark.parametrize("repo_id", ["", "a/b/c", "ada/.x", "ada/a--b", "ada/x.git", "ada/a b", "datasets/ada/x", "vl"])
+def test_malformed_repo_id_is_named_before_any_request(hub: FakeHub, model: Path, repo_id: str):
+    assert repr(repo_id) in refusals(hub, model, ValueError, repo_id)
+    assert hub.requests == []
+
+
+def test_missing_token_is_noticed_before_any_request(hub: FakeHub, model: Path):
+    text = refusals(hub, model, RuntimeError, token=None)
+    assert "HF_TOKEN" in text and "hf auth login" in text and hub.requests == []
+
+
+@pytest.mark.parametrize("place", ["HF_TOKEN", "login"])
+def test_token_of_the_environment_or_the_login_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, place: str):
+    if place == "HF_TOKEN":
+        monkeypatch.setenv("HF_TOKEN", f"{WRITE_TOKEN}\n")
+    else:
+        Path(constants.HF_TOKEN_PATH).parent.mkdir()
+        Path(constants.HF_TOKEN_PATH).write_text(f"{WRITE_TOKEN}\n")
+    check_hub_access(REPO, endpoint=hub.url)
+    assert hub.count("GET /api/whoami-v2") == 1
+
+
+def test_offline_mode_is_noticed_before_any_request(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refusals(hub, model, RuntimeError)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(("token", "complaint"), [("hf_revoked", "401"), (READ_TOKEN, "may only read")])
+def test_token_that_cannot_write_is_refused(hub: FakeHub, model: Path, token: str, complaint: str):
+    text = refusals(hub, model, RuntimeError, token=token)
+    assert complaint in text and "/settings/tokens" in text and token not in text
+
+
+@pytest.mark.parametrize("repo_id", ["eve/hers", "eve/new", "their-lab/new"])
+def test_repository_of_somebody_else_is_refused(hub: FakeHub, model: Path, repo_id: str):
+    hub.add_repo("eve/hers")
+    text = refusals(hub, model, RuntimeError, repo_id)
+    assert repo_id in text and "ada/" in text
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "token"),
+    [
+        (REPO, WRITE_TOKEN),
+        ("Ada/new", WRITE_TOKEN),
+        ("our-lab/new", WRITE_TOKEN),
+        ("guest-lab/new", FINE_GRAINED_TOKEN),
+    ],
+)
+def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(hub: FakeHub, repo_id: str, token: str):
+    hub.add_repo(REPO)
+    check_hub_access(repo_id, token, endpoint=hub.url)
+    assert hub.count("POST|PUT") == 0 and set(hub.repos) == {REPO}
+
+
+@pytest.mark.parametrize("action", [500, 429, "close", "hang"])
+def test_hub_in_trouble_is_named(hub: FakeHub, action: Action):
+    for request in ("GET /api/whoami", "GET .*/auth-check"):
+        hub.faults.clear()
+        hub.fail(request, action)
+        check = lambda: check_hub_access(REPO, WRITE_TOKEN, endpoint=hub.url, answer_deadline_s=0.2)  # noqa: E731
+        assert hub.url in message(RuntimeError, check)
+
+
+def test_unreachable_hub_is_named(model: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    text = message(RuntimeError, lambda: push_to_hub(model, REPO, token=WRITE_TOKEN, endpoint=url))
+    assert url in text and "network" in text
+
+
+def remove_shard(model: Path) -> str:
+    (model / SHARDS[1]).unlink()
+    return SHARDS[1]
+
+
+def truncate_shard(model: Path) -> str:
+    (model / SHARDS[2]).write_bytes((model / SHARDS[2]).read_bytes()[:-5])
+    return SHARDS[2]
+
+
+def remove_config(model: Path) -> str:
+    (model / "config.json").unlink()
+    return "config.json"
+
+
+def remove_everything(model: Path) -> str:
+    model.rename(model.with_name("elsewhere"))
+    return str(model)
+
+
+@pytest.mark.parametrize("damage", [remove_shard, truncate_shard, remove_config, remove_everything])
+def test_incomplete_directory_is_refused_before_any_request(hub: FakeHub, model: Path, damage: Callable[[Path], str]):
+    name = damage(model)
+    assert name in message(ValueError, lambda: push(hub, model))
+    assert hub.requests == []
+
+
+# The module as a program meets it
+
+
+SCRIPT = """
+import sys
+import model_port
+before = set(sys.modules)
+from model_port.hub import push_to_hub
+assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
+print(push_to_hub(sys.argv[1], sys.argv[2], answer_deadline_s=10))
+assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
+"""
+
+
+def test_environment_alone_configures_a_push_that_needs_no_jax(hub: FakeHub, model: Path, tmp_path: Path):
+    hub_environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": WRITE_TOKEN,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [sys.executable, "-c", SCRIPT, str(model), REPO]
+    done = subprocess.run(command, env={**os.environ, **hub_environment}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{hub.url}/{REPO}/commit/")
+    assert done.stderr == ""  # no progress bar where stderr is not a terminal
+    assert set(SHARDS) <= set(hub.files(REPO))

@@ -1,0 +1,170 @@
+"""Packing is bookkeeping: rows, branches, padding and meshes change where a token is computed, never what comes out."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import DIVISIBLE, make_reference, relative_error, save_reference
+
+import model_port
+from model_port import loading
+from model_port.inputs import Frame, Sequence, Tokens, pack_text, pack_vision
+from model_port.layers import Compute
+from model_port.model import Qwen3VL
+from model_port.sharding import flat_params, make_mesh, shard_abstract
+
+CONFIG = DIVISIBLE
+GRIDS = [(4, 6), (2, 2), (6, 4), (8, 2), (4, 4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Qwen3VL:
+    path = tmp_path_factory.mktemp("divisible")
+    save_reference(make_reference(CONFIG), path)
+    return model_port.load(path)
+
+
+@pytest.fixture
+def double_model(model, float64) -> Qwen3VL:
+    graphdef, state = nnx.split(model)
+    double = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype("float64"), state))
+    double.compute = Compute(dtype="float64")
+    return double
+
+
+@pytest.fixture(scope="module")
+def frames() -> list[Frame]:
+    random = np.random.default_rng(11)
+    return [
+        Frame(random.standard_normal((r * c, CONFIG.vision.patch_values)).astype(np.float32), (r, c)) for r, c in GRIDS
+    ]
+
+
+@pytest.fixture(scope="module")
+def dialogues(frames) -> list[tuple[Tokens, list[Tokens]]]:
+    """(prompt, responses): three prompts with pictures, one of them in a response, and one of text alone."""
+    random = np.random.default_rng(12)
+
+    def tokens(num_text: int, *numbers: int) -> Tokens:
+        parts = [random.integers(0, 119, num_text)]
+        for number in numbers:
+            down, across = GRIDS[number]
+            parts += [[122], [120] * (down * across // 4), [123], random.integers(0, 119, 3)]
+        return Tokens(np.concatenate(parts).astype(np.int32), numbers)
+
+    return [
+        (tokens(5, 0, 1), [tokens(7), tokens(2), tokens(11)]),
+        (tokens(3, 2), [tokens(5), tokens(3, 3)]),
+        (tokens(13), [tokens(1), tokens(17)]),
+        (tokens(2, 4, 0), [tokens(4), tokens(4), tokens(6), tokens(1)]),
+    ]
+
+
+def run(model, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
+    """Logits of a packed batch and the gradient of a weighting of them that depends on each token's identity only."""
+    vision, first_rows = pack_vision(frames, CONFIG.vision, row_patches, num_rows=None if mesh is None else 8)
+    text = pack_text(rows, frames, first_rows, CONFIG, num_tokens, num_rows)
+    text, vision = jax.tree.map(jnp.asarray, (text, vision))
+    weights = jnp.asarray(np.random.default_rng(5).standard_normal(CONFIG.text.vocab_size), model.compute.dtype)
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def objective(params, weight_of_token):
+        logits = nnx.merge(graphdef, params)(text, vision)
+        return jnp.sum(logits * weights[None, None] * weight_of_token[..., None]), logits
+
+    return text, objective, params
+
+
+def responses_of(sequence: Sequence) -> list[slice]:
+    ends = np.cumsum([len(part.ids) for part in (sequence.trunk, *sequence.branches)])
+    return [slice(first, last) for first, last in pairwise(ends)]
+
+
+def collect(model, rows, frames, num_tokens, **options):
+    """(logits of every response by (dialogue, branch), gradient of the sum over responses)"""
+    text, objective, params = run(model, [[s for _, s in row] for row in rows], frames, num_tokens, **options)
+    weight = np.zeros(text.tokens.shape, model.compute.dtype)
+    spans = {}
+    for b, row in enumerate(rows):
+        at = 0
+        for key, sequence in row:
+            for branch, span in enumerate(responses_of(sequence)):
+                spans[(*key, branch)] = (b, slice(at + span.start, at + span.stop))
+                weight[spans[(*key, branch)]] = 1
+            at += sequence.num_tokens
+    gradient, logits = jax.jit(jax.grad(objective, has_aux=True))(params, weight)
+    return {key: np.asarray(logits[where]) for key, where in spans.items()}, flat_params(gradient)
+
+
+def separate_rows(dialogues):
+    """Every response alone in a row behind its own copy of the prompt."""
+    return [
+        [((d, g), Sequence(prompt, (response,)))]
+        for d, (prompt, responses) in enumerate(dialogues)
+        for g, response in enumerate(responses)
+    ]
+
+
+def assert_same(ours, reference, bound):
+    (logits, gradient), (expected_logits, expected_gradient) = ours, reference
+    assert len(logits) == len(expected_logits)
+    for key, value in logits.items():
+        assert relative_error(value, expected_logits[key]) < bound, key
+    for path, value in gradient.items():
+        assert relative_error(value, expected_gradient[path]) < bound, path
+
+
+def renamed(result):
+    """Separate rows name a response (dialogue, g, 0); branches name it (dialogue, 0, g)."""
+    logits, gradient = result
+    return {(d, 0, g): value for (d, g, _), value in logits.items()}, gradient
+
+
+def branched(dialogues):
+    return [((d, 0), Sequence(prompt, tuple(responses))) for d, (prompt, responses) in enumerate(dialogues)]
+
+
+def test_branches_behind_one_prompt_equal_separate_rows(model, frames, dialogues):
+    together = collect(model, [[item] for item in branched(dialogues)], frames, 97)
+    apart = collect(model, separate_rows(dialogues), frames, 61)
+    assert_same(together, renamed(apart), 1e-5)
+
+
+def test_branches_equal_separate_rows_to_ten_digits(double_model, frames, dialogues):
+    together = collect(double_model, [[item] for item in branched(dialogues)], frames, 97)
+    apart = collect(double_model, separate_rows(dialogues), frames, 61)
+    assert_same(together, renamed(apart), 1e-10)
+
+
+def test_several_sequences_in_a_row_equal_one_each(model, frames, dialogues):
+    items = branched(dialogues)
+    packed = collect(model, [[items[2], items[0]], [items[3], items[1]]], frames, 173)
+    assert_same(packed, collect(model, [[item] for item in items], frames, 97), 1e-5)
+
+
+def test_padding_rows_tokens_and_patches_change_nothing(double_model, frames, dialogues):
+    rows = [[item] for item in branched(dialogues)]
+    padded = collect(double_model, rows, frames, 149, row_patches=76, num_rows=7)
+    assert_same(padded, collect(double_model, rows, frames, 97), 1e-10)
+
+
+@pytest.mark.parametrize("shape", [dict(data=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
+def test_mesh_of_eight_devices_equals_one(model, frames, dialogues, shape):
+    rows = [[item] for item in branched(dialogues)]
+    alone = collect(model, rows, frames, 97, num_rows=8)
+    mesh = make_mesh(**shape)
+    graphdef, state = nnx.split(model)
+    placed = shard_abstract(loading.abstract_params(model, "float32"), mesh)
+    flat = [
+        (path, leaf.replace(jax.device_put(leaf[...], placed[".".join(map(str, path))].sharding)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    with jax.set_mesh(mesh):
+        spread = collect(nnx.merge(graphdef, nnx.from_flat_state(flat)), rows, frames, 97, num_rows=8, mesh=mesh)
+    assert_same(spread, alone, 1e-5)
+    kernels = [gradient for path, gradient in spread[1].items() if "kernel" in path]
+    assert any(not gradient.sharding.is_fully_replicated for gradient in kernels) or "fsdp" not in shape

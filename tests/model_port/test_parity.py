@@ -1,0 +1,261 @@
+"""Our model equals transformers, forward and gradient, through the files on disk; and each feature is needed for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from reference import (
+    CONFIGS,
+    Inputs,
+    as_hf,
+    make_reference,
+    prompts,
+    reference_gradients,
+    reference_logits,
+    relative_error,
+    save_reference,
+)
+
+import model_port
+from model_port import attention, loading, rope
+from model_port.config import ModelConfig
+from model_port.layers import Compute
+from model_port.sharding import flat_params
+
+
+def one_sequence(config: ModelConfig, ids: np.ndarray, **media: np.ndarray):
+    return jax.tree.map(jnp.asarray, loading.one_sequence(config, ids, **media))
+
+
+KINDS = ("text", "image", "images", "video", "mixed")
+
+
+@pytest.fixture(scope="session", params=CONFIGS)
+def pair(request, tmp_path_factory):
+    """(transformers' model, ours read from the files it wrote, config)"""
+    return load_pair(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tied_pair(tmp_path_factory):
+    return load_pair("tied", tmp_path_factory)
+
+
+def load_pair(name, tmp_path_factory):
+    reference = make_reference(CONFIGS[name])
+    path = tmp_path_factory.mktemp(name)
+    save_reference(reference, path)
+    return reference, model_port.load(path), CONFIGS[name]
+
+
+def assert_parity(pair, kind: str, atol: float = 1e-4) -> None:
+    reference, ours, config = pair
+    inputs = prompts(config)[kind]
+    with torch.no_grad():
+        expected = reference_logits(reference, inputs).numpy()
+    assert expected.std() > 0.1  # a parity of zeros would prove nothing
+    np.testing.assert_allclose(model_port.logits(ours, inputs.ids, **inputs.media), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(pair, kind):
+    assert_parity(pair, kind)
+
+
+def our_gradients(model, inputs: Inputs, weights: np.ndarray) -> dict[str, np.ndarray]:
+    text, frames = one_sequence(model.config, inputs.ids, **inputs.media)
+
+    @nnx.jit
+    def gradients(model):
+        return nnx.grad(lambda model: jnp.sum(model(text, frames)[0, : len(weights)] * weights))(model)
+
+    return as_hf(model.config, flat_params(gradients(model)))
+
+
+@pytest.mark.parametrize("kind", ["text", "mixed"])
+def test_gradients_equal_transformers(pair, kind):
+    reference, ours, config = pair
+    inputs = prompts(config)[kind]
+    weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
+    expected = reference_gradients(reference, inputs, weights)
+    got = our_gradients(ours, inputs, weights)
+    assert len(expected) == (len(got) if kind == "mixed" else sum("visual" not in name for name in got))
+    for name, gradient in expected.items():
+        # A gradient that is zero in exact arithmetic (a key bias shifts all scores alike) is only noise in both.
+        scale = max(np.linalg.norm(gradient), 1e-3)
+        assert np.linalg.norm(got[name] - gradient) / scale < 1e-4, name
+
+
+class TestStages:
+    """Each stage gets the reference's own input and must give its output to 1e-5."""
+
+    def test_vision_tower_and_every_deepstack_map(self, pair):
+        reference, ours, config = pair
+        inputs = prompts(config)["images"]
+        with torch.no_grad():
+            out = reference.model.visual(torch.from_numpy(inputs.pixel_values), torch.from_numpy(inputs.image_grid_thw))
+        _, frames = one_sequence(config, inputs.ids, **inputs.media)
+        visual = jax.jit(lambda frames: ours.see(frames))(frames)
+        real = np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit] > 0
+        order = reference_order(config, inputs)
+        np.testing.assert_allclose(np.asarray(visual.table)[real][order], out.pooler_output.numpy(), atol=1e-5)
+        assert len(out.deepstack_features) == len(visual.deepstack)
+        for ours_map, expected in zip(visual.deepstack, out.deepstack_features, strict=True):
+            np.testing.assert_allclose(np.asarray(ours_map)[real][order], expected.numpy(), atol=1e-5)
+
+    def test_patch_embedding_with_interpolated_positions(self, pair):
+        reference, ours, config = pair
+        inputs = prompts(config)["image"]
+        grid = torch.from_numpy(inputs.image_grid_thw)
+        kept = {}
+        hook = reference.model.visual.blocks[0].register_forward_pre_hook(lambda _, args: kept.update(x=args[0]))
+        with torch.no_grad():
+            reference.model.visual(torch.from_numpy(inputs.pixel_values), grid)
+        hook.remove()
+        _, frames = one_sequence(config, inputs.ids, **inputs.media)
+        tower = ours.vision
+        got = tower.patch_embed(jnp.asarray(frames.patches)) + tower.pos_embed(
+            frames.interp_index, frames.interp_weight
+        )
+        np.testing.assert_allclose(np.asarray(got[0]), kept["x"].numpy(), atol=1e-5)
+
+    def test_language_tower_after_the_final_norm(self, pair):
+        reference, ours, config = pair
+        inputs = prompts(config)["text"]
+        with torch.no_grad():
+            expected = reference.model(input_ids=torch.from_numpy(inputs.ids)[None]).last_hidden_state.numpy()
+        text, _ = one_sequence(config, inputs.ids)
+        hidden = jax.jit(lambda text: ours.hidden(text))(text)
+        np.testing.assert_allclose(np.asarray(hidden[:, : len(inputs.ids)]), expected, atol=1e-5)
+
+    def test_mrope_positions(self, pair):
+        reference, _, config = pair
+        for inputs in prompts(config).values():
+            ids = torch.from_numpy(inputs.ids)[None]
+            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+            grids = {k: torch.from_numpy(v) for k, v in inputs.media.items() if "grid" in k}
+            expected, _ = reference.model.get_rope_index(ids, kinds, **grids)
+            text, _ = one_sequence(config, inputs.ids, **inputs.media)
+            np.testing.assert_array_equal(text.positions[0, : len(inputs.ids)], expected[:, 0].numpy().T)
+
+
+def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
+    """Rows of our visual table (packed first fit) in the order of the reference's concatenation."""
+    text, frames = one_sequence(config, inputs.ids, **inputs.media)
+    rows = text.visual_index[text.visual_index >= 0]
+    real = np.flatnonzero(np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit])
+    return np.searchsorted(real, rows)
+
+
+class TestAblations:
+    """With a feature switched off, parity must fail: the tolerance and the inputs are able to see it."""
+
+    @pytest.fixture(autouse=True)
+    def fresh_programs(self):
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    def assert_noticed(self, pair, kind="mixed"):
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            assert_parity(pair, kind)
+
+    def test_deepstack(self, tied_pair, monkeypatch):
+        monkeypatch.setattr("model_port.text.add_deepstack", lambda x, **_: x)
+        self.assert_noticed(tied_pair)
+
+    def test_interleaved_mrope(self, tied_pair, monkeypatch):
+        def chunked(config):
+            radians, _ = interleaved(config)
+            return radians, np.repeat(np.arange(3), config.mrope_sections)
+
+        interleaved = rope.text_frequencies
+        monkeypatch.setattr("model_port.text.text_frequencies", chunked)
+        self.assert_noticed(tied_pair)
+
+    def test_attention_within_a_frame(self, tied_pair, monkeypatch):
+        def whole_row(query, key, *, causal):
+            return rule(query, key, causal=causal) if causal else (key.segment_ids != 0)[:, None, :]
+
+        rule = attention.attend_mask
+        monkeypatch.setattr("model_port.attention.attend_mask", whole_row)
+        self.assert_noticed(tied_pair)
+
+    def test_exact_gelu_in_the_merger(self, tied_pair, monkeypatch):
+        gelu = jax.nn.gelu
+        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=True))
+        self.assert_noticed(tied_pair)
+
+    def test_tanh_gelu_in_the_blocks(self, tied_pair, monkeypatch):
+        gelu = jax.nn.gelu
+        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=False))
+        self.assert_noticed(tied_pair)
+
+    def test_position_interpolation(self, tied_pair, monkeypatch):
+        def nearest(grid, config):
+            index, weight = stretched(grid, config)
+            return index, (weight == weight.max(axis=1, keepdims=True)).astype(np.float32)
+
+        from model_port import inputs
+
+        stretched = inputs.interpolation
+        monkeypatch.setattr(inputs, "interpolation", nearest)
+        self.assert_noticed(tied_pair)
+
+    def test_vision_rotary(self, tied_pair, monkeypatch):
+        monkeypatch.setattr(
+            "model_port.inputs.patch_positions", lambda grid, merge: np.zeros((grid[0] * grid[1], 2), int)
+        )
+        self.assert_noticed(tied_pair)
+
+    def test_one_time_per_video_frame(self, tied_pair, monkeypatch):
+        from model_port import inputs
+
+        place = inputs.place
+
+        def all_text(tokens, frames, first_rows, config, start=0):
+            positions, index, _ = place(tokens, frames, first_rows, config, start)
+            return start + np.repeat(np.arange(len(positions))[:, None], 3, axis=1), index, start + len(positions)
+
+        monkeypatch.setattr(inputs, "place", all_text)
+        self.assert_noticed(tied_pair, "video")
+
+
+class TestComputeOptions:
+    """How it is computed changes nothing beyond rounding."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("scan", "remat"),
+        [(True, "full"), (True, "dots"), (True, "attention"), (True, "offload"), (False, "none"), (False, "full")],
+    )
+    def test_scan_and_rematerialisation_keep_gradients(self, tied_pair, scan, remat):
+        _, ours, config = tied_pair
+        inputs = prompts(config)["mixed"]
+        weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
+        plain = our_gradients(ours, inputs, weights)
+        other = our_gradients(with_compute(ours, Compute(scan=scan, remat=remat)), inputs, weights)
+        for name, gradient in plain.items():
+            assert relative_error(other[name], gradient) < 1e-4 or np.linalg.norm(gradient) < 1e-3, name
+
+
+def with_compute(model, compute: Compute):
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, state)
+    model.compute = compute
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_error_is_within_twice_that_of_transformers(name, tmp_path):
+    config = CONFIGS[name]
+    reference = make_reference(config)
+    inputs = prompts(config)["mixed"]
+    save_reference(reference, tmp_path)
+    with torch.no_grad():
+        exact = reference_logits(reference, inputs).numpy()
+        theirs = reference_logits(reference.to(torch.bfloat16), inputs).float().numpy()
+    ours = model_port.logits(model_port.load(tmp_path, "bfloat16"), inputs.ids, **inputs.media)
+    assert relative_error(ours, exact) <= 2 * relative_error(theirs, exact)
