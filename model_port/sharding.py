@@ -77,10 +77,17 @@ def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dic
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one.
+
+    An axis that its mesh axes do not divide stays whole: one prompt being prefilled is no batch to split.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(ACTIVATION_AXES.get(letter) for letter in letters)))
+    wanted = [ACTIVATION_AXES.get(letter) for letter in letters]
+    parts = [math.prod(mesh.shape[name] for name in _names(names)) for names in wanted]
+    fits = [names if size % n == 0 else None for names, size, n in zip(wanted, x.shape, parts, strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*fits))
 
 
 def flat_params(state: nnx.State) -> dict[str, Any]:
