@@ -23,7 +23,8 @@ from urllib.parse import unquote, urlsplit
 WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
 MAX_REGULAR_BYTES = 10_000_000  # above it, the hub stores any file as LFS
 
-Action = int | Literal["close", "hang", "corrupt"]
+# a status to answer with; to end without an answer, before or after acting; to never answer; to damage the body
+Action = int | Literal["close", "lose-answer", "hang", "corrupt"]
 
 
 def account(role: str, **token: Any) -> dict[str, Any]:
@@ -196,6 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "corrupt":
             body = bytes([body[0] ^ 1]) + body[1:]
         try:
+            self.is_answer_lost = fault == "lose-answer"
             if isinstance(fault, int):
                 raise Refusal(fault, "the fake hub was told to fail")
             with self.hub.lock:
@@ -217,6 +219,9 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(404, f"the fake hub has no {self.command} {self.path}")
 
     def reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        if self.is_answer_lost:
+            self.close_connection = True
+            return
         payload = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, text in {"Content-Length": str(len(payload)), **(headers or {})}.items():

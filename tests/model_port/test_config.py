@@ -1,0 +1,96 @@
+"""Configs of Hugging Face are read in both spellings, written back, and refused by name when they cannot run."""
+
+import copy
+import json
+
+import pytest
+
+from model_port.config import PRESETS, config_from_hf, config_to_hf, preset, read_hf_config
+from model_port.weights import num_params
+
+PUBLISHED = config_to_hf(PRESETS["8b"])
+
+
+def edited(**changes):
+    """The published 8B file with dotted keys changed (None removes)."""
+    hf = copy.deepcopy(PUBLISHED)
+    for dotted, value in changes.items():
+        *path, key = dotted.split(".")
+        section = hf
+        for name in path:
+            section = section[name]
+        section.pop(key, None) if value is None else section.__setitem__(key, value)
+    return hf
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_its_own_config_json(name):
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(PRESETS[name])))) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_reads_a_preset_as_we_do(name):
+    from transformers import Qwen3VLConfig
+
+    theirs = Qwen3VLConfig(**config_to_hf(PRESETS[name])).to_dict()
+    assert "rope_parameters" in theirs["text_config"]  # the new spelling, written by transformers itself
+    assert config_from_hf(theirs) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("2b", 2.127532032), ("4b", 4.437815808), ("8b", 8.767123696), ("32b", 33.357390064)]
+)
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    assert num_params(preset(name.upper())) == round(billions * 1e9)
+
+
+def test_both_rope_spellings_give_the_same_config():
+    new = edited(**{"text_config.rope_theta": None, "text_config.rope_scaling": None})
+    new["text_config"]["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    }
+    assert config_from_hf(new) == config_from_hf(PUBLISHED) == PRESETS["8b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+         "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported; supported is 'qwen3_vl'"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": None}, "model_type None"),
+        ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
+        ({"text_config.attention_bias": True}, "attention_bias=True"),
+        ({"text_config.rope_scaling": {"rope_type": "yarn", "mrope_section": [24, 20, 20]}}, "rope_type='yarn'"),
+        ({"text_config.rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved=False"),
+        ({"text_config.rope_theta": None}, "rope_theta"),
+        ({"text_config.hidden_size": None}, "'hidden_size' is missing"),
+        ({"vision_config.deepstack_visual_indexes": [8, 27]}, "deepstack_visual_indexes .8, 27. must ascend"),
+        ({"vision_config.out_hidden_size": 2048}, "out_hidden_size 2048 differs from text hidden_size 4096"),
+        ({"text_config.num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(edited(**changes))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "absent", "is not a directory"),
+        (lambda path: path, "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{") and path, "is not valid JSON"),
+    ],
+)
+def test_a_place_that_is_no_model_is_named(tmp_path, make, message):
+    with pytest.raises(ValueError, match=message):
+        read_hf_config(make(tmp_path))
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown model '7b'; known are 2b, 4b, 8b, 32b"):
+        preset("7b")

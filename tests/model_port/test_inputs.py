@@ -1,0 +1,95 @@
+"""Host-side preparation: positions and tables by hand, and one sentence for every impossible input."""
+
+import numpy as np
+import pytest
+from reference import CONFIGS, END, IMAGE, START, VIDEO
+
+from model_port.inputs import (
+    Frame,
+    Sequence,
+    Tokens,
+    bucket,
+    interpolation,
+    order_frames,
+    pack_text,
+    pack_vision,
+    patch_positions,
+    place,
+    split_frames,
+)
+
+CONFIG = CONFIGS["tied"]
+
+
+def frame(down: int, across: int) -> Frame:
+    return Frame(np.ones((down * across, CONFIG.vision.patch_values), np.float32), (down, across))
+
+
+def test_positions_of_an_image_by_hand():
+    """Text 0, start 1, a 2 x 3 block at 2: rows 2-3, columns 2-4; it advances by 3, so the end is at 5."""
+    tokens = Tokens(np.array([7, START, *[IMAGE] * 6, END]), (0,))
+    positions, index, following = place(tokens, [frame(4, 6)], [10], CONFIG)
+    expected = [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4], [5, 5, 5]]
+    assert positions.tolist() == expected
+    assert index.tolist() == [-1, -1, 10, 11, 12, 13, 14, 15, -1]
+    assert following == 6
+
+
+def test_merge_order_by_hand():
+    """2 x 4 patches, blocks of 2 x 2: the left block's four patches come before the right block's."""
+    assert patch_positions((2, 4), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+
+
+def test_interpolation_by_hand():
+    """4 rows over a 7-row table lie at 0, 2, 4, 6; 2 columns at 0 and 6: every patch sits on one table entry."""
+    index, weight = interpolation((4, 2), CONFIG.vision)
+    on = (index * (weight > 0)).sum(axis=1)
+    assert np.sort(on).tolist() == [0, 6, 14, 20, 28, 34, 42, 48]
+    np.testing.assert_allclose(weight.sum(axis=1), 1)
+    index, weight = interpolation((6, 2), CONFIG.vision)  # row 1 of 6 lies at 6/5 = 1.2: 0.8 of row 1, 0.2 of row 2
+    assert index[2].tolist()[::2] == [7, 14] and np.allclose(weight[2][::2], [0.8, 0.2])
+
+
+def test_branches_continue_from_the_trunk():
+    sequence = Sequence(Tokens(np.array([5, IMAGE, 6]), (0,)), (Tokens(np.array([1, 2])), Tokens(np.array([3]))))
+    batch = pack_text([[sequence, Sequence(Tokens(np.array([9])))]], [frame(2, 2)], [4], CONFIG, 8, num_rows=2)
+    assert batch.tokens[0].tolist() == [5, IMAGE, 6, 1, 2, 3, 9, 0]
+    assert batch.positions[0, :, 0].tolist() == [0, 1, 2, 3, 4, 3, 0, 0]
+    assert batch.branch_ids[0].tolist() == [0, 0, 0, 1, 1, 2, 0, 0]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 1, 2, 0], [0] * 8]
+    assert batch.visual_index[0].tolist() == [-1, 4, -1, -1, -1, -1, -1, -1]
+
+
+def test_frames_share_rows_first_fit():
+    batch, first_rows = pack_vision([frame(4, 4), frame(2, 4), frame(2, 2), frame(2, 4)], CONFIG.vision, 24)
+    assert batch.segment_ids.shape == (2, 24)  # 16 + 8 in the first row, 4 + 8 in the second
+    assert first_rows == [0, 4, 6, 7]
+
+
+def test_frames_are_ordered_as_the_ids_show_them():
+    ids = np.array([VIDEO, VIDEO, 5, IMAGE, 6, VIDEO, VIDEO, IMAGE])
+    assert order_frames(ids, [0, 1], [2, 3], [1, 1, 2, 2], CONFIG) == [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: place(Tokens(np.array([IMAGE] * 3), (0,)), [frame(4, 4)], [0], CONFIG), "needs 4 placeholder tokens"),
+        (lambda: place(Tokens(np.array([IMAGE, 5]), ()), [], [], CONFIG), "1 placeholder tokens have no frame"),
+        (lambda: order_frames(np.array([IMAGE]), [], [], [], CONFIG), "no more of them"),
+        (lambda: order_frames(np.array([5]), [0], [], [1], CONFIG), "1 image or video frames have no placeholder"),
+        (lambda: split_frames(np.ones((5, 3), np.float32), np.array([[1, 2, 2]])), "describes 4 patches.* have 5"),
+        (lambda: split_frames(np.ones((5, 3), np.float32), None), "must be given together"),
+        (lambda: pack_vision([frame(4, 4)], CONFIG.vision, 8), "frame 0 has 16 patches, a row holds 8"),
+        (lambda: pack_vision([frame(4, 4)] * 3, CONFIG.vision, 16, num_rows=2), "need 3 rows of 16 patches"),
+        (lambda: pack_text([[Sequence(Tokens(np.arange(9)))]], [], [], CONFIG, 8), "row 0 needs 9 tokens"),
+        (lambda: pack_text([[], []], [], [], CONFIG, 8, num_rows=1), "2 rows of sequences do not fit into 1"),
+    ],
+)
+def test_impossible_inputs_are_named(attempt, message):
+    with pytest.raises(ValueError, match=message):
+        attempt()
+
+
+def test_buckets_round_up():
+    assert [bucket(n, 64) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
