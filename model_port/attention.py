@@ -5,9 +5,11 @@ sees the trunk and its own branch, never a sibling. Every kernel behind `attenti
 spells the rule out as a mask.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -51,10 +53,91 @@ def xla_attention(
     return jnp.einsum("BKRTS,BSKH->BTKRH", weights, v).reshape(rows, num_tokens, num_heads, head_dim)
 
 
+BLOCK_TOKENS = (
+    128  # queries at a time, a multiple of every chip's tile; small blocks skip more of the causal triangle …
+)
+MAX_BLOCKS = 16  # … but each is compiled on its own
+
+
+def blocked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    query: Layout,
+    key: Layout,
+    causal: bool,
+) -> Float[Array, "B T N H"]:
+    """The same by blocks of queries, each against the keys before its end only; saves no T x S array for the gradient.
+
+    The blocks are independent, so that a CPU runs them side by side.
+    """
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    mixed: Array = _blocked(grouped, k, v, query, key, causal)  # pyright: ignore[reportAssignmentType]
+    return mixed.reshape(q.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _blocked(q: Array, k: Array, v: Array, query: Layout, key: Layout, causal: bool) -> Array:
+    return _blocked_forward(q, k, v, query, key, causal)[0]
+
+
+def _blocked_forward(q: Array, k: Array, v: Array, query: Layout, key: Layout, causal: bool) -> tuple[Array, Any]:
+    outs, log_sums = [], []
+    for block, end in _blocks(q.shape[1], k.shape[1], causal):
+        scores = _block_scores(q[:, block], k[:, :end], query, key, block, end, causal)
+        peak = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - peak)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = jnp.einsum(
+            "BKRTS,BSKH->BKRTH", weights.astype(v.dtype), v[:, :end], preferred_element_type=scores.dtype
+        )
+        outs.append((mixed / total).transpose(0, 3, 1, 2, 4).astype(v.dtype))
+        log_sums.append(peak + jnp.log(total))
+    out = jnp.concatenate(outs, axis=1)
+    return out, (q, k, v, query, key, out, jnp.concatenate(log_sums, axis=3))
+
+
+def _blocked_backward(causal: bool, saved: Any, d_out: Array) -> tuple[Array | None, ...]:
+    """dS = P * (dP - sum(dO * O)), with P computed again from the saved log-sum-exp."""
+    q, k, v, query, key, out, log_sums = saved
+    d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
+    for block, end in _blocks(q.shape[1], k.shape[1], causal):
+        scores = _block_scores(q[:, block], k[:, :end], query, key, block, end, causal)
+        weights = jnp.exp(scores - log_sums[:, :, :, block])
+        d_block = d_out[:, block]
+        shared = jnp.einsum("BTKRH,BTKRH->BKRT", d_block, out[:, block], preferred_element_type=scores.dtype)
+        d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_block, v[:, :end], preferred_element_type=scores.dtype)
+        d_scores = (weights * (d_weights - shared[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_q.append(jnp.einsum("BKRTS,BSKH->BTKRH", d_scores, k[:, :end]))
+        d_k = d_k.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", d_scores, q[:, block]))
+        d_v = d_v.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", weights.astype(v.dtype), d_block))
+    return jnp.concatenate(d_q, axis=1), d_k, d_v, None, None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _blocks(num_queries: int, num_keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
+    """(queries, end of the keys they can see): a row attending to itself is in causal order."""
+    size = BLOCK_TOKENS * max(1, -(-num_queries // (BLOCK_TOKENS * MAX_BLOCKS)))
+    for first in range(0, num_queries, size):
+        last = min(first + size, num_queries)
+        yield slice(first, last), last if causal and num_queries == num_keys else num_keys
+
+
+def _block_scores(
+    q: Array, k: Array, query: Layout, key: Layout, block: slice, end: int, causal: bool
+) -> Float[Array, "B K R t s"]:
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+    rows, columns = (Layout(*(part[:, where] for part in side)) for side, where in ((query, block), (key, slice(end))))
+    return jnp.where(attend_mask(rows, columns, causal=causal)[:, None, None], scores, MASKED)
+
+
 def _softmax(scores: Float[Array, "B K R T S"]) -> Float[Array, "B K R T S"]:
     shifted = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     return shifted / jnp.sum(shifted, axis=-1, keepdims=True)
 
 
 Attention = Callable[[Array, Array, Array, Layout, Layout, bool], Array]
-IMPLEMENTATIONS: dict[str, Attention] = {"xla": xla_attention}
+IMPLEMENTATIONS: dict[str, Attention] = {"xla": xla_attention, "blocked": blocked_attention}

@@ -39,7 +39,7 @@ class Compute:
     """How the same mathematics is carried out. Nothing in here changes a result beyond rounding."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep theirs
-    attention: str = "xla"
+    attention: Literal["xla", "blocked"] = "blocked"
     scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
     remat: Literal["none", "full", "dots", "attention", "offload"] = "none"
 

@@ -180,6 +180,17 @@ class SafetensorsWriter:
         self._remaining_bytes -= block.nbytes
         self._file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
 
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
     def close(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -279,20 +279,22 @@ def test_damaged_token_is_refused_without_being_printed(hub: FakeHub, model: Pat
     assert token not in text and "/settings/tokens" in text and hub.requests == []
 
 
-@pytest.mark.parametrize("place", ["HF_TOKEN", "login"])
-def test_token_of_the_environment_or_the_login_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, place: str):
+@pytest.mark.parametrize("place", ["argument", "HF_TOKEN", "login"])
+def test_token_is_found_where_it_was_given(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, place: str):
+    token = f"{WRITE_TOKEN}\n"  # as pasted, or read from a file
     if place == "HF_TOKEN":
-        monkeypatch.setenv("HF_TOKEN", f"{WRITE_TOKEN}\n")
-    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    elif place == "login":
         Path(constants.HF_TOKEN_PATH).parent.mkdir()
-        Path(constants.HF_TOKEN_PATH).write_text(f"{WRITE_TOKEN}\n")
-    check_hub_access(REPO, endpoint=hub.url)
+        Path(constants.HF_TOKEN_PATH).write_text(token)
+    check_hub_access(REPO, token if place == "argument" else None, endpoint=hub.url)
     assert hub.count("GET /api/whoami-v2") == 1
 
 
 def test_offline_mode_is_noticed_before_any_request(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in refusals(hub, model, RuntimeError)
+    text = refusals(hub, model, RuntimeError)
+    assert "HF_HUB_OFFLINE=1" in text and "unset it" in text
     assert hub.requests == []
 
 

@@ -1,0 +1,50 @@
+"""What every command does with an error: one readable line on stderr and a failing exit code; `--debug` adds the trace.
+
+A command gives its parser the flag with `add_debug_flag` and ends its module with `run_cli(main)`.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+DEBUG_FLAG = "--debug"
+FAILED = 1
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+EXPECTED_ERRORS = (ValueError, OSError, RuntimeError)  # their messages are written for the user
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(DEBUG_FLAG, action="store_true", help="show the stack trace of an error")
+
+
+def run_cli(main: Callable[[], None]) -> NoReturn:
+    """Runs a command and exits: 0 only when `main` returned and its output could be written."""
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output left, as `head` does; the flush at exit would complain again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except Exception as problem:
+        if DEBUG_FLAG in sys.argv[1:]:
+            traceback.print_exc()
+        print(f"error: {one_line(problem)}", file=sys.stderr)
+        sys.exit(FAILED)
+    sys.exit(0)
+
+
+def one_line(problem: BaseException) -> str:
+    """The message of an error without line breaks."""
+    if isinstance(problem, OSError) and problem.strerror:
+        names = [str(name) for name in (problem.filename, problem.filename2) if name is not None]
+        return ": ".join([*names, problem.strerror])
+    message = " ".join(str(problem).split())
+    if isinstance(problem, EXPECTED_ERRORS) and message:
+        return message
+    return f"{type(problem).__name__} {message} (not expected: {DEBUG_FLAG} shows where)"

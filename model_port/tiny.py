@@ -1,0 +1,360 @@
+"""A tiny random Qwen3-VL as a Hugging Face directory.
+
+Architecture, file formats and special tokens are the real ones; the size suits tests and learning on two CPU cores.
+
+    python -m model_port.tiny --dst DIR [--seed 0]
+
+The same seed gives the same bytes. Each tensor is drawn from the seed and its own name, so one more tensor leaves the
+others as they were.
+"""
+
+import argparse
+import json
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.cli import add_debug_flag, run_cli
+from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
+from model_port.safetensors_io import DTYPES as SAFETENSORS_DTYPES
+from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
+from model_port.weights import num_params, rules
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+# The bounds of the training recipe. The published files have 65536 for the smaller one, which would enlarge every frame
+# below 256 x 256 behind the caller's back.
+MIN_PIXELS = 784
+MAX_PIXELS = 50_176
+
+# Every token that the published tokenizer adds to its base vocabulary, in its order: the ids differ by one constant.
+SPECIAL_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<tool_call>", "</tool_call>"),
+    *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    *("<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
+FIRST_SHOWN_TOKEN = "<tool_call>"  # from here on `special` is false: decoding that skips special tokens shows them
+
+# Qwen2's pre-tokenizer. DIFFERS: it takes digits one by one; runs of up to three stay together here, because a model of
+# this size learns to copy a time only when the time is one token.
+PRETOKENIZE_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SINGLE_TOKEN_NUMBERS = (*map(str, range(1000)), *(f"{n:02d}" for n in range(10)))  # the latter for MM:SS
+
+# Every word of this text becomes one token. The special tokens are absent, since they are never split. `<answer` is
+# absent too, so that the answer tags are spelled as with the real vocabulary: `<`, `answer`, `>`, and a closing that
+# shares tokens with its neighbours (`.</`, `>\n`).
+TEXT = """\
+You are a helpful assistant. You watch a long video and answer a question about it. The video lasts 64 seconds.
+You see an overview of 16 frames, each after its time. 12.0 seconds> 3.5 seconds> Use the tool to look closer.
+What is the color of the patch between 20 and 30 seconds? What colour does the event have? When does it happen?
+Which color was shown first, and which was shown second? Was it in the first half or the second half?
+Options:
+A. red
+B. green
+C. blue
+D. yellow
+E. white
+F. black
+The patch is red. The event is green, then blue, yellow, orange, purple, pink, brown, gray, white or black.
+red green blue yellow orange purple pink brown gray cyan white black square circle color colour
+Red Green Blue Yellow Orange Purple Pink Brown Gray Cyan White Black
+Summarize this segment of the video in one sentence. The segment shows a red square from 24.0 to 26.0 seconds.
+There is no event in this segment. Nothing happens between 40 and 48 s. No color was seen.
+The event happens in the 24.0 - 26.0 seconds.
+The overview shows no event, so I need to look at the window from 20 to 30 seconds. I will call the tool.
+{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30}}
+{"name":"crop_video","arguments":{"video_path":"video_0.mp4","start_time":20.5,"end_time":30.0}}
+Summary: the frames show a blue patch at 25 seconds. Error: the window ends before it starts. Error: unknown tool.
+The summary said the color is blue, so the answer is B. Now I can answer. I know when it happens.
+answer.</answer]</answer)</answer"</answer></answer><
+answer>
+
+tool_code crop_video(start_time=20, end_time=30)
+Think first, then call the tool or answer. Give only the letter of the option. Question: Answer: Duration: Time:
+{"type": "function", "function": {"name": "crop_video", "description": "Look at a part of the video.", "parameters":
+{"type": "object", "properties": {"start_time": {"type": "number"}, "end_time": {"type": "number"}, "video_path":
+{"type": "string"}}, "required": ["video_path", "start_time", "end_time"]}}}
+system
+user
+assistant
+tool
+answer
+"""
+
+MAX_BASE_TOKENS = 2_000  # with the special tokens, at most 2048
+VOCAB_MULTIPLE = 64  # splits over any small mesh; the published vocabulary has unused rows at its end as well
+
+
+@cache
+def _tokenizer_json() -> str:
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_BASE_TOKENS,  # more than there is to learn, so training goes on until every word is whole
+        min_frequency=1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer = Tokenizer(models.BPE())
+    # DIFFERS: Qwen2 normalises to NFC first, which changes decomposed text; here any text comes back byte for byte.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator([TEXT, *SINGLE_TOKEN_NUMBERS], trainer)
+    first_shown = SPECIAL_TOKENS.index(FIRST_SHOWN_TOKEN)
+    for index, token in enumerate(SPECIAL_TOKENS):
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=index < first_shown)])
+    return tokenizer.to_str(pretty=True)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """The tokenizer of every tiny model; it does not depend on the seed."""
+    return Tokenizer.from_str(_tokenizer_json())
+
+
+def tiny_config() -> ModelConfig:
+    """About a million parameters, half of them in the text layers."""
+    vocab_size = -(-tiny_tokenizer().get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return with_tokenizer_ids(
+        ModelConfig(
+            text=TextConfig(
+                num_layers=4,
+                width=128,
+                ffn_width=256,
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=32,
+                vocab_size=vocab_size,
+                rope_theta=10_000.0,  # contexts are short, and the published 5e6 would leave most frequencies unused
+                mrope_sections=(6, 5, 5),
+                max_positions=32_768,
+            ),
+            vision=VisionConfig(
+                num_layers=4,
+                width=32,  # enough for plain patches; the four mergers grow with its square
+                ffn_width=64,
+                num_heads=2,
+                out_width=128,
+                # The published towers tap the last layer of their first three quarters. So does this one, and as there,
+                # the first three text layers get a map and the rest get none.
+                deepstack_layers=(0, 1, 2),
+                num_positions=256,  # the table is interpolated; 16 x 16 patches are a 256 px frame
+            ),
+            tie_embeddings=True,
+            initializer_range=0.05,  # 0.02 is meant for widths in the thousands and learns slowly at this one
+        )
+    )
+
+
+def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:
+    """The config with the token ids of the tiny tokenizer, which must fit its vocabulary."""
+    tokenizer = tiny_tokenizer()
+    num_tokens = tokenizer.get_vocab_size()
+    if config.text.vocab_size < num_tokens:
+        raise ValueError(f"text.vocab_size {config.text.vocab_size} is smaller than the tiny tokenizer's {num_tokens}")
+    return replace(
+        config,
+        image_token_id=tokenizer.token_to_id("<|image_pad|>"),
+        video_token_id=tokenizer.token_to_id("<|video_pad|>"),
+        vision_start_token_id=tokenizer.token_to_id("<|vision_start|>"),
+        vision_end_token_id=tokenizer.token_to_id("<|vision_end|>"),
+    )
+
+
+def make_tiny(
+    dst: str | Path,
+    seed: int = 0,
+    config: ModelConfig | None = None,
+    dtype: str = "float32",
+    *,
+    min_pixels: int = MIN_PIXELS,
+    max_pixels: int = MAX_PIXELS,
+    force: bool = False,
+) -> ModelConfig:
+    """Writes the model to `dst`, all of it or nothing, and returns its config: `config` with the tokenizer's ids.
+
+    `min_pixels` and `max_pixels` bound the area to which the processor resizes a frame. `force` replaces a model that
+    is there already.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if seed < 0:
+        raise ValueError(f"seed {seed} is negative")
+    if not 0 < min_pixels <= max_pixels:
+        raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are not an ascending pair above zero")
+    config = tiny_config() if config is None else with_tokenizer_ids(config)
+    with new_directory(dst, force) as directory:
+        _write_weights(directory / SINGLE_FILE, config, seed, dtype)
+        (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        for name, content in {
+            "config.json": config_to_hf(config, dtype),
+            "generation_config.json": _generation_config(),
+            "tokenizer_config.json": _tokenizer_config(config),
+            "preprocessor_config.json": _image_processor(config.vision, min_pixels, max_pixels),
+            "video_preprocessor_config.json": _video_processor(config.vision, min_pixels, max_pixels),
+        }.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+@contextmanager
+def new_directory(dst: str | Path, force: bool = False) -> Iterator[Path]:
+    """Gives a directory to fill that becomes `dst` at the end, or is removed when the body raises.
+
+    `force` replaces an existing model directory, and nothing else: a mistyped path must not cost a home directory.
+    """
+    dst = Path(dst).absolute()
+    exists = dst.exists() or dst.is_symlink()
+    if exists and not force:
+        raise ValueError(f"{dst} exists already; choose another place, or replace it with --force")
+    if exists and not (dst / "config.json").is_file():
+        raise ValueError(f"{dst} has no config.json, so it is not a model directory and --force does not replace it")
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    # On the same file system as `dst`, so that the rename at the end is one step.
+    suffix = secrets.token_hex(4)
+    partial, replaced = dst.with_name(f".{dst.name}.partial-{suffix}"), dst.with_name(f".{dst.name}.replaced-{suffix}")
+    partial.mkdir()
+    try:
+        yield partial
+        if exists:
+            dst.rename(replaced)
+        partial.rename(dst)
+    except BaseException as problem:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists():
+            replaced.rename(dst)
+        if isinstance(problem, OSError) and problem.filename is None:
+            problem.filename = str(dst)  # a full disk does not say which
+        raise
+    if exists:
+        replaced.unlink() if replaced.is_symlink() else shutil.rmtree(replaced)
+
+
+def _write_weights(path: Path, config: ModelConfig, seed: int, dtype: str) -> None:
+    storage = SAFETENSORS_DTYPES[DTYPES[dtype]]
+    shapes = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
+    with SafetensorsWriter(path, {name: (storage, shape) for name, shape in shapes.items()}) as writer:
+        for name, shape in shapes.items():
+            writer.write(_initial(name, shape, seed, config.initializer_range).astype(storage))
+
+
+def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
+    """As transformers initialises (modeling_utils.py, PreTrainedModel._init_weights)."""
+    if name.endswith(".bias"):
+        return np.zeros(shape, np.float32)
+    if len(shape) == 1:  # the scale of a norm
+        return np.ones(shape, np.float32)
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return generator.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def _generation_config() -> dict[str, Any]:
+    """With the sampling defaults of the published Instruct models."""
+    token_id = tiny_tokenizer().token_to_id
+    return {
+        "bos_token_id": token_id("<|endoftext|>"),
+        "pad_token_id": token_id("<|endoftext|>"),
+        "eos_token_id": [token_id("<|im_end|>"), token_id("<|endoftext|>")],
+        "do_sample": True,
+        "top_k": 20,
+        "top_p": 0.8,
+        "repetition_penalty": 1.0,
+        "temperature": 0.7,
+    }
+
+
+def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
+    added = tiny_tokenizer().get_added_tokens_decoder()
+    decoder = {
+        str(token_id): {
+            "content": token.content,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": token.special,
+        }
+        for token_id, token in sorted(added.items())
+    }
+    special = [token.content for _, token in sorted(added.items()) if token.special]
+    return {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": decoder,
+        "additional_special_tokens": [token for token in special if token != "<|endoftext|>"],
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": config.text.max_positions,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        # DIFFERS: transformers 5 builds a Qwen2Tokenizer with its own pre-tokenizer, whatever tokenizer.json says, and
+        # would take digits one by one. This class takes tokenizer.json as it is, in transformers 4 and 5.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+
+
+def _image_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    return {
+        "size": {"longest_edge": max_pixels, "shortest_edge": min_pixels},  # areas in pixels, whatever the names say
+        "patch_size": vision.patch_px,
+        "temporal_patch_size": vision.temporal_patch_frames,
+        "merge_size": vision.merge,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+    }
+
+
+def _video_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    """Its bounds are on the area of all frames together, so they count the fewest and the most frames of a video."""
+    min_frames, max_frames = 4, 768  # the defaults of the processor's class
+    config = _image_processor(vision, min_frames * min_pixels, max_frames * max_pixels)
+    del config["image_processor_type"]
+    return {
+        **config,
+        "min_frames": min_frames,
+        "max_frames": max_frames,
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m model_port.tiny",
+        description="Writes a tiny random Qwen3-VL in Hugging Face format, tokenizer and processor included.",
+    )
+    parser.add_argument("--dst", required=True, metavar="DIR", help="where to write it; must not exist")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default 0)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights in the file")
+    parser.add_argument("--force", action="store_true", help="replace a model directory that is there already")
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    config = make_tiny(args.dst, args.seed, dtype=args.dtype, force=args.force)
+    print(f"{args.dst}: {num_params(config) / 1e6:.2f} million parameters, vocabulary {config.text.vocab_size}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,400 @@
+"""The tiny model opens wherever a published one does, and its tokenizer and chat format behave like the real ones."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from PIL import Image
+from safetensors.numpy import load_file
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import model_port
+from model_port.cli import run_cli
+from model_port.config import config_from_hf
+from model_port.tiny import (
+    MAX_PIXELS,
+    SINGLE_TOKEN_NUMBERS,
+    SPECIAL_TOKENS,
+    TEXT,
+    main,
+    make_tiny,
+    new_directory,
+    tiny_config,
+    tiny_tokenizer,
+)
+from model_port.weights import num_params
+
+PUBLISHED_FIRST_ID, PUBLISHED_IDS = 151_643, {"<|im_end|>": 151_645, "<|image_pad|>": 151_655, "</think>": 151_668}
+SHOWN = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
+CROP = {"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}
+CROP_TEXT = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}\n</tool_call>'
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+VISION = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def hf_model(tiny):
+    model, info = Qwen3VLForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
+    return model.eval()
+
+
+def hf_inputs(tiny, tokenizer, image):
+    vision = Qwen2VLImageProcessorPil.from_pretrained(tiny)(images=[image], return_tensors="pt")
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color is it?"}]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    num_tokens = int(vision["image_grid_thw"].prod()) // 4
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * num_tokens), return_tensors="pt")["input_ids"]
+    kinds = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **vision)
+
+
+def test_transformers_generates_from_text_and_image(tiny, tokenizer, hf_model):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
+    inputs = hf_inputs(tiny, tokenizer, image)
+    assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]  # 64 x 96 pixels, not enlarged
+    out = hf_model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert out.shape[1] > inputs["input_ids"].shape[1]
+    assert isinstance(tokenizer.decode(out[0]), str)
+
+
+def test_answers_depend_on_the_image(tiny, tokenizer, hf_model):
+    with torch.no_grad():
+        red, blue = (
+            hf_model(**hf_inputs(tiny, tokenizer, Image.new("RGB", (32, 32), color))).logits[0, -1]
+            for color in ("red", "blue")
+        )
+    assert (red - blue).abs().max() > 1e-2
+
+
+def test_our_loader_agrees_with_transformers(tiny, tokenizer, hf_model):
+    ids = tokenizer("<12.0 seconds> The patch is red.")["input_ids"]
+    with torch.no_grad():
+        expected = hf_model(input_ids=torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(model_port.logits(model_port.load(tiny), np.array(ids)), expected, atol=1e-4)
+
+
+def test_default_model_is_small_and_its_files_agree_with_its_config(tiny, tokenizer):
+    config = config_from_hf(json.loads((tiny / "config.json").read_text()))
+    assert config == tiny_config()
+    assert 500_000 < num_params(config) < 1_100_000
+    assert len(tokenizer) <= config.text.vocab_size <= 2048
+    generation = GenerationConfig.from_pretrained(tiny)
+    assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_special_tokens_are_single_ids_in_the_published_order(tokenizer):
+    config = tiny_config()
+    ids = {token: tokenizer.encode(f"a{token}b")[1] for token in SPECIAL_TOKENS}
+    assert tokenizer.convert_ids_to_tokens(list(ids.values())) == list(SPECIAL_TOKENS)
+    first = ids["<|endoftext|>"]
+    assert {token: ids[token] - first + PUBLISHED_FIRST_ID for token in PUBLISHED_IDS} == PUBLISHED_IDS
+    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    expected = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+    assert tuple(ids[name] for name in names) == expected
+
+
+def test_decoding_without_special_tokens_shows_tool_calls_and_thinking(tokenizer):
+    ids = tokenizer.encode("".join(SPECIAL_TOKENS))
+    shown = [token for token in SPECIAL_TOKENS if token in SHOWN or re.match(r"<\|(fim|repo|file)_", token)]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "".join(shown)
+
+
+@settings(deadline=None, max_examples=300, database=None)
+@given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS) | st.integers(0, 10**6).map(str)).map("".join))
+def test_any_text_comes_back_byte_for_byte(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_every_byte_has_a_token_of_its_own():
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert len(alphabet) == 256
+    assert set(alphabet) <= tiny_tokenizer().get_vocab().keys()
+
+
+@pytest.mark.parametrize("text", ["<0 seconds>", "start_time: 999", "12.5", "01:05", "(7)"])
+def test_numbers_are_single_tokens_wherever_they_stand(tokenizer, text):
+    tokens = tokenizer.tokenize(text)
+    assert [token for token in tokens if token.isdigit()] == re.findall(r"\d+", text)
+
+
+def test_words_of_the_miniature_world_and_numbers_below_a_thousand_are_single_tokens(tokenizer):
+    pre_tokenize = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    pieces = [*pre_tokenize(TEXT), *((number, None) for number in SINGLE_TOKEN_NUMBERS)]
+    assert [piece for piece, _ in pieces if piece not in tokenizer.get_vocab()] == []
+    assert all(len(tokenizer.encode(number)) == 1 for number in SINGLE_TOKEN_NUMBERS)
+    assert tokenizer.tokenize("123456") == ["123", "456"]
+
+
+def test_answer_tags_are_ordinary_tokens_that_touch_their_neighbours(tokenizer):
+    assert tokenizer.tokenize("<answer>B</answer>") == ["<", "answer", ">", "B", "</", "answer", ">"]
+    assert ".</" in tokenizer.tokenize("B.</answer>")
+    assert ">Ċ" in tokenizer.tokenize("</answer>\n")
+
+
+def render(tokenizer, messages, **options):
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def test_template_renders_turns_and_media_in_order(tokenizer):
+    content = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "video", "video": "v.mp4"}, {"text": "b"}]
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": content}]
+    system, user = "<|im_start|>system\nS<|im_end|>\n", f"a{VISION['image']}{VISION['video']}b"
+    expected = f"{system}<|im_start|>user\n{user}<|im_end|>\n"
+    assert render(tokenizer, messages) == expected
+    assert render(tokenizer, messages, add_generation_prompt=True) == expected + "<|im_start|>assistant\n"
+    assert render(tokenizer, messages[1:]) == expected.removeprefix(system)
+    assert render(tokenizer, messages[::-1]) == expected.removeprefix(system) + system
+    urls = [{"type": "image_url", "image_url": {"url": "u"}}, {"type": "video_url", "video_url": {"url": "u"}}]
+    assert VISION["image"] + VISION["video"] in render(tokenizer, [{"role": "user", "content": urls}])
+
+
+@pytest.mark.parametrize("system", [None, "S", [{"type": "text", "text": "S"}]])
+def test_template_puts_the_tools_into_one_system_turn(tokenizer, system):
+    tools = [{"type": "function", "function": {"name": name, "description": "é <b>"}} for name in ("f", "g")]
+    messages = [{"role": "user", "content": "q"}]
+    text = render(
+        tokenizer, messages if system is None else [{"role": "system", "content": system}, *messages], tools=tools
+    )
+    assert text.startswith("<|im_start|>system\n# Tools\n" if system is None else "<|im_start|>system\nS\n\n# Tools\n")
+    listed = re.search(r"\n<tools>\n(.*)\n</tools>\n", text, re.DOTALL)
+    assert listed is not None
+    assert [json.loads(line) for line in listed[1].split("\n")] == tools
+    assert "é <b>" in listed[1]  # not escaped
+    assert text.endswith("\n</tool_call><|im_end|>\n<|im_start|>user\nq<|im_end|>\n")
+    assert text.count("<|im_start|>system") == 1
+
+
+@pytest.mark.parametrize("arguments", [CROP["arguments"], json.dumps(CROP["arguments"])])
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("content", ["", "text"])
+def test_template_writes_tool_calls_as_json_blocks(tokenizer, arguments, wrapped, content):
+    call = {"name": "crop_video", "arguments": arguments}
+    call = {"type": "function", "function": call} if wrapped else call
+    text = render(tokenizer, [{"role": "assistant", "content": content, "tool_calls": [call, call]}])
+    blocks = [content, CROP_TEXT, CROP_TEXT] if content else [CROP_TEXT, CROP_TEXT]
+    assert text == "<|im_start|>assistant\n" + "\n".join(blocks) + "<|im_end|>\n"
+
+
+def test_template_merges_consecutive_tool_messages_into_one_user_turn(tokenizer):
+    roles = ("tool", "tool", "assistant", "tool", "user", "tool")
+    text = render(tokenizer, [{"role": role, "content": str(index)} for index, role in enumerate(roles)])
+    response = "\n<tool_response>\n{}\n</tool_response>".format
+    assert text == (
+        f"<|im_start|>user{response(0)}{response(1)}<|im_end|>\n"
+        "<|im_start|>assistant\n2<|im_end|>\n"
+        f"<|im_start|>user{response(3)}<|im_end|>\n"
+        "<|im_start|>user\n4<|im_end|>\n"
+        f"<|im_start|>user{response(5)}<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [({"role": "critic", "content": "x"}, "critic"), ({"role": "user", "content": [{"type": "audio"}]}, "audio")],
+)
+def test_template_refuses_what_it_cannot_render(tokenizer, message, complaint):
+    with pytest.raises(TemplateError, match=complaint):
+        render(tokenizer, [message])
+
+
+def test_initial_values_are_those_of_transformers(tiny):
+    tensors = load_file(tiny / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    for name, value in tensors.items():
+        if name.endswith(".bias"):
+            assert not value.any(), name
+        elif value.ndim == 1:
+            assert "norm" in name and (value == 1).all(), name
+        else:
+            assert value.std() == pytest.approx(tiny_config().initializer_range, rel=0.05), name
+
+
+def test_another_seed_changes_every_matrix_and_nothing_else(tiny, tmp_path):
+    make_tiny(tmp_path / "other", seed=1)
+    for file in tiny.iterdir():
+        if file.name != "model.safetensors":
+            assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes(), file.name
+    first, second = load_file(tiny / "model.safetensors"), load_file(tmp_path / "other" / "model.safetensors")
+    assert all((first[name] != second[name]).all() == (value.ndim > 1) for name, value in first.items())
+
+
+def test_a_deeper_model_keeps_the_tensors_it_shares(tiny, tmp_path):
+    config = tiny_config()
+    make_tiny(tmp_path / "deep", config=replace(config, text=replace(config.text, num_layers=5)))
+    shallow, deep = load_file(tiny / "model.safetensors"), load_file(tmp_path / "deep" / "model.safetensors")
+    assert shallow.keys() < deep.keys()
+    assert all((deep[name] == value).all() for name, value in shallow.items())
+
+
+def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
+    config = tiny_config()
+    odd = replace(
+        config,
+        text=replace(config.text, num_layers=3, width=40, vocab_size=1801),
+        vision=replace(config.vision, num_layers=5, out_width=40, deepstack_layers=(1, 4), patch_px=14),
+        tie_embeddings=False,
+        image_token_id=7,  # the tokenizer decides
+    )
+    written = make_tiny(tmp_path / "odd", config=odd, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
+    assert written == replace(odd, image_token_id=config.image_token_id)
+    assert {value.dtype for value in load_file(tmp_path / "odd" / "model.safetensors").values()} == {BFLOAT16}
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "odd", dtype="auto")
+    assert hf.dtype == torch.bfloat16
+    assert hf.lm_head.weight.shape == (1801, 40)
+    assert hf.lm_head.weight is not hf.get_input_embeddings().weight
+    image = Image.new("RGB", (112, 112))
+    grid = Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "odd")(images=[image], return_tensors="np")[
+        "image_grid_thw"
+    ]
+    assert grid.tolist() == [[1, 4, 4]]  # 56 x 56 pixels in patches of 14
+
+
+def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny):
+    image = json.loads((tiny / "preprocessor_config.json").read_text())
+    video = json.loads((tiny / "video_preprocessor_config.json").read_text())
+    assert image["size"]["longest_edge"] == MAX_PIXELS
+    assert video["size"]["shortest_edge"] <= video["min_frames"] * 32 * 32
+    assert video["size"]["longest_edge"] == video["max_frames"] * MAX_PIXELS
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (dict(dtype="int8"), "dtype 'int8' is not one of float32"),
+        (dict(seed=-1), "seed -1 is negative"),
+        (dict(min_pixels=9, max_pixels=8), "min_pixels 9 and max_pixels 8"),
+        (dict(config=model_port.ModelConfig(
+            replace(tiny_config().text, vocab_size=131), tiny_config().vision, tie_embeddings=True
+        )), "vocab_size 131 is smaller than"),
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused_before_anything_is_written(tmp_path, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make_tiny(tmp_path / "model", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_destination_is_replaced_only_when_forced(tmp_path):
+    make_tiny(tmp_path / "model")
+    (tmp_path / "model" / "mine.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"model exists already; .* --force"):
+        make_tiny(tmp_path / "model")
+    assert (tmp_path / "model" / "mine.txt").exists()
+    make_tiny(tmp_path / "model", force=True)
+    assert not (tmp_path / "model" / "mine.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_force_replaces_nothing_but_a_model(tmp_path, kind):
+    home = tmp_path / "home"
+    home.touch() if kind == "file" else (home / "thesis").mkdir(parents=True)
+    with pytest.raises(ValueError, match="home has no config"):
+        make_tiny(home, force=True)
+    assert home.is_file() or (home / "thesis").is_dir()
+
+
+def write_half_a_model(dst, force):
+    with new_directory(dst, force) as directory:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_write_leaves_the_old_model_and_no_remains(tmp_path):
+    make_tiny(tmp_path / "model")
+    for dst, force in (("model", True), ("new", False)):
+        with pytest.raises(KeyboardInterrupt):
+            write_half_a_model(tmp_path / dst, force)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def start(*arguments, max_file_blocks="unlimited"):
+    command = [sys.executable, "-m", "model_port.tiny", *map(str, arguments)]
+    shell = ["sh", "-c", f'ulimit -f {max_file_blocks}; exec "$@"', "sh"]
+    return subprocess.Popen([*shell, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_help_names_every_option(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny", "--help"])
+    with pytest.raises(SystemExit) as exit_info:
+        run_cli(main)
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 0 and not err
+    assert all(flag in out for flag in ("--dst", "--seed", "--dtype", "--force", "--debug"))
+
+
+def test_command_line(tiny, tmp_path):
+    runs = {
+        "made": start("--dst", tmp_path / "made", "--seed", 0),
+        "full": start("--dst", tmp_path / "full", max_file_blocks="200"),  # fails in the middle of the weights
+    }
+    results = {name: (*run.communicate(), run.returncode) for name, run in runs.items()}
+    out, err, code = results["made"]
+    assert code == 0 and not err and "1.04 million parameters" in out
+    out, err, code = results["full"]
+    assert code == 1 and not out and err == f"error: {tmp_path / 'full'}: File too large\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    for file in tiny.iterdir():  # another process, the same bytes
+        assert (tmp_path / "made" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def raiser(problem):
+    def main():
+        raise problem
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (ValueError("bad\n  key"), "error: bad key"),
+        (RuntimeError("no token"), "error: no token"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), "error: a/b: No such file or directory"),
+        (KeyError("x"), "error: KeyError 'x' (not expected: --debug shows where)"),
+    ],
+)
+def test_errors_are_one_line_unless_debugging(monkeypatch, capsys, problem, line):
+    for flags in ([], ["--debug"]):
+        monkeypatch.setattr(sys, "argv", ["command", *flags])
+        with pytest.raises(SystemExit) as exit_info:
+            run_cli(raiser(problem))
+        assert exit_info.value.code == 1
+        err = capsys.readouterr().err
+        assert err.splitlines()[-1] == line
+        assert ("Traceback" in err) == bool(flags)
+        assert flags or err == line + "\n"
+
+
+def test_success_and_interruption_have_their_exit_codes(capsys):
+    for command, code in ((lambda: None, 0), (raiser(KeyboardInterrupt()), 130), (raiser(SystemExit(2)), 2)):
+        with pytest.raises(SystemExit) as exit_info:
+            run_cli(command)
+        assert exit_info.value.code == code
+    assert "Traceback" not in capsys.readouterr().err
