@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Fresh machine -> the whole test suite: setup, lint, types, tests.   bash scripts/test.sh [quick] [pytest arguments…]
+# "quick" leaves out the tests marked slow.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+select="not gpu"
+if [ "${1:-}" = quick ]; then
+  select="not gpu and not slow"
+  shift
+fi
+bash scripts/setup.sh cpu
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/pyright
+.venv/bin/python -m pytest -m "$select" "$@"
