@@ -134,24 +134,28 @@ def test_branches_behind_one_prompt_equal_separate_rows(model, frames, dialogues
     assert_same(together, renamed(apart), 1e-5)
 
 
+@pytest.mark.slow
 def test_branches_equal_separate_rows_to_ten_digits(double_model, frames, dialogues):
     together = collect(double_model, [[item] for item in branched(dialogues)], frames, 97)
     apart = collect(double_model, separate_rows(dialogues), frames, 61)
     assert_same(together, renamed(apart), 1e-10)
 
 
+@pytest.mark.slow
 def test_several_sequences_in_a_row_equal_one_each(model, frames, dialogues):
     items = branched(dialogues)
     packed = collect(model, [[items[2], items[0]], [items[3], items[1]]], frames, 173)
     assert_same(packed, collect(model, [[item] for item in items], frames, 97), 1e-5)
 
 
+@pytest.mark.slow
 def test_padding_rows_tokens_and_patches_change_nothing(double_model, frames, dialogues):
     rows = [[item] for item in branched(dialogues)]
     padded = collect(double_model, rows, frames, 149, row_patches=76, num_rows=7)
     assert_same(padded, collect(double_model, rows, frames, 97), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [dict(data=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
 def test_mesh_of_eight_devices_equals_one(model, frames, dialogues, shape):
     rows = [[item] for item in branched(dialogues)]

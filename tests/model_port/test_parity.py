@@ -74,6 +74,7 @@ def our_gradients(model, inputs: Inputs, weights: np.ndarray) -> dict[str, np.nd
     return as_hf(model.config, flat_params(gradients(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "mixed"])
 def test_gradients_equal_transformers(pair, kind):
     reference, ours, config = pair
@@ -149,6 +150,7 @@ def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
     return np.searchsorted(real, rows)
 
 
+@pytest.mark.slow
 class TestAblations:
     """With a feature switched off, parity must fail: the tolerance and the inputs are able to see it."""
 
@@ -248,6 +250,7 @@ def with_compute(model, compute: Compute):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bf16_error_is_within_twice_that_of_transformers(name, tmp_path):
     config = CONFIGS[name]

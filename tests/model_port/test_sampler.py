@@ -148,6 +148,7 @@ def test_abort_frees_the_row_and_leaves_the_others_alone(sampler, requests):
     }
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_from_the_next_prompt_on(pair, requests, tmp_path):
     sampler = Sampler(pair[1], **SETTINGS)
     before = sampler.generate(requests[:2])
@@ -159,6 +160,7 @@ def test_new_weights_are_used_from_the_next_prompt_on(pair, requests, tmp_path):
     assert [c.ids for c in after] == [c.ids for c in fresh] != [c.ids for c in before]
 
 
+@pytest.mark.slow
 def test_a_mesh_samples_the_same_tokens(tmp_path):
     from reference import DIVISIBLE
 
