@@ -42,17 +42,20 @@ class TensorInfo:
 
 
 class HfTensors:
-    """Every tensor of a Hugging Face directory, readable by rows. Opening it checks that all shards are whole."""
+    """Every tensor of a Hugging Face directory, readable by rows. Opening it checks that all shards are whole.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
-        self._descriptors: dict[Path, int] = {}
         shards, weight_map = _shards(self.directory)
         for shard in shards:
             self.infos.update(_read_header(shard))
         if weight_map is not None:
             _check_index(self.directory / INDEX_FILE, weight_map, self.infos)
+        self._descriptors = {shard: os.open(shard, os.O_RDONLY) for shard in shards}
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +72,7 @@ class HfTensors:
         shape = (last - first, *info.shape[1:]) if info.shape else ()
         row_bytes = info.num_bytes // max(info.shape[0], 1) if info.shape else info.num_bytes
         out = np.empty(shape, info.dtype)
-        _read_exactly(self._descriptor(info.path), out, info.start_byte + first * row_bytes, info.path)
+        _read_exactly(self._descriptors[info.path], out, info.start_byte + first * row_bytes, info.path)
         return out
 
     def close(self) -> None:
@@ -84,11 +87,6 @@ class HfTensors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:

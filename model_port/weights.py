@@ -147,6 +147,8 @@ def read_param(tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tu
     if rule.count is None:
         return _read_tensor(tensors, rule.hf, shape, index)
     layers = range(rule.count)[index[0]]
+    if len(layers) == 1:  # without a second copy
+        return _read_tensor(tensors, rule.hf_names[layers[0]], shape[1:], index[1:])[None]
     return np.stack([_read_tensor(tensors, rule.hf_names[i], shape[1:], index[1:]) for i in layers])
 
 

@@ -67,7 +67,7 @@ def test_blocks_equal_the_oracle_on_packed_and_branched_rows(
             out = kernel(q, k, v, row, row, causal)
             return jnp.sum(jnp.where((row.segment_ids != 0)[..., None, None], out * weight, 0)), out
 
-        (_, out), gradients = jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        (_, out), gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         return out[:, :31], *gradients
 
     expected = value_and_gradients(xla_attention)
