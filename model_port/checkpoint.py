@@ -1,0 +1,341 @@
+"""Parameters on disk, in orbax's format: CKPT/params is what `orbax.checkpoint.StandardCheckpointer().restore` reads.
+
+    CKPT/params/          the nested dict that splitting the paths of the weight table on "." gives
+    CKPT/hf/              config, tokenizer and processor files of the model
+    CKPT/paravt_jax.json  what was converted from what, written last
+
+Orbax holds whole arrays in memory. Here it writes the tree with placeholders of one element; tensorstore then makes the
+true arrays in their places, block by block, as raw bytes. They are read back the same way, by `StoredParams.blocks` for
+export and by `restore_params` onto devices.
+"""
+
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.weights import check_param_paths
+
+PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
+FORMAT_VERSION = 1
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Held at a time, and the size of a chunk on disk. malloc keeps blocks below 32 MiB for the next one; larger ones go
+# back to the system each time and pay for new pages, which takes longer than copying into them.
+BLOCK_BYTES = 24 * 2**20
+MIN_LAYER_BYTES = 2**20  # a first axis whose rows are this large is one of layers; rows of a vocabulary are far smaller
+MAX_WORKERS = 4  # more threads hold more blocks without moving more bytes
+MAX_PENDING = 4  # blocks being read ahead of the one in use
+
+Index = tuple[slice, ...]
+Box = tuple[tuple[int, int], ...]  # start and stop along each axis; unlike slices, it can be a key
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": x} as {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[name] = leaf
+    return tree
+
+
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `nested`."""
+    flat = {}
+    for name, value in tree.items():
+        flat.update(flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def parse_dtype(name: str) -> np.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The block in another dtype; a finite value that becomes infinite in float16 is an error that names the tensor."""
+    if block.dtype == dtype:
+        return block
+    with np.errstate(over="ignore"):
+        out = block.astype(dtype)
+    if dtype == np.float16 and (overflow := np.isinf(out) & np.isfinite(block)).any():
+        worst = np.abs(block[overflow].astype(np.float64)).max()
+        raise ValueError(f"{name} has the value {worst:g}, which float16 cannot hold; use bfloat16 or float32")
+    return out
+
+
+def write_params(
+    directory: str | Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    read: Callable[[str, Index], np.ndarray],
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Writes DIRECTORY/params from `read(path, index)`, which several threads call and which may give another dtype.
+
+    Does not sync. `on_bytes` hears of every block written.
+    """
+    params_dir = Path(directory).absolute() / PARAMS_DIR
+    _write_structure(params_dir, shapes, dtype)
+    stores = {path: _create_array(params_dir / path, shape, dtype) for path, shape in shapes.items()}
+
+    def copy_block(path: str, box: Box) -> int:
+        block = cast(read(path, _index(box)), dtype, path)
+        stores[path][_index(box)].write(block, can_reference_source_data_indefinitely=True).result()
+        return block.nbytes
+
+    with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
+        copies = [
+            pool.submit(copy_block, path, box)
+            for path, shape in shapes.items()
+            for box in _grid(shape, _chunk_shape(shape, dtype.itemsize))
+        ]
+        try:
+            for copy in copies:
+                on_bytes(copy.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype) -> None:
+    # numpy, not jax: a jax array would record the devices of this machine.
+    placeholders = nested({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
+    # A directory per array, not one database (ocdbt), which buffers two gigabytes before it writes.
+    with _only_errors(), ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(params_dir, placeholders)
+
+
+def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype) -> ts.TensorStore:
+    return ts.open(
+        {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{directory}/", "file_io_sync": False},
+            "metadata": {"compressor": None},  # weights hardly compress, and raw chunks are a copy of bytes
+            "store_data_equal_to_fill_value": True,  # so that a chunk that is not there is known to be lost
+        },
+        dtype=dtype,
+        shape=shape,
+        chunk_layout=ts.ChunkLayout(chunk_shape=_chunk_shape(shape, dtype.itemsize)),
+        create=True,
+        delete_existing=True,
+    ).result()
+
+
+class StoredParams:
+    """The parameters of a checkpoint, ours or one that orbax saved, readable in blocks."""
+
+    def __init__(self, checkpoint: str | Path):
+        checkpoint = Path(checkpoint).absolute()
+        _check_is_checkpoint(checkpoint)
+        self.hf_dir = checkpoint / HF_DIR
+        self._directory = checkpoint / PARAMS_DIR
+        try:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                metadata: Any = checkpointer.metadata(self._directory).item_metadata
+        except (FileNotFoundError, KeyError, ValueError) as problem:
+            raise ValueError(f"{self._directory} is not a whole orbax checkpoint: {problem}") from None
+        self._driver = "zarr3" if metadata.use_zarr3 else "zarr"
+        leaves = flattened(metadata.tree)
+        self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+        self.dtypes: dict[str, np.dtype] = {path: np.dtype(leaf.dtype) for path, leaf in leaves.items()}
+
+    @property
+    def config(self) -> ModelConfig:
+        return config_from_hf(read_hf_config(self.hf_dir), source=str(self.hf_dir / "config.json"))
+
+    def check(self, config: ModelConfig, expected: dict[str, tuple[int, ...]]) -> None:
+        """The parameters are those of the weight table, and have the shapes that a model of this config expects."""
+        check_param_paths(config, set(self.shapes))
+        check_param_paths(config, set(expected))
+        wrong = [
+            f"{path} {self.shapes[path]}, not {shape}" for path, shape in expected.items() if self.shapes[path] != shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self._directory}: {len(wrong)} parameters do not have the shape that {self.hf_dir / 'config.json'} "
+                f"says: {'; '.join(wrong[:5])}"
+            )
+
+    def open(self, path: str) -> ts.TensorStore:
+        kvstore: dict[str, Any] = {"driver": "file", "path": f"{self._directory}/"}
+        if (self._directory / "manifest.ocdbt").is_file():
+            kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{path}/"}
+        else:
+            kvstore["path"] += f"{path}/"
+        # Without the last option a chunk that is not there reads as zeros.
+        spec = {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
+        return ts.open(spec, open=True, read=True).result()
+
+    def blocks(self, path: str) -> Iterator[np.ndarray]:
+        """The whole parameter as consecutive runs of its bytes in C order, each of full rows and of a bounded size."""
+        store = self.open(path)
+        return _read_ahead(store, _runs(store.shape, _stored_chunk_shape(store), self.dtypes[path].itemsize))
+
+    def restore(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        """The parameter in the target's dtype, on the target's devices."""
+        everything = _box(None, target.shape)
+        if target.sharding is None:
+            return jax.numpy.asarray(self._read_boxes(path, {everything}, target.dtype)[everything])
+        places = target.sharding.addressable_devices_indices_map(target.shape).values()
+        shards = self._read_boxes(path, {_box(index, target.shape) for index in places}, target.dtype)
+        return jax.make_array_from_callback(
+            target.shape, target.sharding, lambda index: shards[_box(index, target.shape)]
+        )
+
+    def _read_boxes(self, path: str, boxes: set[Box], dtype: np.dtype) -> dict[Box, np.ndarray]:
+        store = self.open(path)
+        blocks = [
+            block
+            for block in _grid(store.shape, _stored_chunk_shape(store))
+            if any(_common(block, box) is not None for box in boxes)
+        ]
+        arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
+        for block, values in zip(blocks, _read_ahead(store, map(_index, blocks)), strict=True):
+            for box, array in arrays.items():
+                common = _common(block, box)
+                if common is not None:
+                    array[_index(common, origin=box)] = cast(values[_index(common, origin=block)], dtype, path)
+        return arrays
+
+
+def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads {path: shape, dtype and sharding} from a checkpoint onto devices, in whatever dtype is asked for.
+
+    Only blocks that a device of this process needs are read, each once. Host memory: one parameter at a time.
+    """
+    stored = StoredParams(checkpoint)
+    stored.check(stored.config, {path: target.shape for path, target in abstract.items()})
+    return {path: stored.restore(path, target) for path, target in abstract.items()}
+
+
+def save_args(params: dict[str, Any]) -> dict[str, Any]:
+    """Nested `ocp.SaveArgs` with which orbax writes parameters in blocks of a layer or less, so that they stream out.
+
+    Pass them with `nested(params)` to whatever saves: by default orbax makes one block of a whole stacked parameter.
+    """
+
+    def args(array: Any) -> ocp.SaveArgs:
+        num_bytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+        if num_bytes <= BLOCK_BYTES:
+            return ocp.SaveArgs()
+        has_layers = num_bytes // array.shape[0] >= MIN_LAYER_BYTES
+        return ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES, shard_axes=(0,) if has_layers else ())
+
+    return nested({path: args(array) for path, array in params.items()})
+
+
+def save_params(directory: str | Path, params: dict[str, jax.Array]) -> None:
+    """Writes DIRECTORY/params from arrays in memory, sharded or not; it must not exist."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(directory).absolute() / PARAMS_DIR, nested(params), save_args=save_args(params))
+        checkpointer.wait_until_finished()
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Without orbax's remark that there is no ocdbt database to merge."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check_is_checkpoint(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    missing = [name for name in (PARAMS_DIR, HF_DIR) if not (path / name).is_dir()]
+    if not missing:
+        return
+    steps = sorted(int(step.name) for step in path.glob("checkpoints/*") if step.name.isdecimal())
+    hint = ""
+    if (path / "config.json").is_file():
+        hint = "; it looks like a Hugging Face directory, which `python -m model_port.convert` takes"
+    elif steps:
+        hint = f"; it looks like a run, give one of its checkpoints: {path / 'checkpoints' / str(steps[-1])}"
+    raise ValueError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}{hint}")
+
+
+def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Consecutive whole rows of at most BLOCK_BYTES, rows of one layer where a layer is larger than that."""
+    length, *row_shape = shape
+    row_bytes = math.prod(row_shape) * itemsize
+    if row_bytes > BLOCK_BYTES and row_shape:
+        return (1, *_chunk_shape(tuple(row_shape), itemsize))
+    fewest = -(-length // max(1, BLOCK_BYTES // row_bytes))
+    # The last chunk is stored as large as the others: take the number of chunks that leaves it fullest.
+    rows = min((-(-length // parts) for parts in range(fewest, 2 * fewest + 1)), key=lambda rows: -length % rows)
+    return (rows, *row_shape)
+
+
+def _stored_chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
+    chunk_shape = store.chunk_layout.read_chunk.shape
+    return tuple(step or length for step, length in zip(chunk_shape or store.shape, store.shape, strict=True))
+
+
+def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:
+    """Indices of consecutive full rows, none of which needs a chunk that another one needs too."""
+    length, *row_shape = shape
+    chunk_rows, *rest_of_chunk = chunk_shape
+    row_bytes = math.prod(row_shape) * itemsize
+    if chunk_rows == 1 and row_bytes > BLOCK_BYTES and row_shape:
+        for row in range(length):
+            for rest in _runs(tuple(row_shape), tuple(rest_of_chunk), itemsize):
+                yield (slice(row, row + 1), *rest)
+        return
+    rows = max(1, BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
+    for first in range(0, length, rows):
+        yield (slice(first, min(first + rows, length)),)
+
+
+def _read_ahead(store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.ndarray]:
+    pending: deque[ts.Future[np.ndarray]] = deque()
+    for index in indices:
+        pending.append(store[index].read())
+        if len(pending) == MAX_PENDING:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[Box]:
+    starts = (range(0, length, step) for length, step in zip(shape, chunk_shape, strict=True))
+    for corner in product(*starts):
+        yield tuple(
+            (start, min(start + step, length)) for start, step, length in zip(corner, chunk_shape, shape, strict=True)
+        )
+
+
+def _box(index: Index | None, shape: tuple[int, ...]) -> Box:
+    index = (slice(None),) * len(shape) if index is None else index
+    return tuple(along.indices(length)[:2] for along, length in zip(index, shape, strict=True))
+
+
+def _index(box: Box, origin: Box | None = None) -> Index:
+    """The box as slices, counted from the start of `origin`."""
+    starts = [0] * len(box) if origin is None else [start for start, _ in origin]
+    return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None

@@ -1,0 +1,142 @@
+"""A Hugging Face Qwen3-VL becomes a checkpoint that loads onto any mesh; memory does not grow with the model.
+
+    python -m model_port.convert --src HF_DIR_OR_ID --dst CKPT [--dtype bfloat16]
+
+Config, tensors and side files are checked before anything is written, and CKPT appears only when it is complete.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from tqdm import tqdm
+
+from model_port.checkpoint import (
+    DTYPES,
+    FORMAT_VERSION,
+    HF_DIR,
+    INFO_FILE,
+    PARAMS_DIR,
+    Index,
+    parse_dtype,
+    write_params,
+)
+from model_port.cli import add_debug_flag, run_cli
+from model_port.config import config_from_hf, read_hf_config
+from model_port.hf_files import (
+    HUB_ID,
+    SIDE_PATTERNS,
+    base_model,
+    read_side_files,
+    with_base_model,
+    write_side_files,
+)
+from model_port.loading import abstract_model, abstract_params
+from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
+from model_port.safetensors_io import HfTensors
+from model_port.weights import check_hf_tensors, num_params, read_param, rules
+
+METADATA_BYTES = 2**20  # on disk, beside parameters and side files
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion or an export did."""
+
+    path: Path
+    dtype: str
+    num_params: int
+    num_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        speed = self.num_bytes / 1e9 / self.seconds
+        return (
+            f"{self.path}: {self.num_params / 1e6:,.2f} million parameters in {self.dtype}, "
+            f"{self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s ({speed:.2f} GB/s)"
+        )
+
+
+def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force: bool = False) -> Report:
+    """Writes the checkpoint `dst` from a Hugging Face directory or hub id; `force` replaces a checkpoint at its end."""
+    start_s = time.monotonic()
+    storage = parse_dtype(dtype)
+    check_replaceable(Path(dst), force, is_checkpoint)
+    src_dir = source_directory(src)
+    config = config_from_hf(read_hf_config(src_dir), source=str(src_dir / "config.json"))
+    with HfTensors(src_dir) as tensors:
+        check_hf_tensors(config, tensors.shapes, str(src_dir))
+        hub_id = base_model(src_dir)
+        files = with_base_model(read_side_files(src_dir), hub_id)
+        shapes = {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), dtype).items()}
+        by_path = {rule.path: rule for rule in rules(config)}
+
+        def read(path: str, index: Index) -> np.ndarray:
+            return read_param(tensors, by_path[path], shapes[path], index)
+
+        param_bytes = num_params(config) * storage.itemsize
+        needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
+        with output_directory(dst, force=force, replaceable=is_checkpoint, needed_bytes=needed_bytes) as partial:
+            write_side_files(files, partial / HF_DIR)
+            with progress("converting", param_bytes) as bar:
+                write_params(partial, shapes, storage, read, bar.update)
+            info = {
+                "format_version": FORMAT_VERSION,
+                "dtype": dtype,
+                "num_params": num_params(config),
+                "source": hub_id or str(src),
+            }
+            (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
+    return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / PARAMS_DIR).is_dir()
+
+
+def source_directory(src: str | Path) -> Path:
+    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded."""
+    if Path(src).is_dir():
+        return Path(src)
+    if not HUB_ID.fullmatch(str(src)):
+        raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
+    try:
+        return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", *SIDE_PATTERNS]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise RuntimeError(
+            f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
+            f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
+            f"and give DIR as --src"
+        ) from problem
+
+
+def progress(what: str, total_bytes: int) -> tqdm:
+    """A bar in bytes on a terminal, and nothing elsewhere."""
+    return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m model_port.convert",
+        description="Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh.",
+    )
+    parser.add_argument("--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, or ORG/NAME on the hub")
+    parser.add_argument("--dst", required=True, metavar="CKPT", help="where to write the checkpoint; must not exist")
+    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there already, at the end")
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    exit_on_sigterm()
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
+    print(convert(args.src, args.dst, args.dtype, force=args.force))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,218 @@
+"""A checkpoint, converted or trained, becomes a Hugging Face directory as if it had never left.
+
+    python -m model_port.export --src CKPT_OR_RUN_CHECKPOINT --dst HF_DIR [--push-to-hub REPO] [--dtype bfloat16]
+
+The bytes of a parameter are the bytes of its tensors one after the other, so they stream from blocks of the checkpoint
+into one output shard after the other; memory does not grow with the model.
+"""
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import jax
+import numpy as np
+from huggingface_hub import ModelCardData
+
+from model_port.checkpoint import DTYPES, StoredParams, cast, parse_dtype
+from model_port.cli import add_debug_flag, run_cli
+from model_port.config import ModelConfig
+from model_port.convert import METADATA_BYTES, Report, progress
+from model_port.hf_files import CONFIG_FILE, base_model, read_side_files, with_dtype, write_side_files
+from model_port.hub import check_hub_access, push_to_hub
+from model_port.loading import abstract_model, abstract_params
+from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
+from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
+from model_port.weights import num_params, rules
+
+MAX_SHARD_GIB = 4.7  # just below the 5 GB of the published shards
+CARD_FILE = "README.md"
+CARD = """\
+---
+{metadata}
+---
+
+# {name}
+
+A Qwen3-VL in Hugging Face format, exported from {what} with `model_port.export` of
+paravt_jax, a JAX implementation of agentic reinforcement learning for long-video understanding.
+{base}
+```python
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+model = Qwen3VLForConditionalGeneration.from_pretrained("{name}", dtype="{dtype}", device_map="auto")
+processor = AutoProcessor.from_pretrained("{name}")
+```
+
+vLLM and SGLang load it the same way, by this name or directory.
+"""
+
+
+def export(
+    src: str | Path,
+    dst: str | Path,
+    dtype: str | None = None,
+    *,
+    max_shard_gib: float = MAX_SHARD_GIB,
+    force: bool = False,
+    name: str | None = None,
+) -> Report:
+    """Writes the Hugging Face directory `dst`; `dtype` is the checkpoint's own by default, `name` is for its card."""
+    start_s = time.monotonic()
+    if dtype is not None:
+        parse_dtype(dtype)
+    if not max_shard_gib > 0:
+        raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
+    check_replaceable(Path(dst), force, is_hf_directory)
+    stored = StoredParams(src)
+    config = stored.config
+    stored.check(
+        config, {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), "float32").items()}
+    )
+    dtype = dtype or _only_dtype(stored)
+    storage = parse_dtype(dtype)
+    files = with_dtype(read_side_files(stored.hf_dir), dtype)
+    files[CARD_FILE] = _card(Path(src), name or Path(dst).name, base_model(stored.hf_dir), dtype).encode()
+    shards = plan_shards(config, storage, int(max_shard_gib * GIB))
+    param_bytes = sum(shard.num_bytes for shard in shards)
+    needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
+    with output_directory(dst, force=force, replaceable=is_hf_directory, needed_bytes=needed_bytes) as partial:
+        with _ShardedWriter(partial, shards, storage) as writer, progress("exporting", param_bytes) as bar:
+            for rule in rules(config):
+                for block in stored.blocks(rule.path):
+                    writer.write(cast(block, storage, rule.hf))
+                    bar.update(block.size * storage.itemsize)
+        if len(shards) > 1:
+            weight_map = {tensor: shard.file_name for shard in shards for tensor in shard.shapes}
+            index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
+            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        write_side_files(files, partial)
+    return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+
+
+def is_hf_directory(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file()
+
+
+@dataclass
+class Shard:
+    """One output file: its tensors in order."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_bytes: int = 0
+    file_name: str = SINGLE_FILE
+
+
+def plan_shards(config: ModelConfig, dtype: np.dtype, max_bytes: int) -> list[Shard]:
+    """The tensors in the order of the weight table, cut into files of at most `max_bytes`, or one larger tensor."""
+    shards = [Shard()]
+    for rule in rules(config):
+        tensor_bytes = math.prod(rule.hf_shape) * dtype.itemsize
+        for name in rule.hf_names:
+            if shards[-1].shapes and shards[-1].num_bytes + tensor_bytes > max_bytes:
+                shards.append(Shard())
+            shards[-1].shapes[name] = rule.hf_shape
+            shards[-1].num_bytes += tensor_bytes
+    if len(shards) > 1:
+        for number, shard in enumerate(shards, start=1):
+            shard.file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    return shards
+
+
+class _ShardedWriter:
+    """Takes the bytes of all tensors as one stream and opens the next file where one is full."""
+
+    def __init__(self, directory: Path, shards: list[Shard], dtype: np.dtype):
+        self._directory = directory
+        self._waiting = list(shards)
+        self._dtype = dtype
+        self._file: SafetensorsWriter | None = None
+        self._remaining_bytes = 0
+
+    def write(self, block: np.ndarray) -> None:
+        rest = block.reshape(-1).view(np.uint8)
+        while len(rest):
+            if self._remaining_bytes == 0:
+                self._open_next()
+            assert self._file is not None
+            part, rest = rest[: self._remaining_bytes], rest[self._remaining_bytes :]
+            self._file.write(part)
+            self._remaining_bytes -= len(part)
+
+    def _open_next(self) -> None:
+        self._close()
+        shard = self._waiting.pop(0)
+        tensors = {name: (self._dtype, shape) for name, shape in shard.shapes.items()}
+        self._file = SafetensorsWriter(self._directory / shard.file_name, tensors)
+        self._remaining_bytes = shard.num_bytes
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> "_ShardedWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            assert not self._waiting, "the checkpoint ended before the last shard"
+            self._close()
+
+
+def _only_dtype(stored: StoredParams) -> str:
+    names = sorted({dtype.name for dtype in stored.dtypes.values()})
+    if len(names) > 1:
+        raise ValueError(f"the checkpoint has parameters in {' and '.join(names)}; choose one with --dtype")
+    return names[0]
+
+
+def _card(src: Path, name: str, base: str | None, dtype: str) -> str:
+    metadata = ModelCardData(
+        base_model=base,
+        library_name="transformers",
+        pipeline_tag="image-text-to-text",
+        tags=["qwen3_vl", "paravt_jax", "jax"],
+    )
+    trained = src.absolute().parent.name == "checkpoints" and src.name.isdecimal()
+    return CARD.format(
+        metadata=metadata.to_yaml(),
+        name=name,
+        what=f"step {src.name} of a training run" if trained else "a checkpoint",
+        base=f"\nIt began as [{base}](https://huggingface.co/{base}), whose license applies.\n" if base else "",
+        dtype=dtype,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m model_port.export",
+        description="Writes a checkpoint as a Hugging Face directory that transformers, vLLM and SGLang load.",
+    )
+    parser.add_argument("--src", required=True, metavar="CKPT", help="a converted checkpoint, or RUN/checkpoints/N")
+    parser.add_argument("--dst", required=True, metavar="HF_DIR", help="where to write it; must not exist")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
+    parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
+    parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
+    parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    exit_on_sigterm()
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
+    if args.push_to_hub is not None:
+        check_hub_access(args.push_to_hub)
+    report = export(
+        args.src, args.dst, args.dtype, max_shard_gib=args.max_shard_gib, force=args.force, name=args.push_to_hub
+    )
+    print(report)
+    if args.push_to_hub is not None:
+        print(push_to_hub(args.dst, args.push_to_hub))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,143 @@
+"""The files beside the weights of a Hugging Face model: config, tokenizer, processor, chat template.
+
+Published checkpoints describe the processors in preprocessor_config.json and video_preprocessor_config.json, which
+older libraries read; transformers 5 writes one processor_config.json and prefers it. The chat template has three places
+too. A directory of ours has them all, so that every reader finds the same thing.
+"""
+
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from model_port.config import read_hf_config
+from model_port.processing import FLAT_FILES
+
+CONFIG_FILE = "config.json"
+DTYPE_KEYS = {"dtype", "torch_dtype"}
+BASE_MODEL_KEY = "_name_or_path"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+PROCESSOR_FILE = "processor_config.json"
+PROCESSOR_CLASS = "Qwen3VLProcessor"
+TEMPLATE_FILE = "chat_template.jinja"
+OLD_TEMPLATE_FILE = "chat_template.json"
+
+SIDE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*")
+WEIGHT_INDEX_PATTERN = "*.index.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+
+# How a class is called differs between versions of transformers without a difference in what it does.
+NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
+
+
+def read_side_files(directory: Path) -> dict[str, bytes]:
+    """What belongs to the model, completed to every spelling; weights, their index and the model card are left out."""
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and any(fnmatch(path.name, pattern) for pattern in SIDE_PATTERNS)
+        and not fnmatch(path.name, WEIGHT_INDEX_PATTERN)
+    }
+    return _with_chat_template(_with_processor_files(files, directory), directory)
+
+
+def write_side_files(files: dict[str, bytes], directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+
+
+def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
+    """The files with every dtype that config.json states made the given one, and stated if it was not."""
+    config = json.loads(files[CONFIG_FILE])
+    if not DTYPE_KEYS & set(config):
+        config["dtype"] = dtype
+    return {**files, CONFIG_FILE: _to_json(_replace_dtypes(config, dtype))}
+
+
+def base_model(directory: Path) -> str | None:
+    """The hub id of the model that a directory began as: from where it lies in the hub's cache, or as noted by us."""
+    cached = HUB_CACHE.search(f"{directory.absolute()}/")
+    if cached is not None:
+        return "/".join(cached.groups())
+    noted = read_hf_config(directory).get(BASE_MODEL_KEY) or ""
+    return noted if HUB_ID.fullmatch(noted) else None
+
+
+def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, bytes]:
+    """The files with the hub id noted where transformers notes it."""
+    if hub_id is None:
+        return files
+    return {**files, CONFIG_FILE: _to_json({**json.loads(files[CONFIG_FILE]), BASE_MODEL_KEY: hub_id})}
+
+
+def _parse(files: dict[str, bytes], name: str, directory: Path) -> dict[str, Any]:
+    """The parsed file, or an empty object if there is none."""
+    try:
+        parsed = json.loads(files.get(name, b"{}"))
+    except ValueError as problem:
+        raise ValueError(f"{directory / name} is not valid JSON: {problem}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{directory / name} must hold a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _replace_dtypes(section: dict[str, Any], dtype: str) -> dict[str, Any]:
+    return {
+        key: _replace_dtypes(value, dtype) if isinstance(value, dict) else dtype if key in DTYPE_KEYS else value
+        for key, value in section.items()
+    }
+
+
+def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+    nested = _parse(files, PROCESSOR_FILE, directory)
+    completed = {"processor_class": PROCESSOR_CLASS, **nested}
+    added = {}
+    for name, flat_file in FLAT_FILES.items():
+        flat = _parse(files, flat_file, directory)
+        if name in nested and flat:
+            _check_agreement(nested[name], flat, directory, name, flat_file)
+        elif name in nested:
+            added[flat_file] = _to_json({"processor_class": completed["processor_class"], **nested[name]})
+        elif flat:
+            completed[name] = flat
+            added[PROCESSOR_FILE] = _to_json(completed)
+    return {**files, **added}
+
+
+def _check_agreement(nested: dict[str, Any], flat: dict[str, Any], directory: Path, name: str, flat_file: str) -> None:
+    """transformers 5 reads one file, older libraries the other: they must not see frames of different sizes."""
+    for key in sorted((set(nested) & set(flat)) - NAME_KEYS):
+        values = nested[key], flat[key]
+        if None not in values and values[0] != values[1]:  # null is how transformers writes what was not set
+            raise ValueError(
+                f"{directory}: {PROCESSOR_FILE} has {name}.{key}={values[0]!r}, {flat_file} has {values[1]!r}; "
+                f"make them equal or delete one of the two files"
+            )
+
+
+def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+    """Fills the empty places. A tokenizer's own template stays, for the older readers that find it there."""
+    tokenizer = _parse(files, TOKENIZER_CONFIG_FILE, directory)
+    old = _parse(files, OLD_TEMPLATE_FILE, directory).get("chat_template")
+    new = files[TEMPLATE_FILE].decode() if TEMPLATE_FILE in files else None
+    if old is not None and new is not None and old != new:
+        raise ValueError(
+            f"{directory}: {OLD_TEMPLATE_FILE} and {TEMPLATE_FILE} hold different chat templates, and readers disagree "
+            f"which one counts; delete one of the two files"
+        )
+    found = {OLD_TEMPLATE_FILE: old, TEMPLATE_FILE: new, TOKENIZER_CONFIG_FILE: tokenizer.get("chat_template")}
+    template = next((text for text in found.values() if isinstance(text, str)), None)
+    if template is None:
+        return files
+    everywhere = {OLD_TEMPLATE_FILE: _to_json({"chat_template": template}), TEMPLATE_FILE: template.encode()}
+    if tokenizer:
+        everywhere[TOKENIZER_CONFIG_FILE] = _to_json({**tokenizer, "chat_template": template})
+    return {**files, **{name: content for name, content in everywhere.items() if found[name] is None}}

@@ -1,0 +1,143 @@
+"""A directory that appears whole or not at all, whatever moment the process dies at.
+
+Everything is written into a hidden sibling, synced, and renamed last. The sibling has one fixed name per destination
+and is locked while its writer lives, so the next run can tell what a dead one left behind and clear it away.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK_FILE = ".lock"
+GIB = 2**30
+
+
+@contextmanager
+def output_directory(
+    dst: str | Path, *, force: bool = False, replaceable: Callable[[Path], bool], needed_bytes: int = 0
+) -> Iterator[Path]:
+    """Gives an empty directory that becomes `dst` when the body ends, and is removed when it raises.
+
+    `force` replaces what is at `dst`, at the very end, and only if it is `replaceable`: a mistyped path must not cost a
+    home directory.
+    """
+    dst = Path(dst).absolute()
+    dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
+    replaced = dst.with_name(f".{dst.name}.replaced")
+    partial = partial_directory(dst)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(partial, dst)
+    try:
+        try:
+            _clear(partial)
+            if replaced.exists() and not dst.exists():  # died between the two renames below
+                replaced.rename(dst)
+            _remove(replaced)
+            check_replaceable(dst, force, replaceable)
+            check_free_disk(dst, needed_bytes)
+            yield partial
+            _sync(partial)
+            if dst.exists():
+                dst.rename(replaced)
+            partial.rename(dst)
+        except BaseException:
+            if replaced.exists() and not dst.exists():
+                replaced.rename(dst)
+            _discard(partial)
+            raise
+        _sync_one(dst.parent)
+        (dst / LOCK_FILE).unlink()  # not before the rename: a directory without its lock could be taken by another run
+        _remove(replaced)
+    finally:
+        os.close(lock)
+
+
+def partial_directory(dst: Path) -> Path:
+    return dst.with_name(f".{dst.name}.partial")
+
+
+def check_replaceable(dst: Path, force: bool, replaceable: Callable[[Path], bool]) -> None:
+    if not dst.exists():
+        return
+    if not force:
+        raise ValueError(f"{dst} exists already; choose another place, or replace it with --force")
+    if not (dst.is_dir() and (replaceable(dst) or not any(dst.iterdir()))):
+        raise ValueError(f"{dst} is not what this command writes, so --force does not replace it; choose another place")
+
+
+def check_free_disk(dst: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(dst.parent).free
+    if free_bytes < needed_bytes:
+        raise ValueError(
+            f"{dst.parent} has {free_bytes / GIB:.2f} GiB free, {needed_bytes / GIB:.2f} GiB are needed; "
+            f"free some space or choose another disk"
+        )
+
+
+def exit_on_sigterm() -> None:
+    """Lets a polite kill run the clean-up that Ctrl-C runs."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def _lock(partial: Path, dst: Path) -> int:
+    """Creates `partial` and locks it for this process; the kernel lets go of the lock of a process that dies."""
+    while True:
+        try:
+            partial.mkdir(exist_ok=True)
+            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue  # its previous owner has just renamed or removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), (partial / LOCK_FILE).stat()):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise ValueError(f"another process is writing {dst}; wait for it, or choose another place") from None
+        except FileNotFoundError:
+            pass
+        os.close(lock)  # renamed or removed between opening and locking
+
+
+def _clear(partial: Path) -> None:
+    for entry in partial.iterdir():
+        if entry.name != LOCK_FILE:
+            _remove(entry)
+
+
+def _discard(partial: Path) -> None:
+    if not partial.exists():
+        return
+    _clear(partial)
+    (partial / LOCK_FILE).unlink()
+    with suppress(OSError):  # not empty: from this moment on it belongs to another run
+        partial.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(directory: Path) -> None:
+    for root, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync_one(Path(root) / name)
+        _sync_one(Path(root))
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

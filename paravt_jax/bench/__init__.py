@@ -1,0 +1,40 @@
+"""Measurements of this machine, one module each: `python -m paravt_jax.bench NAME [--json OUT]`."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+VERSIONED = ("jax", "flax", "orbax-checkpoint", "tensorstore", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on besides the code. Accelerators are named by the benches that use them."""
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in VERSIONED},
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows of cells as text: the first column flush left, numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

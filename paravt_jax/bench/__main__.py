@@ -1,0 +1,46 @@
+"""python -m paravt_jax.bench NAME [options] [--json OUT]
+
+A bench is a module of this package with `add_arguments(parser)`, `run(args)` that returns what it found in JSON's types,
+and `table(found)` that says it in a few aligned lines.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from model_port.cli import add_debug_flag, run_cli
+from model_port.output_dir import exit_on_sigterm
+from paravt_jax.bench import machine
+
+BENCHES = {
+    "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m paravt_jax.bench", description="Measures this machine.")
+    subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(BENCHES))
+    for name, summary in BENCHES.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name in sys.argv[1:2]:  # the others, and what they import, stay unloaded
+            importlib.import_module(f"paravt_jax.bench.{name}").add_arguments(subparser)
+        subparser.add_argument("--json", metavar="OUT", help="also write everything measured to this file")
+        add_debug_flag(subparser)
+    args = parser.parse_args()
+    out = None if args.json is None else Path(args.json)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"--json {out}: {out.absolute().parent} is not a directory")
+    exit_on_sigterm()
+    bench = importlib.import_module(f"paravt_jax.bench.{args.bench}")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found = bench.run(args)
+    print(bench.table(found))
+    if out is not None:
+        out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,223 @@
+"""Forward and forward+backward of the policy beside transformers in torch: same weights, inputs, CPU and process.
+
+Two workloads. One sequence: the same tokens on both sides. A batch of unequal sequences: transformers pads it to the
+longest, we pack it into one row. Both compute the mean cross-entropy of every next token, and the two losses must agree
+before anything is timed. Turns alternate, so that a slow minute of the machine hits both.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
+from model_port.inputs import Frame, Sequence, Tokens, bucket, pack_text, pack_vision
+from model_port.tiny import tiny_config
+from model_port.weights import num_params
+
+# A tenth of the 2B in every direction that matters: 123M parameters, the same architecture.
+MID = ModelConfig(
+    TextConfig(12, 640, 2560, 10, 5, head_dim=64, vocab_size=32_000, mrope_sections=(12, 10, 10)),
+    VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
+    tie_embeddings=True,
+    image_token_id=31_990,
+    video_token_id=31_991,
+    vision_start_token_id=31_992,
+    vision_end_token_id=31_993,
+)
+MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "mid": lambda: MID}
+FRAME_GRID = (14, 14)  # a frame of the recipe: 224 x 224 pixels, 49 tokens
+WORKLOADS = {
+    "one sequence": [(8, 220)],
+    "unequal batch": [(8, 220), (4, 120), (2, 60), (0, 90)],
+}  # (frames, text tokens)
+TOKEN_BUCKET = 32
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Example:
+    ids: np.ndarray
+    frames: list[Frame]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns on each side; the median counts")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    _with_huge_pages()
+    rows = []
+    for model in MODELS if args.model == "all" else [args.model]:
+        config = MODELS[model]()
+        with tempfile.TemporaryDirectory() as folder:
+            reference = _make_reference(config, Path(folder))
+            for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
+                for workload, shapes in WORKLOADS.items():
+                    examples = [_example(config, seed, *shape) for seed, shape in enumerate(shapes)]
+                    for mode, row in _compare(reference, Path(folder), dtype, examples, args.repeats).items():
+                        size = f"{model} ({num_params(config) / 1e6:.0f}M)"
+                        rows.append({"model": size, "dtype": dtype, "workload": workload, "mode": mode, **row})
+                        print(_line(rows[-1]), file=sys.stderr, flush=True)
+    return {"rows": rows, "threads": os.cpu_count()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    head = "| model | dtype | workload | pass | torch s | jax s | torch / jax | jax compile s |"
+    return "\n".join([head, "|---" * 8 + "|", *(_line(row) for row in result["rows"])])
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = row["torch_s"] / row["jax_s"]
+    return (
+        f"| {row['model']} | {row['dtype']} | {row['workload']} | {row['mode']} "
+        f"| {row['torch_s']:.3f} | {row['jax_s']:.3f} | {ratio:.2f} | {row['compile_s']:.1f} |"
+    )
+
+
+def _with_huge_pages() -> None:
+    """Restarts with glibc asking for huge pages: fresh gigabytes a step cost JAX a third in page faults otherwise."""
+    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _example(config: ModelConfig, seed: int, num_frames: int, num_text: int) -> Example:
+    random = np.random.default_rng(seed)
+    down, across = FRAME_GRID
+    plain = min(config.image_token_id, config.vision_start_token_id)
+    frame_ids = [
+        config.vision_start_token_id,
+        *[config.image_token_id] * (down * across // 4),
+        config.vision_end_token_id,
+    ]
+    shape = (down * across, config.vision.patch_values)
+    frames = [Frame(random.standard_normal(shape, np.float32), FRAME_GRID) for _ in range(num_frames)]
+    return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)
+
+
+def _make_reference(config: ModelConfig, folder: Path) -> Any:
+    try:
+        import torch
+        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    except ImportError as missing:
+        raise RuntimeError(
+            f"the comparison needs torch and transformers ({missing}); install paravt_jax[dev]"
+        ) from None
+
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config_to_hf(config, "float32")))
+    model.save_pretrained(folder)
+    return model
+
+
+def _compare(
+    reference: Any, folder: Path, dtype: str, examples: list[Example], repeats: int
+) -> dict[str, dict[str, float]]:
+    theirs, ours, compile_s = _torch_side(reference, dtype, examples), *_jax_side(folder, dtype, examples)
+    difference = abs(theirs["forward"]() - ours["forward"]())
+    if difference > (1e-3 if dtype == "float32" else 5e-2):
+        raise RuntimeError(
+            f"the two sides disagree on the loss by {difference:.2g}; they do not compute the same thing"
+        )
+    rows = {}
+    for mode in ours:
+        seconds: dict[str, list[float]] = {"torch_s": [], "jax_s": []}
+        for turn in range(repeats + 1):
+            for side, call in (("torch_s", theirs[mode]), ("jax_s", ours[mode])):
+                start = time.perf_counter()
+                call()
+                if turn:  # the first warms up
+                    seconds[side].append(time.perf_counter() - start)
+        rows[mode] = {side: statistics.median(values) for side, values in seconds.items()} | {
+            "compile_s": compile_s[mode]
+        }
+    return rows
+
+
+def _torch_side(reference: Any, dtype: str, examples: list[Example]) -> dict[str, Callable[[], float]]:
+    import torch
+
+    model = reference.to(getattr(torch, dtype)).train()  # no dropout anywhere in this architecture
+    longest = max(len(example.ids) for example in examples)
+    ids = torch.zeros(len(examples), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = torch.from_numpy(example.ids)
+        mask[row, : len(example.ids)] = 1
+    frames = [frame for example in examples for frame in example.frames]
+    batch = dict(
+        input_ids=ids,
+        attention_mask=mask,
+        mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        labels=ids.masked_fill(mask == 0, -100),
+        pixel_values=torch.from_numpy(np.concatenate([frame.patches for frame in frames])),
+        image_grid_thw=torch.tensor([[1, *frame.grid] for frame in frames]),
+        use_cache=False,
+    )
+
+    def forward() -> float:
+        with torch.no_grad():
+            return model(**batch).loss.item()
+
+    def forward_backward() -> float:
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    return {"forward": forward, "forward+backward": forward_backward}
+
+
+def _jax_side(
+    folder: Path, dtype: str, examples: list[Example]
+) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import model_port
+
+    model = model_port.load(folder, dtype)
+    frames, row = [], []
+    for example in examples:
+        first = len(frames)
+        frames += example.frames
+        row.append(Sequence(Tokens(example.ids, tuple(range(first, len(frames))))))
+    vision, first_rows = pack_vision(frames, model.config.vision, FRAME_GRID[0] * FRAME_GRID[1])
+    num_tokens = bucket(sum(len(example.ids) for example in examples), TOKEN_BUCKET)
+    text = pack_text([row], frames, first_rows, model.config, num_tokens)
+    targets = np.roll(text.tokens, -1, axis=1)
+    counted = (text.segment_ids != 0) & (np.roll(text.segment_ids, -1, axis=1) == text.segment_ids)
+    counted[:, -1] = False
+    graphdef, params = nnx.split(model)
+    batch = jax.device_put((text, vision, targets, counted))
+
+    def loss(params: nnx.State, batch: Any) -> jax.Array:
+        text, vision, targets, counted = batch
+        logits = nnx.merge(graphdef, params)(text, vision)
+        logp = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        return -jnp.sum(jnp.where(counted, logp, 0)) / jnp.sum(counted)
+
+    calls, compile_s = {}, {}
+    for mode, function in (("forward", loss), ("forward+backward", jax.value_and_grad(loss))):
+        start = time.perf_counter()
+        compiled = jax.jit(function).lower(params, batch).compile()
+        compile_s[mode] = time.perf_counter() - start
+        calls[mode] = lambda compiled=compiled: float(
+            jax.tree.leaves(jax.block_until_ready(compiled(params, batch)))[0]
+        )
+    return calls, compile_s
