@@ -22,7 +22,7 @@ from model_port.checkpoint import DTYPES, StoredParams, cast, parse_dtype
 from model_port.cli import add_debug_flag, run_cli
 from model_port.config import ModelConfig
 from model_port.convert import METADATA_BYTES, Report, progress
-from model_port.hf_files import CONFIG_FILE, base_model, read_side_files, with_dtype, write_side_files
+from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
@@ -92,10 +92,6 @@ def export(
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_side_files(files, partial)
     return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
-
-
-def is_hf_directory(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file()
 
 
 @dataclass

@@ -32,6 +32,10 @@ HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
 
 
+def is_hf_directory(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file()
+
+
 def read_side_files(directory: Path) -> dict[str, bytes]:
     """What belongs to the model, completed to every spelling; weights, their index and the model card are left out."""
     files = {

@@ -46,10 +46,12 @@ def output_directory(
             if dst.exists():
                 dst.rename(replaced)
             partial.rename(dst)
-        except BaseException:
+        except BaseException as problem:
             if replaced.exists() and not dst.exists():
                 replaced.rename(dst)
             _discard(partial)
+            if isinstance(problem, OSError) and problem.filename is None:
+                problem.filename = str(dst)  # a full disk does not say which
             raise
         _sync_one(dst.parent)
         (dst / LOCK_FILE).unlink()  # not before the rename: a directory without its lock could be taken by another run

@@ -10,11 +10,7 @@ others as they were.
 
 import argparse
 import json
-import secrets
-import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +22,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.cli import add_debug_flag, run_cli
 from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
+from model_port.hf_files import is_hf_directory
+from model_port.output_dir import output_directory
 from model_port.safetensors_io import DTYPES as SAFETENSORS_DTYPES
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
@@ -201,7 +199,7 @@ def make_tiny(
     if not 0 < min_pixels <= max_pixels:
         raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are not an ascending pair above zero")
     config = tiny_config() if config is None else with_tokenizer_ids(config)
-    with new_directory(dst, force) as directory:
+    with output_directory(dst, force=force, replaceable=is_hf_directory) as directory:
         _write_weights(directory / SINGLE_FILE, config, seed, dtype)
         (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
@@ -214,39 +212,6 @@ def make_tiny(
         }.items():
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return config
-
-
-@contextmanager
-def new_directory(dst: str | Path, force: bool = False) -> Iterator[Path]:
-    """Gives a directory to fill that becomes `dst` at the end, or is removed when the body raises.
-
-    `force` replaces an existing model directory, and nothing else: a mistyped path must not cost a home directory.
-    """
-    dst = Path(dst).absolute()
-    exists = dst.exists() or dst.is_symlink()
-    if exists and not force:
-        raise ValueError(f"{dst} exists already; choose another place, or replace it with --force")
-    if exists and not (dst / "config.json").is_file():
-        raise ValueError(f"{dst} has no config.json, so it is not a model directory and --force does not replace it")
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    # On the same file system as `dst`, so that the rename at the end is one step.
-    suffix = secrets.token_hex(4)
-    partial, replaced = dst.with_name(f".{dst.name}.partial-{suffix}"), dst.with_name(f".{dst.name}.replaced-{suffix}")
-    partial.mkdir()
-    try:
-        yield partial
-        if exists:
-            dst.rename(replaced)
-        partial.rename(dst)
-    except BaseException as problem:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists():
-            replaced.rename(dst)
-        if isinstance(problem, OSError) and problem.filename is None:
-            problem.filename = str(dst)  # a full disk does not say which
-        raise
-    if exists:
-        replaced.unlink() if replaced.is_symlink() else shutil.rmtree(replaced)
 
 
 def _write_weights(path: Path, config: ModelConfig, seed: int, dtype: str) -> None:

@@ -1,6 +1,6 @@
 """python -m paravt_jax.bench NAME [options] [--json OUT]
 
-A bench is a module of this package with `add_arguments(parser)`, `run(args)` that returns what it found in JSON's types,
+A bench is a module of this package with `add_arguments(parser)`, `run(args)` that returns what it found as JSON types,
 and `table(found)` that says it in a few aligned lines.
 """
 
@@ -17,6 +17,7 @@ from paravt_jax.bench import machine
 
 BENCHES = {
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
+    "learner": "forward and forward+backward of the policy, beside transformers in torch",
 }
 
 
