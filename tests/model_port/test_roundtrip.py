@@ -1,0 +1,386 @@
+"""Hugging Face -> checkpoint -> Hugging Face: no bit changes, and what goes wrong leaves nothing half-written."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import torch
+from flax import nnx
+from reference import CONFIGS, make_reference, prompts, reference_logits, save_reference
+from safetensors.numpy import load_file, save_file
+
+import model_port
+from model_port.checkpoint import flattened, nested, save_params
+from model_port.config import config_to_hf
+from model_port.convert import convert
+from model_port.export import export
+from model_port.loading import abstract_model, abstract_params
+from model_port.safetensors_io import SafetensorsWriter
+from model_port.sharding import flat_params, make_mesh
+from model_port.tiny import make_tiny
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    return {name: value for shard in directory.glob("*.safetensors") for name, value in load_file(shard).items()}
+
+
+def assert_same_bytes(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert (value.dtype, value.shape) == (second[name].dtype, second[name].shape), name
+        assert value.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_changes_there_and_back(name, dtype, tmp_path):
+    reference = make_reference(CONFIGS[name], dtype=getattr(torch, dtype))
+    before = save_reference(reference, tmp_path / "hf")
+    for file, content in side_files(tmp_path).items():
+        (tmp_path / "hf" / file).write_bytes(content)
+    convert(tmp_path / "hf", tmp_path / "ckpt", dtype)
+    export(tmp_path / "ckpt", tmp_path / "again", max_shard_gib=50e3 / 2**30)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
+    assert_same_bytes(tensors_of(tmp_path / "again"), before)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory) -> tuple[Path, Path]:
+    """(Hugging Face directory, converted checkpoint) of the tiny default, whose every sharded axis splits"""
+    folder = tmp_path_factory.mktemp("divisible")
+    make_tiny(folder / "hf")
+    convert(folder / "hf", folder / "ckpt", "float32")
+    return folder / "hf", folder / "ckpt"
+
+
+def test_transformers_computes_the_same_with_what_was_exported(tmp_path):
+    config = CONFIGS["untied"]
+    reference = make_reference(config)
+    save_reference(reference, tmp_path / "hf")
+    for name, content in side_files(tmp_path).items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    convert(tmp_path / "hf", tmp_path / "ckpt", "float32")
+    export(tmp_path / "ckpt", tmp_path / "again")
+    from transformers import Qwen3VLForConditionalGeneration
+
+    again = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "again").eval()
+    inputs = prompts(config)["mixed"]
+    with torch.no_grad():
+        np.testing.assert_allclose(reference_logits(again, inputs), reference_logits(reference, inputs), atol=1e-5)
+
+
+def side_files(tmp_path: Path) -> dict[str, bytes]:
+    make_tiny(tmp_path / "side")
+    keep = ("token", "chat", "prepro", "video", "generation")
+    return {path.name: path.read_bytes() for path in (tmp_path / "side").iterdir() if path.name.startswith(keep)}
+
+
+@pytest.mark.parametrize("shape", [dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2), dict(data=8)], ids=str)
+def test_a_checkpoint_loads_on_any_mesh(divisible, shape):
+    hf, ckpt = divisible
+    mesh = make_mesh(**shape)
+    alone = flat_params(jax.tree.map(np.asarray, model_state(model_port.load(hf))))
+    for source in (hf, ckpt):
+        spread = flat_params(model_state(model_port.load(source, mesh=mesh)))
+        for path, value in spread.items():
+            np.testing.assert_array_equal(np.asarray(value), alone[path], err_msg=path)
+        kernel = spread["text.layers.attn.q_kernel_nhd"]
+        parts = shape.get("fsdp", 1) * shape.get("tensor", 1)
+        assert kernel.addressable_shards[0].data.size * parts == kernel.size
+
+
+def model_state(model):
+    return nnx.state(model, nnx.Param)
+
+
+def test_plain_orbax_restores_it(divisible):
+    hf, ckpt = divisible
+    model = model_port.load(hf)
+    abstract = nested(abstract_params(abstract_model(model.config), "float32"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = flattened(checkpointer.restore(ckpt.absolute() / "params", abstract))
+    for path, value in flat_params(model_state(model)).items():
+        np.testing.assert_array_equal(restored[path], value, err_msg=path)
+
+
+def test_export_takes_what_orbax_saved_from_sharded_arrays(divisible, tmp_path):
+    hf, ckpt = divisible
+    model = model_port.load(ckpt, mesh=make_mesh(fsdp=4, tensor=2))
+    save_params(tmp_path / "run", flat_params(model_state(model)))
+    shutil.copytree(ckpt / "hf", tmp_path / "run" / "hf")
+    export(tmp_path / "run", tmp_path / "out")
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(hf))
+
+
+def test_a_float32_master_comes_from_a_bf16_checkpoint(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt", "bfloat16")
+    params = flat_params(model_state(model_port.load(tmp_path / "ckpt", "float32")))
+    source = tensors_of(tiny)["model.language_model.embed_tokens.weight"]
+    assert params["text.embed.table_vd"].dtype == np.float32
+    np.testing.assert_array_equal(params["text.embed.table_vd"], source.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_everything_a_reader_looks_for_is_there(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json",
+        "video_preprocessor_config.json", "processor_config.json", "chat_template.jinja", "README.md",
+        "model.safetensors",
+    }  # fmt: skip
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {config.get("dtype"), config["text_config"].get("dtype")} == {"bfloat16"}
+    bounds = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["size"]
+    assert bounds == json.loads((tiny / "preprocessor_config.json").read_text())["size"]
+    assert (tmp_path / "out" / "README.md").read_text().startswith("---\n")
+
+
+# Bad sources. Each takes a copy of a good directory and breaks it.
+
+
+def drop_shard(path):
+    save = tensors_of(path)
+    (path / "model.safetensors").unlink()
+    names = sorted(save)
+    weight_map = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    first = {name: save[name] for name in names if "00001" in weight_map[name]}
+    save_file(first, path / "model-00001-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def truncate(path):
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1000)
+
+
+def rewrite(change):
+    def apply(path):
+        tensors = tensors_of(path)
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+    return apply
+
+
+def edit_config(**changes):
+    def apply(path):
+        config = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+
+    return apply
+
+
+HEAD = "model.language_model.norm.weight"
+BAD_SOURCES = {
+    "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
+    "truncated": (truncate, "model.safetensors is truncated"),
+    "not safetensors": (lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 999), "not a whole safetensors file"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "integer tensors": (rewrite(lambda t: t.update({HEAD: np.zeros(128, np.int8)})), "dtype I8; supported are"),
+    "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
+    "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 not known: extra"),
+    "wrong shape": (rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})), r"norm.weight \(7,\), not \(128,\)"),
+    "mixture of experts": (
+        edit_config(model_type="qwen3_vl_moe", architectures=["Qwen3VLMoeForConditionalGeneration"]),
+        "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported",
+    ),
+    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
+    "no directory": (shutil.rmtree, "is not a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SOURCES)
+def test_a_bad_source_is_one_error_and_nothing_is_written(kind, tiny, tmp_path):
+    spoil, message = BAD_SOURCES[kind]
+    shutil.copytree(tiny, tmp_path / "hf")
+    spoil(tmp_path / "hf")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
+
+
+def test_a_value_too_large_for_float16_is_an_error(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "hf")
+    rewrite(lambda t: t.update({HEAD: np.full(128, 7e4, np.float32)}))(tmp_path / "hf")
+    with pytest.raises(ValueError, match="70000, which float16 cannot hold"):
+        convert(tmp_path / "hf", tmp_path / "ckpt", "float16")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_an_unknown_dtype_lists_the_known_ones(tiny, tmp_path):
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16, float16"):
+        convert(tiny, tmp_path / "ckpt", "int8")
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(ValueError, match=r"0.00 GiB free, .* GiB are needed"):
+        convert(tiny, tmp_path / "ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_destination_is_kept_unless_forced(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "mine").touch()
+    with pytest.raises(ValueError, match=r"exists already; .* --force"):
+        convert(tiny, tmp_path / "ckpt")
+    convert(tiny, tmp_path / "ckpt", force=True)
+    assert not (tmp_path / "ckpt" / "mine").exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").touch()
+    with pytest.raises(ValueError, match="--force does not replace it"):
+        convert(tiny, tmp_path / "thesis", force=True)
+
+
+def test_exporting_something_else_says_what_it_is(tiny, tmp_path):
+    with pytest.raises(ValueError, match="looks like a Hugging Face directory"):
+        export(tiny, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"model_port.{module}", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny, tmp_path):
+    run = command("convert", "--src", tmp_path / "absent", "--dst", tmp_path / "ckpt")
+    assert run.returncode == 1 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+    run = command("convert", "--src", tiny, "--dst", tmp_path / "ckpt", "--dtype", "float32")
+    assert (run.returncode, run.stderr) == (0, "") and "1.04 million parameters in float32" in run.stdout
+    run = command("export", "--src", tmp_path / "ckpt", "--dst", tmp_path / "out")
+    assert run.returncode == 0 and "1.04 million parameters" in run.stdout
+
+
+def test_a_push_without_a_token_fails_before_any_work(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt")
+    environment = dict(
+        HF_HUB_OFFLINE="0", HF_TOKEN="", HF_HOME=str(tmp_path / "home"), HF_ENDPOINT="http://127.0.0.1:9"
+    )
+    run = command(
+        "export", "--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "me/x", **environment
+    )
+    assert run.returncode == 1 and "token" in run.stderr and run.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """Half a gigabyte in fp32, so that a conversion takes long enough to be killed in the middle."""
+    from dataclasses import replace
+
+    path = tmp_path_factory.mktemp("large") / "hf"
+    make_tiny(path)
+    config = model_port.load(path).config
+    text = replace(config.text, num_layers=40, width=512, ffn_width=4096)
+    config = replace(config, text=text, vision=replace(config.vision, out_width=512))
+    shutil.rmtree(path)
+    make_tiny(path, config=config)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_conversion_killed_at_any_moment_leaves_nothing_that_looks_complete(how, large, tmp_path):
+    dst = tmp_path / "ckpt"
+    partial = tmp_path / ".ckpt.partial"
+    arguments = [
+        sys.executable,
+        "-m",
+        "model_port.convert",
+        "--src",
+        str(large),
+        "--dst",
+        str(dst),
+        "--dtype",
+        "float32",
+    ]
+    num_killed_midway = 0
+    for wait_s in (0.0, 0.1, 0.3, 0.6):
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not (partial / "params").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(wait_s)
+        process.send_signal(how)
+        process.wait(timeout=60)
+        if process.returncode != 0:
+            num_killed_midway += 1
+            assert not dst.exists()
+            assert how == signal.SIGKILL or list(tmp_path.iterdir()) == []  # a polite kill cleans up behind itself
+        else:
+            shutil.rmtree(dst)
+    assert num_killed_midway >= 2
+    run = command("convert", "--src", large, "--dst", dst, "--dtype", "float32")
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+    export(dst, tmp_path / "again")
+    assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(large))
+
+
+# The files themselves
+
+
+def test_files_we_write_are_read_by_the_safetensors_package(tmp_path):
+    random = np.random.default_rng(0)
+    tensors = {
+        "a": random.standard_normal((5, 7)).astype(ml_dtypes.bfloat16),
+        "b": random.standard_normal((3, 2, 11)).astype(np.float16),
+        "c": np.array(2.5, np.float32),
+    }
+    with SafetensorsWriter(tmp_path / "x.safetensors", {k: (v.dtype, v.shape) for k, v in tensors.items()}) as writer:
+        for value in tensors.values():
+            for block in np.array_split(value, 2) if value.ndim else [value]:
+                writer.write(block)
+    assert_same_bytes(load_file(tmp_path / "x.safetensors"), tensors)
+
+
+def test_writing_less_or_more_than_declared_is_an_error(tmp_path):
+    declared = {"a": (np.dtype(np.float32), (3,))}
+    writer = SafetensorsWriter(tmp_path / "x", declared)
+    writer.write(np.zeros(2, np.float32))
+    with pytest.raises(RuntimeError, match="4 bytes that the header declares were never written"):
+        writer.close()
+    with SafetensorsWriter(tmp_path / "y", declared) as writer:
+        writer.write(np.zeros(3, np.float32))
+        with pytest.raises(RuntimeError, match="more bytes were written than the header declares"):
+            writer.write(np.zeros(1, np.float32))
+
+
+def test_a_config_of_another_library_version_still_converts(tiny, tmp_path):
+    """transformers 5 writes rope_parameters; the published files have rope_scaling."""
+    from transformers import Qwen3VLConfig
+
+    shutil.copytree(tiny, tmp_path / "hf")
+    config = json.loads((tiny / "config.json").read_text())
+    Qwen3VLConfig(**config).save_pretrained(tmp_path / "hf")
+    assert "rope_parameters" in json.loads((tmp_path / "hf" / "config.json").read_text())["text_config"]
+    convert(tmp_path / "hf", tmp_path / "ckpt", "float32")
+    assert model_port.load(tmp_path / "ckpt").config == model_port.load(tiny).config
+    assert (
+        config_to_hf(model_port.load(tiny).config)["text_config"]["rope_theta"] == config["text_config"]["rope_theta"]
+    )
