@@ -68,7 +68,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     model = abstract_model(config, Compute(dtype=dtype))
     abstract = abstract_params(model, dtype, mesh)
     if converted:
-        from model_port.checkpoint import restore_params
+        from model_port.checkpoint import restore_params  # orbax takes a second to import
 
         return with_params(model, restore_params(path, abstract))
     with HfTensors(path) as tensors:

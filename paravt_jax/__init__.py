@@ -1,0 +1,1 @@
+"""The trainer: data, rewards, packing, losses, steps, checkpoints, evaluation and benchmarks."""
