@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # Held at a time, and the size of a chunk on disk. malloc keeps blocks below 32 MiB for the next one; larger ones go
 # back to the system each time and pay for new pages, which takes longer than copying into them.
-BLOCK_BYTES = 24 * 2**20
+BLOCK_BYTES = 64 * 2**20
 MIN_LAYER_BYTES = 2**20  # a first axis whose rows are this large is one of layers; rows of a vocabulary are far smaller
 MAX_WORKERS = 4  # more threads hold more blocks without moving more bytes
 MAX_PENDING = 4  # blocks being read ahead of the one in use

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import torch
+from fake_hub import WRITE_TOKEN, serve_hub
 from flax import nnx
 from reference import CONFIGS, make_reference, prompts, reference_logits, save_reference
 from safetensors.numpy import load_file, save_file
@@ -286,6 +287,25 @@ def test_a_push_without_a_token_fails_before_any_work(tiny, tmp_path):
     )
     assert run.returncode == 1 and "token" in run.stderr and run.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_export_pushes_what_it_wrote(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt")
+    with serve_hub(tmp_path / "hub") as hub:
+        environment = dict(
+            HF_ENDPOINT=hub.url,
+            HF_TOKEN=WRITE_TOKEN,
+            HF_HOME=str(tmp_path / "home"),
+            HF_HUB_OFFLINE="0",
+            HF_HUB_DISABLE_XET="1",
+            HF_HUB_DISABLE_TELEMETRY="1",
+        )
+        arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
+        run = command("export", *arguments, **environment)
+        assert run.returncode == 0, run.stderr
+        pushed = {name: hub.content(file) for name, file in hub.files("ada/policy").items()}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {name: pushed[name] for name in written} == written and f"{hub.url}/ada/policy" in run.stdout
 
 
 @pytest.fixture(scope="module")
