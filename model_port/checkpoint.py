@@ -32,10 +32,8 @@ PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Held at a time, and the size of a chunk on disk. malloc keeps blocks below 32 MiB for the next one; larger ones go
-# back to the system each time and pay for new pages, which takes longer than copying into them.
-BLOCK_BYTES = 64 * 2**20
-MIN_LAYER_BYTES = 2**20  # a first axis whose rows are this large is one of layers; rows of a vocabulary are far smaller
+BLOCK_BYTES = 64 * 2**20  # held at a time, and the size of a chunk on disk
+MIN_LAYER_BYTES = 2**20
 MAX_WORKERS = 4  # more threads hold more blocks without moving more bytes
 MAX_PENDING = 4  # blocks being read ahead of the one in use
 
@@ -86,27 +84,30 @@ def write_params(
     shapes: dict[str, tuple[int, ...]],
     dtype: np.dtype,
     read: Callable[[str, Index], np.ndarray],
+    position: Callable[[str, Index], Any],
     on_bytes: Callable[[int], object],
 ) -> None:
     """Writes DIRECTORY/params from `read(path, index)`, which several threads call and which may give another dtype.
 
-    Does not sync. `on_bytes` hears of every block written.
+    Blocks are read in the order of `position(path, index)`, so that a source is read from front to back. `on_bytes`
+    hears of every block written. Does not sync.
     """
     params_dir = Path(directory).absolute() / PARAMS_DIR
     _write_structure(params_dir, shapes, dtype)
     stores = {path: _create_array(params_dir / path, shape, dtype) for path, shape in shapes.items()}
 
-    def copy_block(path: str, box: Box) -> int:
-        block = cast(read(path, _index(box)), dtype, path)
-        stores[path][_index(box)].write(block, can_reference_source_data_indefinitely=True).result()
+    def copy_block(path: str, index: Index) -> int:
+        block = cast(read(path, index), dtype, path)
+        stores[path][index].write(block, can_reference_source_data_indefinitely=True).result()
         return block.nbytes
 
+    blocks = [
+        (path, _index(box))
+        for path, shape in shapes.items()
+        for box in _grid(shape, _chunk_shape(shape, dtype.itemsize))
+    ]
     with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
-        copies = [
-            pool.submit(copy_block, path, box)
-            for path, shape in shapes.items()
-            for box in _grid(shape, _chunk_shape(shape, dtype.itemsize))
-        ]
+        copies = [pool.submit(copy_block, *block) for block in sorted(blocks, key=lambda block: position(*block))]
         try:
             for copy in copies:
                 on_bytes(copy.result())
@@ -232,11 +233,11 @@ def save_args(params: dict[str, Any]) -> dict[str, Any]:
     """
 
     def args(array: Any) -> ocp.SaveArgs:
-        num_bytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
-        if num_bytes <= BLOCK_BYTES:
+        itemsize = np.dtype(array.dtype).itemsize
+        if math.prod(array.shape) * itemsize <= BLOCK_BYTES:
             return ocp.SaveArgs()
-        has_layers = num_bytes // array.shape[0] >= MIN_LAYER_BYTES
-        return ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES, shard_axes=(0,) if has_layers else ())
+        shard_axes = (0,) if _has_layers(array.shape, itemsize) else ()
+        return ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES, shard_axes=shard_axes)
 
     return nested({path: args(array) for path, array in params.items()})
 
@@ -276,15 +277,22 @@ def _check_is_checkpoint(path: Path) -> None:
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Consecutive whole rows of at most BLOCK_BYTES, rows of one layer where a layer is larger than that."""
+    """One layer, or consecutive rows of it (of the whole, where there are no layers) of at most BLOCK_BYTES."""
+    if _has_layers(shape, itemsize):
+        return (1, *_chunk_shape(shape[1:], itemsize))
     length, *row_shape = shape
-    row_bytes = math.prod(row_shape) * itemsize
-    if row_bytes > BLOCK_BYTES and row_shape:
-        return (1, *_chunk_shape(tuple(row_shape), itemsize))
-    fewest = -(-length // max(1, BLOCK_BYTES // row_bytes))
+    fewest = -(-length // max(1, BLOCK_BYTES // (math.prod(row_shape) * itemsize)))
     # The last chunk is stored as large as the others: take the number of chunks that leaves it fullest.
     rows = min((-(-length // parts) for parts in range(fewest, 2 * fewest + 1)), key=lambda rows: -length % rows)
     return (rows, *row_shape)
+
+
+def _has_layers(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether the first axis is one of layers worth a chunk each: kernels of layers, but not their scales and biases.
+
+    Told by the size of its rows: those of a vocabulary or a single kernel are far smaller.
+    """
+    return len(shape) > 2 and math.prod(shape[1:]) * itemsize >= MIN_LAYER_BYTES
 
 
 def _stored_chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:

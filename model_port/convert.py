@@ -6,7 +6,9 @@ Config, tensors and side files are checked before anything is written, and CKPT 
 """
 
 import argparse
+import ctypes
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ from model_port.output_dir import check_replaceable, exit_on_sigterm, output_dir
 from model_port.safetensors_io import HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 METADATA_BYTES = 2**20  # on disk, beside parameters and side files
 
 
@@ -80,12 +83,17 @@ def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force:
         def read(path: str, index: Index) -> np.ndarray:
             return read_param(tensors, by_path[path], shapes[path], index)
 
+        def position(path: str, index: Index) -> tuple[Path, int, int]:
+            layer = 0 if by_path[path].count is None else index[0].start
+            info = tensors.infos[by_path[path].hf_names[layer]]
+            return info.path, info.start_byte, sum(along.start for along in index)
+
         param_bytes = num_params(config) * storage.itemsize
         needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
         with output_directory(dst, force=force, replaceable=is_checkpoint, needed_bytes=needed_bytes) as partial:
             write_side_files(files, partial / HF_DIR)
             with progress("converting", param_bytes) as bar:
-                write_params(partial, shapes, storage, read, bar.update)
+                write_params(partial, shapes, storage, read, position, bar.update)
             info = {
                 "format_version": FORMAT_VERSION,
                 "dtype": dtype,
@@ -122,6 +130,20 @@ def progress(what: str, total_bytes: int) -> tqdm:
     return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 
+def keep_freed_memory() -> None:
+    """Lets blocks reuse each other's memory (glibc only).
+
+    By default malloc hands every freed block back to the system, and the next one pays for new pages, which takes
+    longer than copying into them.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**30)):
+            libc.mallopt(parameter, value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m model_port.convert",
@@ -134,6 +156,7 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     exit_on_sigterm()
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
     print(convert(args.src, args.dst, args.dtype, force=args.force))
 

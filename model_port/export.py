@@ -20,8 +20,7 @@ from huggingface_hub import ModelCardData
 
 from model_port.checkpoint import DTYPES, StoredParams, cast, parse_dtype
 from model_port.cli import add_debug_flag, run_cli
-from model_port.config import ModelConfig
-from model_port.convert import METADATA_BYTES, Report, progress
+from model_port.convert import METADATA_BYTES, Report, keep_freed_memory, progress
 from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
 from model_port.loading import abstract_model, abstract_params
@@ -77,7 +76,8 @@ def export(
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(stored.hf_dir), dtype)
     files[CARD_FILE] = _card(Path(src), name or Path(dst).name, base_model(stored.hf_dir), dtype).encode()
-    shards = plan_shards(config, storage, int(max_shard_gib * GIB))
+    shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
+    shards = plan_shards(shapes, storage, int(max_shard_gib * GIB))
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
     with output_directory(dst, force=force, replaceable=is_hf_directory, needed_bytes=needed_bytes) as partial:
@@ -103,16 +103,15 @@ class Shard:
     file_name: str = SINGLE_FILE
 
 
-def plan_shards(config: ModelConfig, dtype: np.dtype, max_bytes: int) -> list[Shard]:
-    """The tensors in the order of the weight table, cut into files of at most `max_bytes`, or one larger tensor."""
+def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: int) -> list[Shard]:
+    """The tensors in the given order, cut into files of at most `max_bytes`, or of one larger tensor."""
     shards = [Shard()]
-    for rule in rules(config):
-        tensor_bytes = math.prod(rule.hf_shape) * dtype.itemsize
-        for name in rule.hf_names:
-            if shards[-1].shapes and shards[-1].num_bytes + tensor_bytes > max_bytes:
-                shards.append(Shard())
-            shards[-1].shapes[name] = rule.hf_shape
-            shards[-1].num_bytes += tensor_bytes
+    for name, shape in shapes.items():
+        tensor_bytes = math.prod(shape) * dtype.itemsize
+        if shards[-1].shapes and shards[-1].num_bytes + tensor_bytes > max_bytes:
+            shards.append(Shard())
+        shards[-1].shapes[name] = shape
+        shards[-1].num_bytes += tensor_bytes
     if len(shards) > 1:
         for number, shard in enumerate(shards, start=1):
             shard.file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -199,6 +198,7 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     exit_on_sigterm()
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
     if args.push_to_hub is not None:
         check_hub_access(args.push_to_hub)

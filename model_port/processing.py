@@ -385,7 +385,7 @@ def expand_placeholders(
 def expand_video_placeholders(
     ids: Int[np.ndarray, " T"],
     video_grid_thw: Int[np.ndarray, "videos 3"],
-    seconds: Sequence[Sequence[float]],
+    seconds: Sequence[Sequence[float | int]],
     tokenize: Callable[[str], Sequence[int]],
     config: ModelConfig,
 ) -> Int[np.ndarray, " expanded"]:
@@ -423,7 +423,7 @@ def timestamp_text(seconds: float | int) -> str:
     return f"<{seconds:.1f} seconds>"
 
 
-def layer_seconds(frame_seconds: Sequence[float], temporal_patch_frames: int) -> list[float]:
+def layer_seconds(frame_seconds: Sequence[float | int], temporal_patch_frames: int) -> list[float]:
     """The time of each temporal patch, midway between its first and last frame; the last frame counts as repeated."""
     num_missing = -len(frame_seconds) % temporal_patch_frames
     whole = [*frame_seconds, *list(frame_seconds[-1:]) * num_missing]

@@ -24,7 +24,7 @@ from model_port.config import config_to_hf, preset
 from model_port.convert import progress
 from model_port.export import plan_shards
 from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
-from model_port.weights import num_params
+from model_port.weights import num_params, rules
 from paravt_jax.bench import aligned
 
 MODELS = ("2b", "4b", "8b", "32b")
@@ -115,7 +115,9 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     # Without the top bit of the exponent, so that every value is finite and below 2.
     values = np.random.default_rng(0).integers(0, 2**16, 2 * BLOCK_VALUES, np.uint16) & np.uint16(0xBFFF)
     offsets = np.random.default_rng(1)
-    shards = plan_shards(config, BFLOAT16, PUBLISHED_SHARD_BYTES)
+    shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
+    # By name, as in published files: layer by layer, where a stacked parameter wants one kernel of all layers.
+    shards = plan_shards(dict(sorted(shapes.items())), BFLOAT16, PUBLISHED_SHARD_BYTES)
     checksums: dict[str, int] = {}
     total_bytes = sum(shard.num_bytes for shard in shards)
     with progress("making random weights", total_bytes) as bar:
