@@ -34,6 +34,7 @@ MODELS_ON_DISK = 3  # at most at a time: source, checkpoint, and a copy or the e
 SPARE_BYTES = 2**30
 BLOCK_VALUES = 2**25
 SAMPLE_EVERY_S = 0.02
+SETTLE_S = 10.0  # virtual machines hand freed memory back to their host after a moment; then every step starts alike
 COPY = """
 import os, shutil, sys
 src, dst = sys.argv[1:]
@@ -162,6 +163,7 @@ def _block_sizes(num_values: int) -> list[int]:
 
 def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
     _drop_from_page_cache(reads)
+    time.sleep(SETTLE_S)
     start_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak_rss_bytes = 0
