@@ -152,6 +152,8 @@ class StoredParams:
                 metadata: Any = checkpointer.metadata(self._directory).item_metadata
         except (FileNotFoundError, KeyError, ValueError) as problem:
             raise ValueError(f"{self._directory} is not a whole orbax checkpoint: {problem}") from None
+        if metadata is None:
+            raise ValueError(f"{self._directory} is not a whole orbax checkpoint: it has no metadata")
         self._driver = "zarr3" if metadata.use_zarr3 else "zarr"
         leaves = flattened(metadata.tree)
         self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
@@ -279,7 +281,11 @@ def _check_is_checkpoint(path: Path) -> None:
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """One layer, or consecutive rows of it (of the whole, where there are no layers) of at most BLOCK_BYTES."""
     if _has_layers(shape, itemsize):
-        return (1, *_chunk_shape(shape[1:], itemsize))
+        return (1, *_some_rows(shape[1:], itemsize))
+    return _some_rows(shape, itemsize)
+
+
+def _some_rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     length, *row_shape = shape
     fewest = -(-length // max(1, BLOCK_BYTES // (math.prod(row_shape) * itemsize)))
     # The last chunk is stored as large as the others: take the number of chunks that leaves it fullest.

@@ -94,9 +94,9 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     if index_path.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as problem:
+            shards = [directory / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"{index_path} is not a safetensors index: {problem!r}") from None
-        shards = [directory / name for name in sorted(set(weight_map.values()))]
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise ValueError(
@@ -115,17 +115,19 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         if file_bytes < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
             raise ValueError(f"{path} is not a whole safetensors file: {file_bytes} bytes cannot hold its header")
         try:
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
+            header: Any = json.loads(file.read(header_bytes))
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
     infos = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}; supported are {', '.join(DTYPES)}")
-        start, end = entry["data_offsets"]
-        info = TensorInfo(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + header_bytes + start)
+        dtype_name, shape, start, end = _described(path, name, entry)
+        if dtype_name not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {dtype_name}; supported are {', '.join(DTYPES)}")
+        info = TensorInfo(path, DTYPES[dtype_name], shape, 8 + header_bytes + start)
         if end - start != info.num_bytes:
             raise ValueError(f"{path}: tensor {name} claims {end - start} bytes, its shape needs {info.num_bytes}")
         if info.start_byte + info.num_bytes > file_bytes:
@@ -135,6 +137,16 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             )
         infos[name] = info
     return infos
+
+
+def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
+            return str(dtype_name), shape, start, end
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(f"{path}: tensor {name} is not described by dtype, shape and data_offsets as safetensors are")
 
 
 def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:

@@ -1,0 +1,166 @@
+"""Blocks on disk: they cover a parameter exactly once, are bounded at every size, and a lost one is noticed."""
+
+import math
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_port import checkpoint
+from model_port.checkpoint import StoredParams, cast, flattened, nested, restore_params, save_args, save_params
+from model_port.config import preset
+from model_port.convert import convert
+from model_port.loading import abstract_model, abstract_params
+from model_port.sharding import make_mesh
+from model_port.tiny import make_tiny, tiny_config
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A checkpoint whose kernels lie in many chunks, and its parameters."""
+    folder = tmp_path_factory.mktemp("converted")
+    make_tiny(folder / "hf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK_BYTES", 20_011)
+        patch.setattr(checkpoint, "MIN_LAYER_BYTES", 2**10)
+        convert(folder / "hf", folder / "ckpt", "float32")
+    return folder / "ckpt", restore_params(folder / "ckpt", wanted())
+
+
+def wanted(dtype="float32", mesh=None):
+    return abstract_params(abstract_model(tiny_config()), dtype, mesh)
+
+
+shapes = st.lists(st.integers(1, 13), min_size=1, max_size=4).map(tuple)
+
+
+@given(shape=shapes, block_bytes=st.integers(1, 300), layer_bytes=st.integers(1, 300))
+def test_chunks_cover_every_element_once_and_waste_little(shape, block_bytes, layer_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+        patch.setattr(checkpoint, "MIN_LAYER_BYTES", layer_bytes)
+        chunk_shape = checkpoint._chunk_shape(shape, 2)
+    times_covered = np.zeros(shape, int)
+    for box in checkpoint._grid(shape, chunk_shape):
+        times_covered[checkpoint._index(box)] += 1
+    assert (times_covered == 1).all()
+    for length, step in zip(shape, chunk_shape, strict=True):
+        assert -length % step < -(-length // step)  # less than one row a chunk
+
+
+@given(shape=shapes, data=st.data())
+def test_runs_are_the_bytes_in_order_whatever_the_chunks(shape, data):
+    chunk_shape = tuple(data.draw(st.integers(1, length)) for length in shape)
+    values = np.arange(math.prod(shape)).reshape(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK_BYTES", data.draw(st.integers(1, 300)))
+        runs = list(checkpoint._runs(shape, chunk_shape, 2))
+    np.testing.assert_array_equal(np.concatenate([values[run].reshape(-1) for run in runs]), values.reshape(-1))
+    cells = [np.argwhere(np.isin(values, values[run])) // chunk_shape for run in runs]
+    chunks = [set(map(tuple, of_run.tolist())) for of_run in cells]
+    assert sum(map(len, chunks)) == len(set().union(*chunks))  # no chunk is read twice
+
+
+@pytest.mark.parametrize("name", ["2b", "4b", "8b", "32b"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_no_published_size_has_a_large_block_or_many_files(name, itemsize):
+    abstract = abstract_params(abstract_model(preset(name)), "float32")
+    chunks = {path: checkpoint._chunk_shape(leaf.shape, itemsize) for path, leaf in abstract.items()}
+    assert max(map(math.prod, chunks.values())) * itemsize <= checkpoint.BLOCK_BYTES
+    num_files = sum(len(list(checkpoint._grid(abstract[path].shape, chunk))) for path, chunk in chunks.items())
+    num_bytes = sum(math.prod(leaf.shape) for leaf in abstract.values()) * itemsize
+    assert num_bytes / num_files > 10 * 2**20
+
+
+def test_any_dtype_and_mesh_restores_the_same_values_and_can_be_donated(converted):
+    ckpt, alone = converted
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    spread = restore_params(ckpt, wanted("bfloat16", mesh))
+    for path, value in spread.items():
+        np.testing.assert_array_equal(value, np.asarray(alone[path]).astype(BFLOAT16), err_msg=path)
+        assert value.sharding == wanted("bfloat16", mesh)[path].sharding
+    scale = "text.final_norm.scale"  # the same on every device
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(spread[scale])
+    np.testing.assert_array_equal(doubled, np.asarray(alone[scale]).astype(BFLOAT16) * 2)
+
+
+def test_only_the_blocks_of_the_wanted_rows_are_read(converted, tmp_path):
+    shutil.copytree(converted[0], tmp_path / "ckpt")
+    stored, path = StoredParams(tmp_path / "ckpt"), "text.layers.mlp.gate_kernel_fd"
+    layers, rows, width = stored.shapes[path]
+    chunk_rows = checkpoint._stored_chunk_shape(stored.open(path))[1]
+    assert rows > 2 * chunk_rows
+    (tmp_path / "ckpt" / "params" / path / "0.0.0").unlink()
+    box = ((0, layers), (chunk_rows, rows), (0, width))
+    found = stored._read_boxes(path, {box}, np.dtype(np.float32))[box]
+    np.testing.assert_array_equal(found, converted[1][path][:, chunk_rows:])
+    with pytest.raises(ValueError, match=r"NOT_FOUND.*missing"):  # and not zeros
+        restore_params(tmp_path / "ckpt", wanted())
+
+
+def test_parameters_of_another_model_are_listed(converted):
+    ckpt, _ = converted
+    incomplete = wanted()
+    del incomplete["text.final_norm.scale"]
+    with pytest.raises(ValueError, match=r"1 missing: text\.final_norm\.scale"):
+        restore_params(ckpt, incomplete)
+    wrong = wanted() | {"text.final_norm.scale": jax.ShapeDtypeStruct((7,), np.float32)}
+    with pytest.raises(ValueError, match=r"text\.final_norm\.scale \(128,\), not \(7,\)"):
+        restore_params(ckpt, wrong)
+
+
+@pytest.mark.parametrize("missing", ["params", "hf"])
+def test_half_a_checkpoint_is_named(missing, converted, tmp_path):
+    shutil.copytree(converted[0], tmp_path / "ckpt")
+    shutil.rmtree(tmp_path / "ckpt" / missing)
+    with pytest.raises(ValueError, match=f"is not a checkpoint: it has no {missing}"):
+        StoredParams(tmp_path / "ckpt")
+
+
+def test_a_run_directory_gets_its_latest_checkpoint_named(tmp_path):
+    for step in (9, 10):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"give one of its checkpoints: .*/checkpoints/10$"):
+        StoredParams(tmp_path / "run")
+
+
+def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path):
+    shutil.copytree(converted[0], tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "params" / "_METADATA").unlink()
+    with pytest.raises(ValueError, match="is not a whole orbax checkpoint"):
+        StoredParams(tmp_path / "ckpt")
+
+
+def test_orbax_saves_layers_apart_so_that_they_stream_out(converted, tmp_path, monkeypatch):
+    _, params = converted
+    monkeypatch.setattr(checkpoint, "MIN_LAYER_BYTES", 2**14)
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 2**15)
+    assert flattened(save_args(params)).keys() == params.keys()
+    save_params(tmp_path, params)
+    shutil.copytree(converted[0] / "hf", tmp_path / "hf")
+    stored, path = StoredParams(tmp_path), "text.layers.mlp.gate_kernel_fd"
+    assert checkpoint._stored_chunk_shape(stored.open(path))[0] == 1
+    for path, value in params.items():
+        blocks = list(stored.blocks(path))
+        np.testing.assert_array_equal(np.concatenate([block.reshape(-1) for block in blocks]), value.reshape(-1))
+        if "mlp" in path:  # orbax cuts other axes of parameters whose layers are small
+            assert max(block.nbytes for block in blocks) <= 2 * 2**15
+
+
+def test_nesting_is_inverted_by_flattening():
+    flat = {"a.b.c": 1, "a.b.d": 2, "a.e": 3, "f": 4}
+    assert nested(flat) == {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4}
+    assert flattened(nested(flat)) == flat
+
+
+def test_infinities_that_were_there_before_survive_a_cast():
+    block = np.array([np.inf, -np.inf, 65_504.0, np.nan], np.float32)
+    np.testing.assert_array_equal(cast(block, np.dtype(np.float16), "x"), block.astype(np.float16))
+    with pytest.raises(ValueError, match="x has the value 65520, which float16 cannot hold"):
+        cast(np.array([65_520.0, 1.0], np.float32), np.dtype(np.float16), "x")

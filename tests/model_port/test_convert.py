@@ -1,0 +1,140 @@
+"""The destination of a conversion: one writer at a time, recovered after a death, old content kept until the end."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from model_port.checkpoint import INFO_FILE
+from model_port.convert import convert, is_checkpoint, source_directory
+from model_port.output_dir import output_directory, partial_directory
+from model_port.tiny import make_tiny
+
+# Dies by a signal as soon as the function named in argv has been called as often as argv says.
+DIES = """
+import importlib, os, sys
+from model_port.cli import run_cli
+from model_port.convert import main
+module, function, num_calls, number = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+sys.argv[1:5] = []
+module = importlib.import_module(module)
+original = getattr(module, function)
+def dies(*args, **kwargs):
+    global num_calls
+    num_calls -= 1
+    if num_calls == 0:
+        os.kill(os.getpid(), number)
+    return original(*args, **kwargs)
+setattr(module, function, dies)
+run_cli(main)
+"""
+MOMENTS = {
+    "nothing written": ("model_port.convert", "write_side_files", 1),
+    "arrays created": ("model_port.checkpoint", "_create_array", 13),
+    "half of the blocks": ("model_port.convert", "read_param", 20),
+    "all but the rename": ("model_port.output_dir", "_sync", 1),
+    "renamed": ("model_port.output_dir", "_remove", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(path)
+    return path
+
+
+def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
+    module, function, num_calls = MOMENTS[moment]
+    arguments = [module, function, str(num_calls), str(number), "--src", str(src), "--dst", str(dst)]
+    return subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, timeout=120).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(moment, tiny, tmp_path):
+    dst = tmp_path / "ckpt"
+    assert run_and_die(moment, signal.SIGKILL, tiny, dst) == -signal.SIGKILL
+    assert dst.exists() == (moment == "renamed")
+    convert(tiny, dst, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+    assert {path.name for path in dst.iterdir()} == {"params", "hf", INFO_FILE}
+
+
+@pytest.mark.slow
+def test_a_politely_killed_conversion_removes_what_it_wrote(tiny, tmp_path):
+    assert run_and_die("half of the blocks", signal.SIGTERM, tiny, tmp_path / "ckpt") == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_writer_is_left_alone(tiny, tmp_path):
+    dst = tmp_path / "ckpt"
+    with output_directory(dst, replaceable=is_checkpoint) as partial:
+        (partial / "mine").touch()
+        with pytest.raises(ValueError, match=r"another process is writing .*ckpt"):
+            convert(tiny, dst)
+        assert (partial / "mine").exists()
+    assert [path.name for path in dst.iterdir()] == ["mine"]
+
+
+def test_a_death_between_the_two_renames_loses_nothing(tiny, tmp_path):
+    dst = tmp_path / "ckpt"
+    convert(tiny, dst)
+    dst.rename(tmp_path / ".ckpt.replaced")
+    partial_directory(dst).mkdir()
+    with pytest.raises(ValueError, match="exists already"):
+        convert(tiny, dst)
+    assert is_checkpoint(dst) and [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_failed_forced_conversion_leaves_the_old_one(tiny, tmp_path, monkeypatch):
+    dst = tmp_path / "ckpt"
+    convert(tiny, dst, "float32")
+    monkeypatch.setattr("model_port.convert.read_param", lambda *_: (_ for _ in ()).throw(ValueError("worn out")))
+    with pytest.raises(ValueError, match="worn out"):
+        convert(tiny, dst, "bfloat16", force=True)
+    assert json.loads((dst / INFO_FILE).read_text())["dtype"] == "float32"
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(tiny, tmp_path):
+    convert(tiny, tmp_path / "disk" / "ckpt", "float32")
+    (tmp_path / "ckpt").symlink_to(tmp_path / "disk" / "ckpt")
+    convert(tiny, tmp_path / "ckpt", "bfloat16", force=True)
+    assert (tmp_path / "ckpt").is_symlink()
+    assert json.loads((tmp_path / "disk" / "ckpt" / INFO_FILE).read_text())["dtype"] == "bfloat16"
+
+
+def test_the_record_says_what_was_converted(tiny, tmp_path):
+    report = convert(tiny, tmp_path / "ckpt", "float16")
+    info = json.loads((tmp_path / "ckpt" / INFO_FILE).read_text())
+    assert info == {"format_version": 1, "dtype": "float16", "num_params": report.num_params, "source": str(tiny)}
+    assert report.num_bytes == 2 * report.num_params
+
+
+def test_neither_directory_nor_hub_id_says_what_is_expected(tmp_path):
+    with pytest.raises(ValueError, match="is not a directory, nor a hub id like Qwen/"):
+        source_directory(tmp_path / "absent")
+
+
+def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        RuntimeError, match=r"is not a directory and could not be downloaded .* run `hf download"
+    ) as raised:
+        convert("Nobody/nothing", tmp_path / "ckpt")
+    assert "\n" not in str(raised.value) and not (tmp_path / "ckpt").exists()
+
+
+def test_side_files_that_contradict_each_other_stop_a_conversion_before_it_writes(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.json").write_text('{"chat_template": "another"}')
+    with pytest.raises(ValueError, match="different chat templates"):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,205 @@
+"""What an export holds besides the tensors: shards and index, both processor spellings, chat template, model card."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from model_port.checkpoint import restore_params, save_params
+from model_port.convert import convert
+from model_port.export import export, plan_shards
+from model_port.hf_files import base_model, read_side_files
+from model_port.loading import abstract_model, abstract_params
+from model_port.tiny import make_tiny, tiny_config
+
+HUB_ID = "Qwen/Qwen3-VL-2B-Instruct"
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Laid out like the hub's cache, whose files are links."""
+    folder = tmp_path_factory.mktemp("cache")
+    make_tiny(folder / "blobs")
+    snapshot = folder / "models--Qwen--Qwen3-VL-2B-Instruct" / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    for file in (folder / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def ckpt(source, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("converted") / "ckpt"
+    convert(source, path)
+    return path
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_shards_are_no_larger_than_asked_and_the_index_tells_where_each_tensor_is(ckpt, tmp_path):
+    max_bytes = 300_000
+    report = export(ckpt, tmp_path / "out", max_shard_gib=max_bytes / 2**30)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    found = {name: shard for shard in shards for name in load_file(tmp_path / "out" / shard)}
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == report.num_bytes == 2 * report.num_params
+    for shard in shards:
+        tensors = load_file(tmp_path / "out" / shard)
+        assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= max_bytes
+
+
+def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
+    shards = plan_shards({"a": (3,), "b": (11,), "c": (2,), "d": (1,)}, np.dtype(np.float32), 20)
+    assert [list(shard.shapes) for shard in shards] == [["a"], ["b"], ["c", "d"]]
+    assert [shard.num_bytes for shard in shards] == [12, 44, 12]
+
+
+def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, tmp_path):
+    params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
+    trained = {path: value * 1.001 for path, value in params.items()}
+    save_params(tmp_path / "checkpoints" / "7", trained)
+    shutil.copytree(ckpt / "hf", tmp_path / "checkpoints" / "7" / "hf")
+    for dtype, storage in ((None, np.float32), ("bfloat16", ml_dtypes.bfloat16)):
+        out = tmp_path / str(dtype)
+        export(tmp_path / "checkpoints" / "7", out, dtype)
+        table = load_file(out / "model.safetensors")["model.language_model.embed_tokens.weight"]
+        np.testing.assert_array_equal(table, np.asarray(trained["text.embed.table_vd"]).astype(storage))
+        config = json.loads((out / "config.json").read_text())
+        assert config["dtype"] == config["text_config"]["dtype"] == np.dtype(storage).name
+        assert "step 7 of a training run" in (out / "README.md").read_text()
+
+
+def test_parameters_of_several_dtypes_need_a_choice(ckpt, tmp_path):
+    params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
+    params["text.final_norm.scale"] = params["text.final_norm.scale"].astype(jax.numpy.bfloat16)
+    save_params(tmp_path / "mixed", params)
+    shutil.copytree(ckpt / "hf", tmp_path / "mixed" / "hf")
+    with pytest.raises(ValueError, match="parameters in bfloat16 and float32; choose one with --dtype"):
+        export(tmp_path / "mixed", tmp_path / "out")
+    export(tmp_path / "mixed", tmp_path / "out", "float32")
+
+
+def test_a_failed_forced_export_leaves_the_old_one(ckpt, tmp_path, monkeypatch):
+    export(ckpt, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr("model_port.export.cast", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        export(ckpt, tmp_path / "out", force=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_card_is_valid_and_names_the_base_model(source, ckpt, tmp_path):
+    assert base_model(source) == base_model(ckpt / "hf") == HUB_ID
+    export(ckpt, tmp_path / "out")
+    metadata = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (metadata.base_model, metadata.library_name) == (HUB_ID, "transformers")
+    convert(tmp_path / "out", tmp_path / "again")  # what was exported still knows
+    assert base_model(tmp_path / "again" / "hf") == HUB_ID
+
+
+@pytest.mark.parametrize("shard_gib", [0.0, -1.0, float("nan")])
+def test_shards_need_a_size(shard_gib, ckpt, tmp_path):
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        export(ckpt, tmp_path / "out", max_shard_gib=shard_gib)
+
+
+# The files beside the weights
+
+
+@pytest.fixture
+def hf(source, tmp_path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def written(hf: Path) -> dict:
+    return {name: json.loads(content) for name, content in read_side_files(hf).items() if name.endswith(".json")}
+
+
+def test_either_processor_spelling_gives_the_other(hf):
+    flat = [json.loads((hf / name).read_text()) for name in PROCESSORS]
+    nested = written(hf)["processor_config.json"]
+    assert [nested["image_processor"], nested["video_processor"]] == flat
+    for name in PROCESSORS:
+        (hf / name).unlink()
+    (hf / "processor_config.json").write_text(json.dumps(nested))
+    assert [written(hf)[name] for name in PROCESSORS] == flat
+
+
+def test_a_processor_file_with_other_settings_only_is_completed(hf):
+    (hf / "processor_config.json").write_text(json.dumps({"processor_class": "Other", "num_crops": 3}))
+    nested = written(hf)["processor_config.json"]
+    assert (nested["processor_class"], nested["num_crops"]) == ("Other", 3)
+    assert nested["image_processor"] == json.loads((hf / PROCESSORS[0]).read_text())
+
+
+def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_disagreement(hf):
+    nested = written(hf)["processor_config.json"]
+    nested["image_processor"] |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": None}
+    (hf / "processor_config.json").write_text(json.dumps(nested))
+    read_side_files(hf)
+    edit(hf / PROCESSORS[0], merge_size=3)
+    with pytest.raises(ValueError, match=r"image_processor.merge_size=2, preprocessor_config.json has 3"):
+        read_side_files(hf)
+
+
+def test_transformers_reads_the_same_bounds_from_both_spellings(ckpt, tmp_path):
+    export(ckpt, tmp_path / "out")
+    bounds = [Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size]
+    (tmp_path / "out" / "processor_config.json").unlink()
+    bounds.append(Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size)
+    assert bounds[0] == bounds[1]
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_a_chat_template_in_any_place_gets_into_all(place, hf):
+    template = "{{ messages[0].content }} \N{SNOWMAN}"
+    (hf / "chat_template.jinja").unlink()
+    if place.endswith(".jinja"):
+        (hf / place).write_text(template, encoding="utf-8")
+    else:
+        old = json.loads((hf / place).read_text()) if (hf / place).is_file() else {}
+        (hf / place).write_text(json.dumps({**old, "chat_template": template}))
+    files = read_side_files(hf)
+    assert files["chat_template.jinja"].decode() == template
+    assert {json.loads(files[f"{name}.json"])["chat_template"] for name in ("chat_template", "tokenizer_config")} == {
+        template
+    }
+    for name, content in files.items():
+        (hf / name).write_bytes(content)
+    assert AutoTokenizer.from_pretrained(hf).chat_template == template
+
+
+def test_two_chat_templates_are_refused(hf):
+    (hf / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
+    with pytest.raises(ValueError, match=r"chat_template.json and chat_template.jinja hold different chat templates"):
+        read_side_files(hf)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object, got list")]
+)
+def test_a_side_file_that_is_no_json_is_named(text, complaint, hf):
+    (hf / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"hf/preprocessor_config.json {complaint}"):
+        read_side_files(hf)
+
+
+def test_the_model_card_and_weights_of_the_source_stay_behind(hf):
+    for name in ("README.md", "model.safetensors", "model.safetensors.index.json", "LICENSE"):
+        (hf / name).touch()
+    assert {"LICENSE", "config.json"} <= set(read_side_files(hf))
+    assert not {"README.md", "model.safetensors", "model.safetensors.index.json"} & set(read_side_files(hf))

@@ -1,0 +1,111 @@
+"""Reading by rows gives what the safetensors package reads, and a damaged file is named before anything is read."""
+
+import json
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from model_port.safetensors_io import INDEX_FILE, HfTensors
+
+RANDOM = np.random.default_rng(3)
+TENSORS = {
+    "a": RANDOM.standard_normal((11, 5)).astype(ml_dtypes.bfloat16),
+    "b": RANDOM.standard_normal((7, 3, 2)).astype(np.float16),
+    "c": RANDOM.standard_normal(13).astype(np.float64),
+    "d": np.array(2.5, np.float32),
+}
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    weight_map = {"a": "x.safetensors", "b": "y.safetensors", "c": "x.safetensors", "d": "y.safetensors"}
+    for shard in ("x.safetensors", "y.safetensors"):
+        save_file({name: TENSORS[name] for name in TENSORS if weight_map[name] == shard}, tmp_path / shard)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_rows_are_the_rows_of_the_whole(sharded):
+    with HfTensors(sharded) as tensors:
+        assert tensors.shapes == {name: value.shape for name, value in TENSORS.items()}
+        assert tensors.num_bytes == sum(value.nbytes for value in TENSORS.values())
+        for name, value in TENSORS.items():
+            assert tensors.read(name).tobytes() == value.tobytes() and tensors.read(name).dtype == value.dtype
+        for rows in (slice(2, 5), slice(0, 0), slice(4, None), slice(-3, -1)):
+            for name in ("a", "b", "c"):
+                assert tensors.read(name, rows).tobytes() == TENSORS[name][rows].tobytes()
+
+
+def test_several_threads_read_at_once(sharded):
+    with HfTensors(sharded) as tensors, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda row: tensors.read("a", slice(row, row + 1)), [row % 11 for row in range(500)]))
+    np.testing.assert_array_equal(np.concatenate(found[:11]), TENSORS["a"])
+    assert all(found[n].tobytes() == found[n % 11].tobytes() for n in range(500))
+
+
+def test_index_and_shards_must_agree(sharded):
+    index = json.loads((sharded / INDEX_FILE).read_text())
+    index["weight_map"]["a"] = "y.safetensors"
+    (sharded / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names 1 tensors that their shards do not hold: a"):
+        HfTensors(sharded)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_named(sharded, text):
+    (sharded / INDEX_FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{INDEX_FILE} is not a safetensors index"):
+        HfTensors(sharded)
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [3], "data_offsets": [0, 12], **changes}
+
+
+DAMAGED_HEADERS = {
+    "no JSON": (b"{nonsense", "its header is not JSON"),
+    "no object": ([], "its header is not a JSON object"),
+    "no dtype": ({"a": {"shape": [3], "data_offsets": [0, 12]}}, "tensor a is not described by dtype, shape"),
+    "no list": ({"a": entry(shape="3")}, "tensor a is not described by dtype, shape"),
+    "negative": ({"a": entry(shape=[-3])}, "tensor a is not described by dtype, shape"),
+    "wrong size": ({"a": entry(data_offsets=[0, 8])}, "tensor a claims 8 bytes, its shape needs 12"),
+    "beyond the end": ({"a": entry(data_offsets=[4, 16])}, "is truncated: tensor a ends at byte"),
+    "integers": ({"a": entry(dtype="I32")}, "tensor a has dtype I32; supported are F64, F32, F16, BF16"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_HEADERS)
+def test_a_damaged_header_is_one_clear_error(kind, tmp_path):
+    header, message = DAMAGED_HEADERS[kind]
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(12))
+    with pytest.raises(ValueError, match=message):
+        HfTensors(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 9])
+def test_the_beginning_of_a_file_is_not_a_file(num_bytes, tmp_path):
+    save_file(TENSORS, tmp_path / "whole")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        HfTensors(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with HfTensors(tmp_path) as tensors:
+        os.truncate(tmp_path / "model.safetensors", 200)
+        last = max(tensors.infos, key=lambda name: tensors.infos[name].start_byte)
+        with pytest.raises(ValueError, match=r"ended at byte \d+ while being read; was it changed"):
+            tensors.read(last)
+
+
+def test_reading_does_not_change_what_another_reader_sees(sharded):
+    with HfTensors(sharded) as tensors:
+        tensors.read("a")[:] = 0
+    assert load_file(sharded / "x.safetensors")["a"].tobytes() == TENSORS["a"].tobytes()
