@@ -148,6 +148,11 @@ class Sampler:
         self._waiting.append(number)
         return number
 
+    def num_sampled(self, number: int) -> int | None:
+        """Tokens that a request has so far; None for one that is finished or aborted."""
+        completion = self._completions.get(number)
+        return None if completion is None else len(completion.ids)
+
     @property
     def busy(self) -> bool:
         return bool(self._waiting) or any(number is not None for number in self._occupants)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fresh machine -> the whole test suite: setup, lint, types, tests.   bash scripts/test.sh [quick] [pytest arguments…]
-# "quick" leaves out the tests marked slow.
+# "quick" leaves out the tests marked slow, and with them the SGLang sidecar.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 select="not gpu"
@@ -9,6 +9,7 @@ if [ "${1:-}" = quick ]; then
   shift
 fi
 bash scripts/setup.sh cpu
+case "$select" in *"not slow"*) ;; *) bash scripts/setup_sglang.sh cpu ;; esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright

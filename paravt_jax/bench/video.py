@@ -1,0 +1,223 @@
+"""Frames of a video for a rollout, beside the way of the original: qwen_vl_utils with decord, then the HF processor.
+
+What a member of a group reads: an overview, then crops, patches included. The original decodes them anew for every
+member and one after another; we decode them once (cold) and the other members find them (warm). Both sides read the
+same frames of the same file, which is in the page cache, and must agree on the pixels. Workers are up before the clock
+starts.
+"""
+
+import argparse
+import asyncio
+import functools
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from model_port.processing import VideoBounds, VisionContract, process_images, settled_size
+from rollout.video.reader import FrameReader
+
+HALF = (0.5, 0.5, 0.5)
+CONTRACT = VisionContract(16, 2, 2, 784, 50176, HALF, HALF)  # the recipe's
+SIZES_PX = {"360p": (360, 640), "720p": (720, 1280)}
+FPS = 30
+SHOT_S, MARGIN_PX = 8, 200
+OVERVIEW_FRAMES, NUM_CROPS, CROP_S = 64, 5, 16
+FIRST_FRAMES = 2  # the fewest that qwen_vl_utils reads
+DEADLINE_S = 600.0
+MAX_DIFFERENCE = 2.0  # of 255, mean: torchvision and Pillow round differently
+INSTALL = (
+    "pip install --no-deps --target DIR qwen-vl-utils torchvision requests urllib3 idna certifi charset-normalizer"
+)
+
+Window = tuple[int, int, int]  # first frame, last frame, number of frames
+_KEPT: list[Any] = []
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=[*SIZES_PX, "all"], default="all")
+    parser.add_argument("--seconds", type=int, default=90, help="length of the video, which is written first")
+    parser.add_argument("--repeats", type=int, default=3, help="timed turns on each side; the median counts")
+    parser.add_argument("--workers", type=int, default=None, help="decoders; by default one per core, up to 8")
+    parser.add_argument("--qwen-vl-utils", metavar="DIR", help=f"where to find what the original uses: {INSTALL}")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    if args.seconds < NUM_CROPS * CROP_S:
+        raise ValueError(f"--seconds {args.seconds} must be at least {NUM_CROPS * CROP_S}")
+    theirs = _make_original(args.qwen_vl_utils)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SIZES_PX if args.size == "all" else [args.size]:
+            path = Path(folder) / f"{name}.mp4"
+            print(f"writing {args.seconds} s of {name} video", file=sys.stderr, flush=True)
+            _write_video(path, *SIZES_PX[name], args.seconds)
+            for row in _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers):
+                rows.append({"video": name, **row})
+                print(_line(rows[-1]), file=sys.stderr, flush=True)
+    return {"rows": rows, "seconds": args.seconds, "workers": args.workers}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    head = "| video | read | frames | original s | ours s | original frames/s | ours frames/s | original / ours |"
+    return "\n".join([head, "|---" * 8 + "|", *(_line(row) for row in result["rows"])])
+
+
+def _line(row: dict[str, Any]) -> str:
+    theirs_s, ours_s, frames = row["original_s"], row["ours_s"], row["frames"]
+    return (
+        f"| {row['video']} | {row['read']} | {frames} | {theirs_s:.3f} | {ours_s:.4f} | {frames / theirs_s:.0f} "
+        f"| {frames / ours_s:.0f} | {theirs_s / ours_s:.2f} |"
+    )
+
+
+def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: int | None) -> list[dict[str, Any]]:
+    last = num_frames - 1
+    starts = np.linspace(0, num_frames - CROP_S * FPS, NUM_CROPS).round().astype(int).tolist()
+    crops = [(start, start + CROP_S * FPS - 1, CROP_S) for start in starts]
+    reads: dict[str, list[list[Window]]] = {  # what one waits for before the next
+        "first frames": [[(0, last, FIRST_FRAMES)]],
+        "overview and crops": [[(0, last, OVERVIEW_FRAMES)], crops],
+    }
+    rows = []
+    for name, steps in reads.items():
+        seconds: dict[str, list[float]] = {"original": [], "cold": [], "warm": []}
+        for turn in range(repeats + 1):
+            took = asyncio.run(_ours(path, steps, workers))
+            start = time.perf_counter()
+            pixels = [theirs(path, window) for windows in steps for window in windows]
+            took["original"] = time.perf_counter() - start
+            _require_same(took.pop("pixels"), pixels)
+            if turn:  # the first warms up
+                for side, value in took.items():
+                    seconds[side].append(value)
+        median = {side: statistics.median(values) for side, values in seconds.items()}
+        frames = sum(count for windows in steps for _, _, count in windows)
+        for temperature in ("cold", "warm"):
+            times = {"original_s": median["original"], "ours_s": median[temperature]}
+            rows.append({"read": f"{name}, {temperature}", "frames": frames, **times})
+    return rows
+
+
+async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> dict[str, Any]:
+    took: dict[str, Any] = {}
+    small = path.with_name("small.mp4")
+    if not small.exists():
+        _write_video(small, 64, 64, 2)
+    async with FrameReader(lambda height, width: settled_size(height, width, CONTRACT), num_workers=workers) as reader:
+        for _ in range(4):
+            await asyncio.gather(*(reader.frames(small, [n / FPS], DEADLINE_S) for n in range(2 * FPS)))
+        for temperature in ("cold", "warm"):
+            start = time.perf_counter()
+            await reader.info(path, DEADLINE_S)
+            pixels = []
+            for windows in steps:
+                pixels += await asyncio.gather(*(_read(reader, path, window) for window in windows))
+            took[temperature] = time.perf_counter() - start
+        took["pixels"] = pixels
+    return took
+
+
+async def _read(reader: FrameReader, path: Path, window: Window) -> np.ndarray:
+    # Half a frame in, where no rounding makes it another one.
+    times_s = [(frame + 0.5) / FPS for frame in np.linspace(*window).round().tolist()]
+    frames = await reader.frames(path, times_s, DEADLINE_S)
+    pixels = [frame.picture.pixels for frame in frames]
+    process_images(pixels, CONTRACT)
+    return np.stack(pixels)
+
+
+def _make_original(directory: str | None) -> Callable[[Path, Window], np.ndarray]:
+    """Reads a window as the original does, patches included, and gives the frames for comparison."""
+    os.environ["FORCE_QWENVL_VIDEO_READER"] = "decord"
+    sys.path += [] if directory is None else [directory]
+    try:
+        _import_torchvision()
+        fetch_video = importlib.import_module("qwen_vl_utils.vision_process").fetch_video
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    except ImportError as missing:
+        raise RuntimeError(f"{missing}; the comparison needs: {INSTALL}, then --qwen-vl-utils DIR") from None
+    processor = Qwen3VLVideoProcessor(
+        **VideoBounds(CONTRACT.min_pixels, OVERVIEW_FRAMES * CONTRACT.max_pixels).to_hf(CONTRACT),
+        cap_pixels_per_frame=False,
+    )
+
+    def read(path: Path, window: Window) -> np.ndarray:
+        first, last, num_frames = window
+        video, metadata = fetch_video(
+            {
+                "video": str(path),
+                "video_start": (first - 0.5) / FPS,
+                "video_end": (last + 0.5) / FPS,
+                "nframes": num_frames,
+                "min_pixels": CONTRACT.min_pixels,
+                "max_pixels": CONTRACT.max_pixels,
+            },
+            image_patch_size=CONTRACT.patch_px,
+            return_video_metadata=True,
+        )
+        processor(
+            videos=[video], video_metadata=[metadata], do_sample_frames=False, do_resize=False, return_tensors="pt"
+        )
+        return video.permute(0, 2, 3, 1).numpy()
+
+    return read
+
+
+def _import_torchvision() -> None:
+    """Its wheel is of a CUDA torch, and beside a CPU torch lacks two operators that nothing here calls."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        import torch
+
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)  # the declarations last as long as it does
+        importlib.import_module("torchvision")
+
+
+def _require_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for mine, original in zip(ours, theirs, strict=True):
+        if mine.shape != original.shape:
+            raise RuntimeError(f"the two sides disagree: our frames are {mine.shape}, the original's {original.shape}")
+        difference = float(np.abs(mine - original).mean())
+        if difference > MAX_DIFFERENCE:
+            raise RuntimeError(f"the two sides disagree: pixels differ by {difference:.1f} of 255 in the mean")
+
+
+def _write_video(path: Path, height: int, width: int, num_s: int) -> None:
+    """A camera wandering over coloured clouds, with a cut every few seconds; x264's usual groups of pictures."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast", "crf": "26"})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for number in range(num_s * FPS):
+            scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
+            top, left = (round(MARGIN_PX * (1 + np.sin(number / slow))) for slow in (70, 43))
+            view = np.ascontiguousarray(scene[top : top + height, left : left + width])
+            frame = av.VideoFrame.from_ndarray(view, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+@functools.lru_cache(1)
+def _scene(shot: int, height: int, width: int) -> np.ndarray:
+    noise = np.random.default_rng(shot).integers(0, 256, (height // 16, width // 16, 3), np.uint8)
+    return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))

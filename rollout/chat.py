@@ -1,0 +1,133 @@
+"""Text to ids and back, and everything of a dialogue that no model writes: prompts, role headers, tool responses.
+
+A prompt is rendered once, by the chat template of the tokenizer. What the environment adds to a turn is what the same
+template would put after it, so that for an ordinary dialogue the ids of a ledger are those of the template applied to
+the whole. Text from outside, a question or a report, can never become a token that was added to the vocabulary: such
+tokens open and close turns, calls and pictures.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2.sandbox
+import numpy as np
+from jinja2.ext import loopcontrols
+from tokenizers import Tokenizer
+
+IMAGE = "<|image_pad|>"
+VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
+TURN_END = "<|im_end|>"
+STOP_TOKENS = (TURN_END, "<|endoftext|>")
+SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; private use, so in no template
+
+
+class Chat:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str, source: str = "the tokenizer"):
+        self.tokenizer = tokenizer
+        self.source = source
+        self._template = _compile(chat_template)
+        self.stop_ids = tuple(self._id(token) for token in STOP_TOKENS)
+        self.turn_end_id, self.image_id = self._id(TURN_END), self._id(IMAGE)
+        self.call_end_id = self._id("</tool_call>")
+        self.visual_ids = frozenset(self._id(token) for token in VISUAL_TOKENS)
+        # Longest first, as the tokenizer matches them.
+        added = sorted((token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len)
+        self._added = re.compile("|".join(re.escape(token) for token in reversed(added)))
+        self._check_template()
+
+    @classmethod
+    def from_hf(cls, directory: str | Path) -> "Chat":
+        """From the tokenizer.json and chat template of a Hugging Face directory."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{directory} has no tokenizer.json; save the model's tokenizer there in its fast form")
+        return cls(Tokenizer.from_file(str(path)), _read_template(directory), str(directory))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of text that we wrote; the names of added tokens become those tokens."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """All of the text, to be read and shown; never to be encoded again."""
+        return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def harmless(self, text: str) -> str:
+        """The text with a space in every name of an added token, so that its ids are ordinary ones."""
+        return self._added.sub(lambda match: match.group()[0] + " " + match.group()[1:], text)
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
+        """A dialogue up to where the assistant begins to speak. Its texts must be ours or `harmless`."""
+        return self.encode(self._render(messages, tools, add_generation_prompt=True))
+
+    def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
+        """What follows the assistant's turn: its end, if cut off before, tool responses, and the assistant's header."""
+        tool_messages = [{"role": "tool", "content": self.harmless(response)} for response in responses]
+        after = self._after_spoken(tool_messages)
+        return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
+
+    def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
+        """Nothing, or the end of a turn that was cut off."""
+        return np.array([] if self.ended(ids) else [self.turn_end_id], np.int32)
+
+    def ended(self, ids: np.ndarray) -> bool:
+        return len(ids) > 0 and int(ids[-1]) == self.turn_end_id
+
+    def _after_spoken(self, messages: list[dict[str, Any]]) -> str:
+        spoken = [{"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN}]
+        return self._render([*spoken, *messages], add_generation_prompt=True).split(SPOKEN)[1]
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
+    ) -> str:
+        return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _id(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen3-VL")
+        return found
+
+    def _check_template(self) -> None:
+        try:
+            after = self._after_spoken([{"role": "tool", "content": "x"}])
+        except (jinja2.TemplateError, IndexError) as problem:
+            raise ValueError(f"the chat template of {self.source} cannot render tool responses: {problem}") from None
+        if not after.startswith(TURN_END):
+            raise ValueError(
+                f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
+            )
+
+
+def _compile(chat_template: str) -> jinja2.Template:
+    """As transformers compiles chat templates (utils/chat_template_utils.py)."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment.from_string(chat_template)
+
+
+def _read_template(directory: Path) -> str:
+    jinja, old, config = (
+        directory / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    )
+    if jinja.is_file():
+        return jinja.read_text()
+    for path in (old, config):
+        template = json.loads(path.read_text()).get("chat_template") if path.is_file() else None
+        if isinstance(template, str):
+            return template
+    raise ValueError(f"{directory} has no chat template: neither {jinja.name}, nor one in {old.name} or {config.name}")

@@ -1,0 +1,28 @@
+"""How a command of this package ends: exit code 0, or one message on stderr; `--debug` adds the stack trace."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+
+
+def run_cli(main: Callable[[], None]) -> NoReturn:
+    """Runs a command and exits: 0 only when `main` returned and its output could be written."""
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT, what a shell reports
+    except Exception as problem:
+        if "--debug" in sys.argv[1:]:
+            traceback.print_exc()
+        written_for_the_user = isinstance(problem, (ValueError, OSError, RuntimeError))
+        message = problem if written_for_the_user else f"{problem!r} (not expected: --debug shows where)"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)

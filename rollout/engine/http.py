@@ -1,0 +1,66 @@
+"""JSON calls to one SGLang server, every one with a deadline, and every failure told apart by what to do about it."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
+
+CONNECT_DEADLINE_S = 10.0
+SHOWN_CHARS = 300  # of what a server said, in an error
+MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
+
+
+class ServerUnavailable(EngineError):
+    """This server failed at it; another one, or a later attempt, may not."""
+
+
+@dataclass(frozen=True)
+class HttpClient:
+    """The connections to all servers."""
+
+    session: aiohttp.ClientSession
+
+    @classmethod
+    def make(cls) -> "HttpClient":
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30)
+        # Servers are named by address; a proxy meant for the internet must not get these calls.
+        return cls(aiohttp.ClientSession(connector=connector, trust_env=False))
+
+    async def get(self, url: str, deadline_s: float) -> Any:
+        return await self._call("GET", url, None, deadline_s)
+
+    async def post(self, url: str, body: Any, deadline_s: float) -> Any:
+        """The answer as JSON, or None where it is not JSON, which no answer that matters to us is."""
+        # In a thread: the pictures of an overview are megabytes of JSON.
+        return await self._call("POST", url, await asyncio.to_thread(_encoded, body), deadline_s)
+
+    async def _call(self, method: str, url: str, data: bytes | None, deadline_s: float) -> Any:
+        timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self.session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+                text = (await response.read()).decode(errors="replace")
+                if response.status >= 500:
+                    response.close()  # SGLang closes its side after an error; do not use the connection again
+                    raise ServerUnavailable(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
+                if response.status >= 300:
+                    raise RequestRejected(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
+        except TimeoutError:
+            raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise ServerUnavailable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+def _encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()

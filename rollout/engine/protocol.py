@@ -1,0 +1,131 @@
+"""What every engine can do: sample from ids and pictures, take new weights, say how it is, stop.
+
+The ids that an engine returns are the only truth about what was sampled; text is never sent or compared. Every token
+carries the policy version that produced it: the number of optimizer steps in the weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rollout.picture import Picture
+
+
+class EngineError(RuntimeError):
+    """The engine could not do it, now or at all; the message says which server and what to do."""
+
+
+class RequestRejected(EngineError):
+    """The request itself is wrong, so that sending it again would not help."""
+
+
+class DeadlineExceeded(EngineError):
+    """No answer within the deadline of the request."""
+
+
+class VersionMismatch(EngineError):
+    """Tokens of another policy version than the request demands."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_new_tokens: int
+    temperature: float | int = 0.7
+    top_p: float | int = 1.0
+    top_k: int = -1  # off
+    stop_ids: tuple[int, ...] = ()  # sampling ends with, and keeps, the first of these
+    seed: int = 0  # the same request and seed give the same tokens where the engine can: the embedded one does
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling.temperature={self.temperature} must be 0 or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p={self.top_p} must be in (0, 1]")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Sample a continuation of `ids`, in which every picture has exactly one placeholder, in the same order."""
+
+    ids: np.ndarray  # int32 [T], placeholders not expanded
+    pictures: tuple[Picture, ...]
+    sampling: Sampling
+    episode: str  # requests of one episode go to one server, whose prefix cache knows them
+    deadline_s: float | int
+    version: int | None = None  # tokens of any other version are an error; None takes any, each token labelled
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    ids: np.ndarray  # int32 [n]
+    behavior_logp: np.ndarray  # float32 [n], of log_softmax(z / temperature)
+    versions: np.ndarray  # int32 [n], the policy version of each token
+    finish: Literal["stop", "length", "abort"]
+    num_prompt_tokens: int = 0  # with placeholders expanded
+    num_cached_tokens: int = 0  # of the prompt, that the engine did not have to compute
+    server: str = ""
+    latency_s: float | int = 0.0
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.behavior_logp) == len(self.versions):
+            raise ValueError(
+                f"{len(self.ids)} ids came with {len(self.behavior_logp)} log-probs and {len(self.versions)} versions"
+            )
+
+
+@dataclass(frozen=True)
+class ServerHealth:
+    url: str
+    alive: bool
+    version: int | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Health:
+    servers: tuple[ServerHealth, ...] = field(default=())
+
+    @property
+    def alive(self) -> bool:
+        return any(server.alive for server in self.servers)
+
+
+class Weights(Protocol):
+    """All parameters of one policy version under their Hugging Face names; readable any number of times."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every tensor once; bf16 as `ml_dtypes.bfloat16`."""
+        ...
+
+    def write(self, directory: Path) -> None:
+        """Safetensors files, with an index where there are several, into an existing directory."""
+        ...
+
+
+class Engine(Protocol):
+    @property
+    def version(self) -> int:
+        """The policy version that new requests are sampled from."""
+        ...
+
+    async def generate(self, request: Request) -> Generation: ...
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Returns when every server that will get requests from now on has these weights."""
+        ...
+
+    async def health(self) -> Health: ...
+
+    async def abort(self, episode: str | None = None) -> None:
+        """Ends the running requests of an episode (of all, for None): each returns what it has, finish "abort"."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,76 @@
+"""An engine that says what it is told to: for tests, and for turning recorded episodes into requests again."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.engine.protocol import (
+    DeadlineExceeded,
+    Generation,
+    Health,
+    Request,
+    ServerHealth,
+    VersionMismatch,
+    Weights,
+)
+
+Reply = Callable[[Request], Coroutine[Any, Any, Sequence[int]]]
+SCRIPT_LOGP = -0.5  # of every token
+
+
+class ScriptedEngine:
+    """Answers with the ids that `reply` gives for a request, cut to its max_new_tokens, and remembers the requests."""
+
+    def __init__(self, reply: Reply, version: int = 0):
+        self._reply, self._version = reply, version
+        self.requests: list[Request] = []
+        self._running: dict[asyncio.Future[Sequence[int]], str] = {}  # replies on their way -> episode
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        if request.version not in (None, self._version):
+            raise VersionMismatch(f"the script has version {self._version}, version {request.version} was asked for")
+        started_s = time.monotonic()
+        reply = asyncio.ensure_future(self._reply(request))
+        self._running[reply] = request.episode
+        try:
+            await asyncio.wait([reply], timeout=request.deadline_s)
+        finally:
+            del self._running[reply]
+            reply.cancel()  # of no effect on one that is done
+        if not reply.done():
+            raise DeadlineExceeded(f"the script gave no reply in {request.deadline_s} s")
+        told = [] if reply.cancelled() else reply.result()
+        ids = np.array(told[: request.sampling.max_new_tokens], np.int32)
+        stopped = len(ids) > 0 and int(ids[-1]) in request.sampling.stop_ids
+        finish = "abort" if reply.cancelled() else "stop" if stopped else "length"
+        return Generation(
+            ids,
+            behavior_logp=np.full(len(ids), SCRIPT_LOGP, np.float32),
+            versions=np.full(len(ids), self._version, np.int32),
+            finish=finish,
+            num_prompt_tokens=len(request.ids),
+            server="script",
+            latency_s=time.monotonic() - started_s,
+        )
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        self._version = version
+
+    async def health(self) -> Health:
+        return Health((ServerHealth("script", True, self._version),))
+
+    async def abort(self, episode: str | None = None) -> None:
+        for reply, of_episode in list(self._running.items()):
+            if episode in (None, of_episode):
+                reply.cancel()
+
+    async def close(self) -> None:
+        """Nothing is open."""

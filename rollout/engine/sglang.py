@@ -1,0 +1,481 @@
+"""SGLang servers as one engine: requests go to a server that is up, and a server that fails costs nothing but time.
+
+Each server has a keeper that probes it. A server that stops answering is ejected at once, whatever it was computing is
+given to others, and it comes back only after it holds the current weights. Servers that this engine started are
+restarted. A request is sent again only after the server that had it is known not to answer it, and its first answer is
+the only one used, so nothing is lost or counted twice.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.engine.http import HttpClient, ServerUnavailable
+from rollout.engine.protocol import (
+    DeadlineExceeded,
+    EngineError,
+    Generation,
+    Health,
+    Request,
+    RequestRejected,
+    Sampling,
+    ServerHealth,
+    VersionMismatch,
+    Weights,
+)
+from rollout.engine.publishing import DiskRoute, Route, TensorRoute, each
+from rollout.picture import Picture
+from rollout.server import Device, Server, ServerSettings, sidecar_python
+
+UNLABELLED = "default"  # what a server calls the weights it was started with
+FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+RID_CHARS = 16
+MAX_HOMES = 100_000  # episodes whose server is remembered
+
+
+@dataclass(frozen=True)
+class SGLangSettings:
+    route: Literal["disk", "tensors"] = "disk"
+    device: Device = "cuda"  # of servers that somebody else runs on this host, for route=tensors
+    max_attempts: int = 4  # of a request, over all servers
+    backoff_s: float = 0.2  # before the second attempt; doubles, up to …
+    max_backoff_s: float = 5.0
+    probe_every_s: float = 5.0
+    probe_deadline_s: float = 20.0  # a healthy server answers between two steps of its scheduler
+    max_missed_probes: int = 2  # in a row; a refused connection counts as all of them
+    control_deadline_s: float = 30.0  # of a call that computes nothing: pause, flush, label, abort
+    load_deadline_s: float = 600.0  # of loading new weights
+    start_deadline_s: float = 900.0  # of a managed server
+    max_restarts: int = 5  # of one managed server
+    stop_grace_s: float = 10.0
+
+
+@dataclass(eq=False)
+class _Server:
+    """One server as this engine knows it."""
+
+    url: str
+    managed: Server | None = None
+    up: bool = False
+    problem: str = "not probed yet"
+    version: int | None = None
+    missed_probes: int = 0
+    num_restarts: int = 0
+    given_up: bool = False
+    running: dict[str, str] = field(default_factory=dict)  # request id -> episode
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # to be given up when the server is ejected
+    abandoned: list[str] = field(default_factory=list)  # request ids to abort when it answers again
+    suspected: asyncio.Event = field(default_factory=asyncio.Event)  # probe now
+
+
+class SGLangEngine:
+    """Use `await SGLangEngine.connect(urls)` or `.launch(settings)`, and `close` in the end."""
+
+    def __init__(self, servers: Sequence[_Server], settings: SGLangSettings, client: HttpClient):
+        self.settings = settings
+        self._servers = list(servers)
+        self._client = client
+        self._version: int | None = None  # until the first server says
+        self._published: Weights | None = None
+        self._route = self._make_route()
+        self._publishing = asyncio.Lock()
+        self._changed = asyncio.Event()  # some server came up or went down
+        self._homes: dict[str, _Server] = {}  # episode -> the server whose cache knows it
+        self._background: set[asyncio.Task[Any]] = set()
+        self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
+
+    @classmethod
+    async def connect(cls, urls: Sequence[str], settings: SGLangSettings | None = None) -> "SGLangEngine":
+        """To servers that somebody else runs, at the version that their weights have. At least one must answer."""
+        servers = [_Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
+        if not servers:
+            raise ValueError("engine.urls is empty; give the URL of at least one SGLang server")
+        return await cls._begin(servers, settings or SGLangSettings())
+
+    @classmethod
+    async def launch(
+        cls,
+        servers: Sequence[ServerSettings],
+        settings: SGLangSettings | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> "SGLangEngine":
+        """Starts the servers, whose weights are version 0; they end with the engine, or with this process."""
+        settings = settings or SGLangSettings()
+        starts = [
+            asyncio.create_task(Server.start(one, deadline_s=settings.start_deadline_s, on_progress=on_progress))
+            for one in servers
+        ]
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        failures = [server for server in started if isinstance(server, BaseException)]
+        up = [server for server in started if isinstance(server, Server)]
+        if failures:
+            await asyncio.gather(*(server.stop(settings.stop_grace_s) for server in up))
+            raise failures[0]
+        return await cls._begin([_Server(server.url, server) for server in up], settings)
+
+    @classmethod
+    async def _begin(cls, servers: Sequence[_Server], settings: SGLangSettings) -> "SGLangEngine":
+        engine = cls(servers, settings, HttpClient.make())
+        try:
+            await engine._wait_until_up(time.monotonic() + settings.probe_deadline_s + settings.control_deadline_s)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def version(self) -> int:
+        assert self._version is not None, "an engine begins with a server that is up"
+        return self._version
+
+    async def generate(self, request: Request) -> Generation:
+        started_s = time.monotonic()
+        deadline_s = started_s + request.deadline_s
+        body = await asyncio.to_thread(generate_body, request.ids, request.pictures, request.sampling)
+        problems: list[str] = []
+        tried: set[str] = set()
+        while True:
+            server = await self._choose(request.episode, deadline_s, tried)
+            try:
+                answer = await self._ask(server, request, body, deadline_s)
+                generation = _generation(answer, server.url, time.monotonic() - started_s)
+                break
+            except ServerUnavailable as problem:
+                problems.append(str(problem))
+                tried.add(server.url)
+                server.suspected.set()
+            if len(problems) == self.settings.max_attempts:
+                raise EngineError(f"a request failed {len(problems)} times: {'; '.join(dict.fromkeys(problems))}")
+            backoff_s = min(self.settings.backoff_s * 2 ** (len(problems) - 1), self.settings.max_backoff_s)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+        if request.version is not None and not (generation.versions == request.version).all():
+            raise VersionMismatch(
+                f"{server.url} sampled with policy versions {sorted(set(generation.versions.tolist()))}, version "
+                f"{request.version} was asked for"
+            )
+        return generation
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Loads the weights into all servers that are up; one that fails is ejected, and gets them when it is back.
+
+        Requests that are running go on with the new weights, their tokens labelled. `weights` must stay readable until
+        the next call returns: a server that comes back later needs them.
+        """
+        async with self._publishing:
+            self._published, self._version = weights, version
+            servers = [server for server in self._servers if server.up]
+            await self._load(servers)
+            if not any(server.up for server in self._servers):
+                raise EngineError(f"no server took the weights of version {version}: {self._problems()}")
+
+    async def health(self) -> Health:
+        return Health(
+            tuple(ServerHealth(server.url, server.up, server.version, server.problem) for server in self._servers)
+        )
+
+    async def abort(self, episode: str | None = None) -> None:
+        await asyncio.gather(
+            *(
+                self._abort(server, [rid for rid, of in server.running.items() if episode in (None, of)])
+                for server in self._servers
+            )
+        )
+
+    async def close(self) -> None:
+        tasks = [*self._keepers, *(task for server in self._servers for task in server.calls)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # These are bounded by their own deadlines.
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._route.close()
+        await self._client.close()
+        managed = [server.managed for server in self._servers if server.managed is not None]
+        await asyncio.gather(*(server.stop(self.settings.stop_grace_s) for server in managed))
+
+    # Requests
+
+    async def _choose(self, episode: str, deadline_s: float, tried: set[str]) -> _Server:
+        """The episode's own server, or the one with the fewest requests; of those that were not tried, if there are."""
+        for keeper in self._keepers:
+            if keeper.done() and (problem := keeper.exception()) is not None:
+                raise problem
+        await self._wait_until_up(deadline_s)
+        up = [server for server in self._servers if server.up]
+        up = [server for server in up if server.url not in tried] or up
+        home = self._homes.pop(episode, None)
+        if home not in up:
+            home = min(up, key=lambda server: len(server.running))
+        self._homes[episode] = home  # now the youngest
+        while len(self._homes) > MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        return home
+
+    async def _wait_until_up(self, deadline_s: float) -> None:
+        while not any(server.up for server in self._servers):
+            if all(server.given_up for server in self._servers):
+                raise EngineError(f"no server is left: {self._problems()}")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(_loop_time(deadline_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise EngineError(f"no server answers: {self._problems()}") from None
+
+    async def _ask(self, server: _Server, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+        """One attempt. Whatever ends it other than an answer also ends the computation on the server."""
+        rid = uuid.uuid4().hex[:RID_CHARS]
+        remaining_s = deadline_s - time.monotonic()
+        call = asyncio.create_task(self._client.post(f"{server.url}/generate", body | {"rid": rid}, remaining_s))
+        server.running[rid] = request.episode
+        server.calls.add(call)
+        answered = False
+        try:
+            await asyncio.wait([call])
+            if call.cancelled():
+                raise ServerUnavailable(f"{server.url} was ejected: {server.problem}")
+            answer = call.result()
+            answered = True
+            return answer
+        except RequestRejected:
+            answered = True
+            raise
+        except DeadlineExceeded:
+            server.suspected.set()
+            raise DeadlineExceeded(
+                f"{server.url} did not answer within the {request.deadline_s} s of a request"
+            ) from None
+        finally:
+            call.cancel()
+            del server.running[rid]
+            server.calls.discard(call)
+            if not answered:
+                self._abandon(server, rid)
+
+    def _abandon(self, server: _Server, rid: str) -> None:
+        if server.up:
+            self._later(self._abort(server, [rid]))
+        else:
+            server.abandoned.append(rid)
+
+    async def _abort(self, server: _Server, rids: Sequence[str]) -> None:
+        for rid in rids:
+            with contextlib.suppress(EngineError):  # it ends by its max_new_tokens, or with the server
+                await self._client.post(f"{server.url}/abort_request", {"rid": rid}, self.settings.control_deadline_s)
+
+    # Weights
+
+    def _make_route(self) -> Route:
+        if self.settings.route == "disk":
+            return DiskRoute(self._client)
+        managed = next((server.managed for server in self._servers if server.managed is not None), None)
+        local = managed.settings if managed is not None else ServerSettings(Path(), self.settings.device)
+        return TensorRoute(self._client, local.python or sidecar_python(), local.environment())
+
+    async def _load(self, servers: Sequence[_Server]) -> None:
+        """Gives servers the published weights, all at the same time; those that fail are ejected."""
+        assert self._published is not None
+        assert self._version is not None
+        control_s = self.settings.control_deadline_s
+
+        def eject(problems: dict[str, str]) -> None:
+            for server in servers:
+                if server.url in problems:
+                    server.version = None
+                    self._eject(server, problems[server.url])
+
+        def post(path: str, body: Any) -> Callable[[str], Coroutine[Any, Any, Any]]:
+            return lambda url: self._client.post(f"{url}{path}", body, control_s)
+
+        def left() -> list[str]:
+            return [server.url for server in servers if server.url not in failed]
+
+        failed: dict[str, str] = {}
+        async with self._paused(left, post, failed):
+            try:
+                failed |= await self._route.send(left(), self._published, self._version, self.settings.load_deadline_s)
+            except EngineError as problem:  # perhaps half-way: nobody knows what they hold now
+                failed |= dict.fromkeys(left(), str(problem))
+            # Keys and values of the old weights; refused while a request runs, which is why they are paused.
+            failed |= await each(left(), post("/flush_cache", {}))
+            label = {"new_version": str(self._version), "abort_all_requests": False}
+            failed |= await each(left(), post("/update_weight_version", label))
+        eject(failed)
+        for server in servers:
+            if server.url not in failed:
+                server.version = self._version
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, left: Callable[[], list[str]], post: Any, failed: dict[str, str]) -> AsyncIterator[None]:
+        """Running requests wait, and their keys and values are computed anew afterwards."""
+        failed |= await each(left(), post("/pause_generation", {"mode": "retract"}))
+        try:
+            yield
+        finally:
+            failed |= await each(left(), post("/continue_generation", {}))
+
+    # Keeping servers
+
+    async def _keep(self, server: _Server) -> None:
+        """Probes one server for as long as the engine lives."""
+        while not server.given_up:
+            problem = await self._probe(server)
+            if problem:
+                server.missed_probes += 1
+                if server.missed_probes >= self.settings.max_missed_probes or not server.up:
+                    self._eject(server, problem)
+                if server.managed is not None and server.missed_probes >= self.settings.max_missed_probes:
+                    await self._restart(server)
+                    continue
+            elif not server.up:
+                await self._admit(server)
+            else:
+                server.missed_probes = 0
+            server.suspected.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.probe_every_s):
+                    await server.suspected.wait()
+
+    async def _probe(self, server: _Server) -> str:
+        """What is wrong with a server, or nothing. It generates a token unless it is already generating."""
+        if server.managed is not None and not server.managed.running:
+            server.missed_probes = self.settings.max_missed_probes
+            return str(server.managed.ended_by_itself())
+        try:
+            await self._client.get(f"{server.url}/health", self.settings.probe_deadline_s)
+        except ServerUnavailable as problem:
+            server.missed_probes = self.settings.max_missed_probes
+            return str(problem)
+        except EngineError as problem:
+            return str(problem)
+        return ""
+
+    async def _admit(self, server: _Server) -> None:
+        """Takes a server that answers into service, with the current weights."""
+        try:
+            await self._abort(server, server.abandoned)
+            server.abandoned.clear()
+            async with self._publishing:
+                await self._settle_version(server)
+        except EngineError as problem:
+            server.problem = str(problem)
+            return
+        if server.version == self._version:
+            server.up, server.problem, server.missed_probes = True, "", 0
+            self._changed.set()
+
+    async def _settle_version(self, server: _Server) -> None:
+        """Gives a server what was published; before the first publish, learns what it has."""
+        info = await self._client.get(f"{server.url}/model_info", self.settings.control_deadline_s)
+        label = str(info.get("weight_version")) if isinstance(info, dict) else ""
+        if self._published is not None:
+            # The same process may still hold them; a label alone could be of another run.
+            if server.version != self._version or label != str(self._version):
+                await self._load([server])
+            return
+        if label == UNLABELLED:
+            body = {"new_version": "0", "abort_all_requests": False}
+            await self._client.post(f"{server.url}/update_weight_version", body, self.settings.control_deadline_s)
+            label = "0"
+        if not label.isdecimal():
+            raise EngineError(f"{server.url} calls its weights {label!r}, which is no policy version; restart it")
+        if self._version is None:
+            self._version = int(label)
+        if int(label) != self._version:
+            raise EngineError(
+                f"{server.url} has weights of version {label}, another server of version {self._version}; "
+                f"publish, or restart them"
+            )
+        server.version = self._version
+
+    def _eject(self, server: _Server, problem: str) -> None:
+        server.up, server.problem = False, problem
+        for call in server.calls:
+            call.cancel()
+        self._changed.set()
+
+    async def _restart(self, server: _Server) -> None:
+        assert server.managed is not None
+        if server.num_restarts == self.settings.max_restarts:
+            server.given_up = True
+            server.problem += f" (given up after {server.num_restarts} restarts)"
+            self._changed.set()
+            return
+        server.num_restarts += 1
+        try:
+            await server.managed.stop(grace_s=0)
+            server.managed = await Server.start(server.managed.settings, deadline_s=self.settings.start_deadline_s)
+            server.abandoned.clear()
+            server.version = None
+        except (OSError, RuntimeError, ValueError) as problem:
+            server.problem = str(problem)
+
+    def _problems(self) -> str:
+        return "; ".join(f"{server.url}: {server.problem or 'up'}" for server in self._servers)
+
+    def _later(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _loop_time(monotonic_s: float) -> float:
+    return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
+
+
+def generate_body(ids: np.ndarray, pictures: Sequence[Picture], sampling: Sampling) -> dict[str, Any]:
+    """What SGLang's /generate takes; encoding the pictures takes time when they are shown for the first time."""
+    body: dict[str, Any] = {
+        "input_ids": ids.tolist(),
+        "sampling_params": {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_ids),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+    }
+    if pictures:
+        body["image_data"] = [picture.png_base64 for picture in pictures]
+    return body
+
+
+def _generation(answer: Any, url: str, latency_s: float) -> Generation:
+    """What a server answered; an answer that is not what SGLang gives is a failure of the server."""
+    try:
+        meta = answer["meta_info"]
+        logps = meta.get("output_token_logprobs", [])  # a request aborted before its first token has none
+        ids = np.array(answer["output_ids"], np.int32)
+        if [token for _, token, *_ in logps] != ids.tolist():
+            raise ValueError("its ids and the ids of its log-probs differ")
+        behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
+        if not np.isfinite(behavior_logp).all():
+            raise ValueError("a log-prob is not a finite number")
+        versions = np.full(len(ids), -1, np.int32)
+        for span in meta["weight_versions"] if len(ids) else []:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        if (versions < 0).any():
+            raise ValueError("some tokens have no policy version")
+        return Generation(
+            ids,
+            behavior_logp,
+            versions,
+            finish=FINISHES[meta["finish_reason"]["type"]],
+            num_prompt_tokens=int(meta["prompt_tokens"]),
+            num_cached_tokens=int(meta["cached_tokens"]),
+            server=url,
+            latency_s=latency_s,
+        )
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
+        raise ServerUnavailable(f"{url} gave an answer that cannot be read: {problem!r}") from None

@@ -1,0 +1,398 @@
+"""One question about a video, from the overview to the answer: turns, parallel sub-agents, and what they cost.
+
+The main agent's calls of a turn are carried out at the same time, each by a sub-agent: the same policy in a fresh
+context with the frames of one window. Whatever goes wrong with a call becomes its tool response and its outcome, and
+its siblings do not notice. What goes wrong with the main agent's own request is raised: such an episode is missing,
+not bad.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rollout.chat import Chat
+from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Generation, Request, Sampling
+from rollout.ledger import Ledger
+from rollout.picture import Picture
+from rollout.prompts import Prompts, main_messages, subagent_messages
+from rollout.tools import CROP_VIDEO_SCHEMA, BadCall, Outcome, ToolCall, Window, find_calls, video_of, window_of
+from rollout.video.reader import TimedPicture, VideoError, VideoInfo, VideoTimeout
+from rollout.video.times import crop_times, overview_times
+
+Dispatch = Literal["parallel", "sequential", "none"]
+MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not begun
+
+
+@dataclass(frozen=True)
+class EpisodeConfig:
+    dispatch: Dispatch = "parallel"  # sequential: one call a turn and as many calls in all; none: no tool
+    max_turns: int = 3  # turns with calls; one more follows to answer
+    max_parallel: int = 5  # calls of a turn
+    forced_prefix: str = "<think>\n"  # begins every turn of the main agent, given and not sampled
+    max_new_tokens: int = 2048  # of a turn
+    max_context_tokens: int = 32_768
+    subagent_new_tokens: int = 512
+    subagent_max_frames: int = 16
+    temperature: float = 0.7
+    top_p: float = 1.0
+    token_px: int = 32  # side of the square of a picture that is one token
+    turn_deadline_s: float = 600.0
+    call_deadline_s: float = 300.0  # of a call, its frames and its report
+    video_deadline_s: float = 60.0
+    prompts: Prompts = field(default_factory=Prompts)
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_parallel", "max_new_tokens", "subagent_new_tokens", "subagent_max_frames"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+        if self.max_context_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
+                f"rollout.max_new_tokens={self.max_new_tokens}"
+            )
+
+    @property
+    def calls_per_turn(self) -> int:
+        return {"parallel": self.max_parallel, "sequential": 1, "none": 0}[self.dispatch]
+
+    @property
+    def tool_turns(self) -> int:
+        """As many calls in all, whether they are made together or one by one."""
+        return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
+
+
+@dataclass(frozen=True)
+class Task:
+    id: str
+    question: str
+    videos: tuple[str, ...]  # paths
+    frame_budget: int  # frames of the overview, of all videos together
+
+    def __post_init__(self) -> None:
+        if not self.videos:
+            raise ValueError(f"task {self.id} has no video")
+        if self.frame_budget < len(self.videos):
+            raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
+
+
+@dataclass(frozen=True, eq=False)
+class Overview:
+    """What a whole group begins with: one prompt, its frames decoded once."""
+
+    task: Task
+    videos: dict[str, VideoInfo]  # by path
+    names: dict[str, str]  # what the model may call them -> path
+    ids: np.ndarray
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call as carried out. `report` is the sub-agent's ledger, where it came that far."""
+
+    call: ToolCall
+    outcome: Outcome
+    response: str
+    window: Window | None = None
+    report: Ledger | None = None
+    latency_s: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "name": self.call.name,
+            "span": self.call.span,
+            "outcome": self.outcome,
+            "response": self.response,
+            "window_s": None if self.window is None else [self.window.start_s, self.window.end_s],
+            "latency_s": round(self.latency_s, 4),
+            "segments": None if self.report is None else self.report.to_record(),
+        }
+
+
+@dataclass(eq=False)
+class Turn:
+    """What the assistant said in one turn, the forced prefix included and the token that ended it left out."""
+
+    text: str
+    finish: Literal["stop", "length", "abort"]
+    token_span: tuple[int, int]  # in the ledger's ids, from the forced prefix to the last sampled token
+    calls: list[Call] = field(default_factory=list)
+    latency_s: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "finish": self.finish,
+            "token_span": self.token_span,
+            "latency_s": round(self.latency_s, 4),
+            "calls": [call.to_record() for call in self.calls],
+        }
+
+
+@dataclass(eq=False)
+class Episode:
+    id: str
+    task: Task
+    ledger: Ledger
+    turns: list[Turn] = field(default_factory=list)
+    finish: Literal["done", "length", "context", "abort"] = "done"
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0  # of all requests, pictures expanded
+    num_cached_tokens: int = 0
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for turn in self.turns for call in turn.calls]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [call.outcome for call in self.calls]
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """The main agent's, then those of its sub-agents in call order."""
+        return [self.ledger, *(call.report for call in self.calls if call.report is not None)]
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "task": self.task.id,
+            "question": self.task.question,
+            "frame_budget": self.task.frame_budget,
+            "finish": self.finish,
+            "seconds": round(self.seconds, 4),
+            "segments": self.ledger.to_record(),
+            "turns": [turn.to_record() for turn in self.turns],
+        }
+
+
+class Frames(Protocol):
+    """Where frames come from: `rollout.video.reader.FrameReader`, or something that answers like it."""
+
+    async def info(self, path: str, deadline_s: float) -> VideoInfo: ...
+
+    async def frames(self, path: str, times_s: Sequence[float], deadline_s: float) -> list[TimedPicture]: ...
+
+
+class Agent:
+    """Runs episodes of one engine over one source of frames."""
+
+    def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
+        self.engine, self.frames, self.chat = engine, frames, chat
+        self.config = config or EpisodeConfig()
+        self._forced = chat.encode(self.config.forced_prefix)
+        self._tools = [CROP_VIDEO_SCHEMA] if self.config.calls_per_turn else None
+
+    async def look(self, task: Task) -> Overview:
+        """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
+        videos = dict(zip(task.videos, await asyncio.gather(*(self._info(path) for path in task.videos)), strict=True))
+        share, extra = divmod(task.frame_budget, len(task.videos))
+        shown = await asyncio.gather(
+            *(
+                self.frames.frames(
+                    path,
+                    overview_times(videos[path].duration_s, share + (number < extra)),
+                    self.config.video_deadline_s,
+                )
+                for number, path in enumerate(task.videos)
+            )
+        )
+        called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
+        names = dict(zip(called, task.videos, strict=True))
+        messages = main_messages(
+            self.config.prompts,
+            [
+                (name, videos[path].duration_s, [frame.time_s for frame in frames])
+                for (name, path), frames in zip(names.items(), shown, strict=True)
+            ],
+            self.chat.harmless(task.question.replace("<video>", "").strip()),
+            self.config.calls_per_turn,
+        )
+        pictures = tuple(frame.picture for frames in shown for frame in frames)
+        return Overview(task, videos, names | _own_names(task.videos), self._prompt(messages, pictures), pictures)
+
+    async def run(self, overview: Overview, number: int = 0, seed: int = 0, version: int | None = None) -> Episode:
+        """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
+
+        Raises EngineError when the engine cannot continue the main agent.
+        """
+        started_s = time.monotonic()
+        episode = Episode(f"{overview.task.id}/{number}", overview.task, Ledger())
+        run = _Run(self, overview, episode, seed, version)
+        episode.ledger.add("prompt", overview.ids, overview.pictures)
+        for turn_number in range(self.config.tool_turns + 1):
+            last = turn_number == self.config.tool_turns
+            turn = await run.speak(turn_number)
+            if turn is None:
+                episode.finish = "context"
+                break
+            calls = [] if last or turn.finish == "abort" or run.said_a_picture else find_calls(turn.text)
+            if not calls:
+                episode.finish = "done" if turn.finish == "stop" else turn.finish
+                break
+            turn.calls = await run.dispatch(calls, turn_number)
+            if turn_number == self.config.tool_turns - 1:
+                turn.calls[-1].response += f"\n{self.config.prompts.last_turn}"
+            responses = [call.response for call in turn.calls]
+            episode.ledger.add("environment", self.chat.after_turn(episode.ledger.ids, responses))
+        if episode.finish != "context":  # that one ends before a turn is begun
+            episode.ledger.add("environment", self.chat.after_last_turn(episode.ledger.ids))
+        episode.seconds = time.monotonic() - started_s
+        return episode
+
+    async def _info(self, path: str) -> VideoInfo:
+        return await self.frames.info(path, self.config.video_deadline_s)
+
+    def _prompt(self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: bool = True) -> np.ndarray:
+        ids = self.chat.prompt(messages, self._tools if tools else None)
+        if np.count_nonzero(ids == self.chat.image_id) != len(pictures):
+            raise ValueError(
+                f"the chat template of {self.chat.source} shows {np.count_nonzero(ids == self.chat.image_id)} pictures "
+                f"of a message with {len(pictures)}"
+            )
+        return ids
+
+
+@dataclass(eq=False)
+class _Run:
+    """The state of one episode while it runs."""
+
+    agent: Agent
+    overview: Overview
+    episode: Episode
+    seed: int
+    version: int | None
+    said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
+
+    async def speak(self, turn_number: int) -> Turn | None:
+        """The main agent's next turn, or None when its context is full."""
+        config, chat, ledger = self.agent.config, self.agent.chat, self.episode.ledger
+        forced = self.agent._forced
+        room = config.max_context_tokens - self._num_tokens(ledger) - len(forced)
+        if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
+            return None
+        begin = len(ledger.ids)
+        ledger.add("forced", forced)
+        stop_ids = chat.stop_ids if config.dispatch != "sequential" else (*chat.stop_ids, chat.call_end_id)
+        generation = await self._generate(
+            ledger, min(config.max_new_tokens, room), config.turn_deadline_s, turn_number, stop_ids=stop_ids
+        )
+        ledger.add_sampled(generation)
+        self.said_a_picture = not chat.visual_ids.isdisjoint(generation.ids.tolist())
+        turn = Turn(
+            chat.decode([*forced, *self._spoken(generation)]),
+            generation.finish,
+            (begin, len(ledger.ids)),
+            latency_s=generation.latency_s,
+        )
+        self.episode.turns.append(turn)
+        return turn
+
+    async def dispatch(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
+        """Carries out the calls of a turn at the same time; the results are in call order."""
+        return await asyncio.gather(*(self._carry_out(call, turn_number, number) for number, call in enumerate(calls)))
+
+    async def _carry_out(self, call: ToolCall, turn_number: int, number: int) -> Call:
+        started_s = time.monotonic()
+        result = Call(call, "error", "")
+        try:
+            async with asyncio.timeout(self.agent.config.call_deadline_s):
+                await self._inspect(result, turn_number, number)
+        except BadCall as problem:
+            result.outcome, result.response = problem.outcome, self._error(str(problem))
+        except (TimeoutError, VideoTimeout, DeadlineExceeded):
+            result.outcome, result.response = "timeout", self._error("looking at this part took too long")
+        except VideoError as problem:
+            result.outcome, result.response = "error", self._error(str(problem))
+        except EngineError:
+            result.outcome, result.response = "error", self._error("nobody could look at this part")
+        result.latency_s = time.monotonic() - started_s
+        return result
+
+    async def _inspect(self, result: Call, turn_number: int, number: int) -> None:
+        agent, config = self.agent, self.agent.config
+        if number >= config.calls_per_turn:
+            raise BadCall(f"only {config.calls_per_turn} calls can be made in one turn")
+        if result.call.problem is not None:
+            raise result.call.problem
+        path = video_of(result.call.arguments, self.overview.names)
+        result.window = window = window_of(result.call.arguments, self.overview.videos[path].duration_s)
+        times_s = crop_times(window.start_s, window.end_s, config.subagent_max_frames)
+        frames = await agent.frames.frames(path, times_s, config.video_deadline_s)
+        pictures = tuple(frame.picture for frame in frames)
+        question = agent.chat.harmless(self.overview.task.question)
+        messages = subagent_messages(config.prompts, window, [frame.time_s for frame in frames], question)
+        result.report = report = Ledger()
+        report.add("prompt", agent._prompt(messages, pictures, tools=False), pictures)
+        generation = await self._generate(
+            report, config.subagent_new_tokens, config.call_deadline_s, turn_number, number + 1
+        )
+        report.add_sampled(generation)
+        if generation.finish == "abort":
+            raise EngineError(f"the request of call {number} was aborted")
+        summary = agent.chat.decode(self._spoken(generation)).strip()
+        if window.clamped:
+            summary = f"{config.prompts.clamped.format(start_s=window.start_s, end_s=window.end_s)}\n{summary}"
+        result.outcome, result.response = "ok", summary
+
+    async def _generate(
+        self,
+        ledger: Ledger,
+        max_new_tokens: int,
+        deadline_s: float,
+        turn_number: int,
+        agent_number: int = 0,
+        stop_ids: tuple[int, ...] | None = None,
+    ) -> Generation:
+        """`agent_number` 0 is the main agent, n the sub-agent of a turn's n-th call."""
+        config = self.agent.config
+        generation = await self.agent.engine.generate(
+            Request(
+                ids=ledger.ids,
+                pictures=ledger.pictures,
+                sampling=Sampling(
+                    max_new_tokens,
+                    config.temperature,
+                    config.top_p,
+                    stop_ids=self.agent.chat.stop_ids if stop_ids is None else stop_ids,
+                    seed=derived_seed(self.seed, self.episode.id, turn_number, agent_number),
+                ),
+                episode=self.episode.id,
+                deadline_s=deadline_s,
+                version=self.version,
+            )
+        )
+        self.episode.num_prompt_tokens += generation.num_prompt_tokens
+        self.episode.num_cached_tokens += generation.num_cached_tokens
+        return generation
+
+    def _num_tokens(self, ledger: Ledger) -> int:
+        unit = self.agent.config.token_px**2
+        in_pictures = sum(height * width // unit - 1 for height, width in (p.size_px for p in ledger.pictures))
+        return len(ledger.ids) + in_pictures
+
+    def _spoken(self, generation: Generation) -> np.ndarray:
+        """Without the token that ended the turn."""
+        ended = len(generation.ids) > 0 and int(generation.ids[-1]) in self.agent.chat.stop_ids
+        return generation.ids[:-1] if ended else generation.ids
+
+    def _error(self, message: str) -> str:
+        return self.agent.config.prompts.error.format(message=message)
+
+
+def _own_names(paths: Sequence[str]) -> dict[str, str]:
+    """A data set may have taught the model its own names: the path as written there, or the file's name if unique."""
+    file_names = [Path(path).name for path in paths]
+    unique = {name: path for name, path in zip(file_names, paths, strict=True) if file_names.count(name) == 1}
+    return unique | {path: path for path in paths}
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed of its own for everything that can be named, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

@@ -1,0 +1,87 @@
+"""What one agent saw and said, as ids: the only truth that training and the engine share.
+
+Ids are appended, never rebuilt from text. What the engine is sent is the concatenation so far, what the learner trains
+on is the whole, and each piece says where it came from: the prompt, a prefix forced on the assistant, the policy itself
+with log-prob and version, or the environment.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.engine.protocol import Generation
+from rollout.picture import Picture
+
+Kind = Literal["prompt", "forced", "sampled", "environment"]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    kind: Kind
+    ids: np.ndarray  # int32; a picture is one placeholder
+    pictures: tuple[Picture, ...] = ()
+    behavior_logp: np.ndarray | None = None  # of each sampled id
+    version: int | None = None  # the policy that sampled them
+
+    def __post_init__(self) -> None:
+        sampled = self.kind == "sampled"
+        if sampled != (self.behavior_logp is not None) or sampled != (self.version is not None):
+            raise ValueError(f"log-probs and a version belong to sampled segments and to no others, got {self.kind}")
+        if self.behavior_logp is not None and len(self.behavior_logp) != len(self.ids):
+            raise ValueError(f"{len(self.ids)} sampled ids have {len(self.behavior_logp)} log-probs")
+
+    def to_record(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"kind": self.kind, "ids": self.ids.tolist()}
+        if self.pictures:
+            record["pictures"] = [{"key": picture.key, "size_px": picture.size_px} for picture in self.pictures]
+        if self.behavior_logp is not None:
+            record["behavior_logp"] = [float(f"{logp:.9g}") for logp in self.behavior_logp]
+            record["version"] = self.version
+        return record
+
+
+@dataclass
+class Ledger:
+    """The segments of one agent's dialogue, in order."""
+
+    segments: list[Segment] = field(default_factory=list)
+
+    def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
+        if len(ids):
+            self.segments.append(Segment(kind, np.asarray(ids, np.int32), tuple(pictures)))
+
+    def add_sampled(self, generation: Generation) -> None:
+        """One segment for each run of tokens of one policy version."""
+        changes = np.flatnonzero(np.diff(generation.versions)) + 1
+        pieces = (
+            np.split(values, changes) for values in (generation.ids, generation.behavior_logp, generation.versions)
+        )
+        for ids, logp, versions in zip(*pieces, strict=True):
+            if len(ids):
+                self.segments.append(Segment("sampled", np.asarray(ids, np.int32), (), logp, int(versions[0])))
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *(segment.ids for segment in self.segments)])
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(picture for segment in self.segments for picture in segment.pictures)
+
+    @property
+    def sampled(self) -> Iterator[Segment]:
+        return (segment for segment in self.segments if segment.kind == "sampled")
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.ids) for segment in self.sampled)
+
+    @property
+    def versions(self) -> list[int]:
+        """Every policy version that sampled here, in order of appearance."""
+        return list(dict.fromkeys(segment.version for segment in self.sampled if segment.version is not None))
+
+    def to_record(self) -> list[dict[str, Any]]:
+        return [segment.to_record() for segment in self.segments]

@@ -1,0 +1,50 @@
+"""One image that a model sees: pixels already at their final size, and a name for their content.
+
+Everything that shows, sends or trains on an image holds one of these, so that equal frames are one object in memory,
+are encoded for the wire once, and are recognised as equal by the learner.
+"""
+
+import base64
+import hashlib
+import io
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from PIL import Image
+
+PNG_EFFORT = 1  # of 9: lossless either way, and the time to encode matters more than bytes over loopback
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    key: str  # equal keys mean equal pixels
+    pixels: np.ndarray  # uint8 [height, width, 3], read-only
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        if self.pixels.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+            raise ValueError(f"a picture must be uint8 [height, width, 3], got {self.pixels.dtype} {list(shape)}")
+        self.pixels.flags.writeable = False
+
+    @classmethod
+    def of(cls, pixels: np.ndarray) -> "Picture":
+        """A picture named by the hash of its pixels."""
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
+        digest.update(repr(pixels.shape).encode())
+        return cls(digest.hexdigest(), pixels)
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pixels.nbytes
+
+    @cached_property
+    def png_base64(self) -> str:
+        buffer = io.BytesIO()
+        Image.fromarray(self.pixels).save(buffer, "PNG", compress_level=PNG_EFFORT)
+        return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,132 @@
+"""Serves a model with SGLang, in its own environment, until SIGINT or SIGTERM.
+
+    python -m rollout.serve --model HF_DIR [--device cpu|cuda] [--port P] [-- options of sglang.launch_server]
+
+Prints one line on stdout when the server is ready: its URL and the model. Exit code 0 after a requested stop; no
+process of the server is left, however this one ends.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+from rollout.cli import add_debug_flag, run_cli
+from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings
+
+PROGRESS_EVERY_S = 5  # where each report is a line of its own
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """The server's latest line with the seconds so far: redrawn in place on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._next_s = 0.0
+        self._in_place = sys.stderr.isatty()
+
+    def show(self, line: str) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        if self._in_place:
+            room = shutil.get_terminal_size().columns - len("starting, 000 s  ") - 1  # a wrapped line is not redrawn
+            print(f"{CLEAR_LINE}starting, {elapsed_s:.0f} s  {line[:room]}", end="", file=sys.stderr, flush=True)
+        elif elapsed_s >= self._next_s:
+            print(f"starting, {elapsed_s:.0f} s  {line}".rstrip(), file=sys.stderr, flush=True)
+            self._next_s += PROGRESS_EVERY_S
+
+    def finish(self, outcome: str) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        print(f"{CLEAR_LINE if self._in_place else ''}{outcome} after {elapsed_s:.1f} s", file=sys.stderr, flush=True)
+
+
+async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
+    stop_requested = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+    stopping = asyncio.create_task(stop_requested.wait())
+
+    progress = Progress()
+    starting = asyncio.create_task(
+        Server.start(settings, deadline_s=args.deadline_s, on_progress=progress.show, log_file=args.log_file)
+    )
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+    if starting.cancelled():
+        progress.finish("stopped while starting")
+        return
+    if starting.exception():
+        progress.finish("failed")
+    server = starting.result()
+    progress.finish("ready")
+
+    settings = server.settings
+    shown = {"url": server.url, "model": str(settings.model), "pid": server.pid}
+    try:
+        print(json.dumps(shown) if args.json else f"{server.url} {settings.model}", flush=True)
+        ending = asyncio.create_task(server.wait())
+        await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stop_requested.is_set():
+            raise server.ended_by_itself()
+    finally:
+        await server.stop(args.grace_s)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
+    ours, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    default = ServerSettings(model=Path())
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout.serve",
+        description="Serves a model with SGLang, in its own environment, until SIGINT or SIGTERM. Resizes no image.",
+        epilog="Options after -- go to sglang.launch_server as they are and win over those set here.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="HF_DIR", help="model directory in Hugging Face format")
+    add("--device", choices=list(DTYPES), default=default.device, help=f"default {default.device}")
+    add("--host", default=default.host, help=f"address to listen on (default {default.host})")
+    add("--port", type=int, default=default.port, help="default 0: any free one")
+    add("--dtype", choices=get_args(Dtype), help="default float32 on cpu, bfloat16 on cuda")
+    add("--context-length", type=int, default=default.context_length, metavar="N", help="in tokens (default 32768)")
+    add("--max-total-tokens", type=int, metavar="N", help="KV pool; default two contexts on cpu, by memory on cuda")
+    add("--memory-frac", type=float, default=default.memory_frac, help="of the GPU, for weights and KV pool")
+    add("--max-running-requests", type=int, metavar="N", help="default 16 on cpu, the server's choice on cuda")
+    add("--trainable-vision", action="store_true", help="keep no image embeddings: they outlive new weights")
+    add("--tensor-parallel", type=int, default=default.tensor_parallel, metavar="N", help="number of GPUs (default 1)")
+    add("--python", type=Path, help=f"of SGLang's environment (default: {PYTHON_VARIABLE}, or .venv-sglang)")
+    add("--deadline-s", type=float, default=600, metavar="S", help="give up starting after this (default 600)")
+    add("--grace-s", type=float, default=30, metavar="S", help="for running requests, when asked to stop (default 30)")
+    add("--log-file", type=Path, metavar="FILE", help="append the server's output to this file")
+    add("--json", action="store_true", help="print the line on stdout as JSON, with the process id")
+    add_debug_flag(parser)
+    args = parser.parse_args(ours)
+    settings = ServerSettings(
+        model=args.model,
+        device=args.device,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        context_length=args.context_length,
+        max_total_tokens=args.max_total_tokens,
+        memory_frac=args.memory_frac,
+        max_running_requests=args.max_running_requests,
+        trainable_vision=args.trainable_vision,
+        tensor_parallel=args.tensor_parallel,
+        python=args.python,
+        extra_args=tuple(extra),
+    )
+    return args, settings
+
+
+def main() -> None:
+    asyncio.run(serve(*parse(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,372 @@
+"""The SGLang server as a managed process: started with the right flags, watched, and gone when it is no longer wanted.
+
+The server lives in its own virtual environment (scripts/setup_sglang.sh) and below `rollout.supervisor`, which kills
+all of its processes when this one ends, however it ends. Its output is kept, so that an error can show its last lines.
+Images are never resized by the server: see `NO_RESIZE`.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import aiohttp
+
+from rollout import supervisor
+
+ROOT = Path(__file__).parents[1]
+SIDECAR = ROOT / ".venv-sglang"
+SHIM = Path(__file__).parent / "sglang_cpu" / "shim"
+PYTHON_VARIABLE = "PARAVT_SGLANG_PYTHON"
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[Device, Dtype] = {"cpu": "float32", "cuda": "bfloat16"}  # "auto" would turn float32 files into float16
+
+# Frames arrive at their final size. The published processor files have a lower bound of 65536 pixels and would enlarge
+# every frame below 256 x 256. With this, a size that the patches do not divide is an error instead of a resize.
+NO_RESIZE = {"image": {"do_resize": False}}
+
+VISION_CACHE_MIB = 1024  # about 600 frames of 49 tokens for the 8B model with its DeepStack maps in bfloat16
+
+# Below the ports that the kernel gives to outgoing connections: those could take ours while the server is loading.
+FREE_PORTS = range(20_000, 30_000)
+
+POLL_S = 0.25
+HEALTH_TIMEOUT_S = 30  # the server generates one token for /health, the first of which compiles
+SHOWN_LINES = 30  # in an error: a Python traceback and what led to it
+SHOWN_CHARS = 300
+KEPT_LINES = 2_000
+MAX_LINE_BYTES = 4_096
+LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
+KILL_TIMEOUT_S = 30  # for the kernel to take back the memory of what was killed
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or ended by itself: one sentence, then the last lines that the server wrote."""
+
+    def __init__(self, sentence: str, last_lines: list[str]) -> None:
+        shown = "".join(f"\n  | {line[:SHOWN_CHARS]}" for line in last_lines)
+        super().__init__(f"{sentence}; its last lines:{shown}" if shown else f"{sentence}; it wrote nothing")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    model: Path  # a Hugging Face directory
+    device: Device = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    dtype: Dtype | None = None  # None: float32 on cpu, bfloat16 on cuda
+    context_length: int = 32_768
+    max_total_tokens: int | None = None  # in the KV pool; None: two contexts on cpu, what memory_frac leaves on cuda
+    memory_frac: float = 0.8  # cuda: part of the device memory that weights and KV pool may take
+    max_running_requests: int | None = None  # None: 16 on cpu, the server's own choice on cuda
+    trainable_vision: bool = False  # True: no cache of image embeddings, which outlive a weight update
+    tensor_parallel: int = 1
+    python: Path | None = None  # of the sidecar's environment; None: see `sidecar_python`
+    extra_args: tuple[str, ...] = ()  # for sglang.launch_server, after ours, so that these win
+
+    def __post_init__(self) -> None:
+        if self.device not in DTYPES:
+            raise ValueError(f"device={self.device!r} must be one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(get_args(Dtype))}")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
+        for name in ("context_length", "max_total_tokens", "max_running_requests", "tensor_parallel"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.max_total_tokens is not None and self.max_total_tokens < self.context_length:
+            raise ValueError(
+                f"max_total_tokens={self.max_total_tokens} must hold one context, context_length={self.context_length}"
+            )
+        if not 0 < self.memory_frac < 1:
+            raise ValueError(f"memory_frac={self.memory_frac} must be between 0 and 1")
+        if self.device == "cpu" and self.tensor_parallel > 1:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} needs device=cuda")
+
+    def command(self) -> list[str]:
+        options: dict[str, Any] = {
+            "--model-path": self.model,
+            "--host": self.host,
+            "--port": self.port,
+            "--device": self.device,
+            "--dtype": self.dtype or DTYPES[self.device],
+            "--context-length": self.context_length,
+            "--mm-process-config": json.dumps(NO_RESIZE),
+            "--max-total-tokens": self.max_total_tokens,
+            "--max-running-requests": self.max_running_requests,
+        }
+        flags = [
+            "--skip-server-warmup",  # its image is of a size that would have to be resized
+            "--sleep-on-idle",  # else an idle server keeps a core busy, which the learner needs in its turn
+        ]
+        if self.device == "cpu":
+            options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # else: all memory
+            options["--max-running-requests"] = self.max_running_requests or 16
+            options["--attention-backend"] = "torch_native"
+            options["--sampling-backend"] = "pytorch"
+            options["--cuda-graph-backend-decode"] = "disabled"
+            options["--cuda-graph-backend-prefill"] = "disabled"
+            flags.append("--disable-overlap-schedule")
+        else:
+            options["--mem-fraction-static"] = self.memory_frac
+            options["--tensor-parallel-size"] = self.tensor_parallel
+        pairs = [str(part) for name, value in options.items() if value is not None for part in (name, value)]
+        return [str(self.python or sidecar_python()), "-m", "sglang.launch_server", *pairs, *flags, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """Ours, without what belongs to the learner's virtual environment: its libraries are not for the server."""
+        environment = dict(os.environ)
+        for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "SGLANG_USE_CPU_ENGINE"):
+            environment.pop(name, None)
+        libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # the GPU driver may be found only through it
+        if libraries := [path for path in libraries if path and not Path(path).is_relative_to(sys.prefix)]:
+            environment["LD_LIBRARY_PATH"] = ":".join(libraries)
+        python = self.python or sidecar_python()
+        environment |= {
+            "PATH": f"{python.parent}:{environment.get('PATH', os.defpath)}",  # kernels are built with its ninja
+            "PYTHONSAFEPATH": "1",  # the working directory holds modules of ours, not of the server's
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",  # the model is a directory
+            "TRANSFORMERS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SGLANG_VLM_CACHE_SIZE_MB": "0" if self.trainable_vision else str(VISION_CACHE_MIB),
+        }
+        if self.device == "cpu":
+            environment |= {
+                "PYTHONPATH": str(SHIM),
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",  # compiling for the first image would take longer than all tests
+                "OMP_NUM_THREADS": "1",
+            }
+        return environment
+
+
+def sidecar_python() -> Path:
+    """The interpreter that has SGLang: named by the environment, in .venv-sglang beside the package, or our own."""
+    if named := os.environ.get(PYTHON_VARIABLE):
+        return Path(named)
+    python = SIDECAR / "bin" / "python"
+    if (SIDECAR / ".setup-stamp").exists():  # written last, so there is none in a half-finished environment
+        return python
+    if importlib.util.find_spec("sglang"):
+        return Path(sys.executable)
+    state = "is only half installed" if SIDECAR.exists() else "does not exist"
+    raise RuntimeError(
+        f"{SIDECAR} {state}: run `bash scripts/setup_sglang.sh cpu` (or cuda), or name a Python that has SGLang "
+        f"with {PYTHON_VARIABLE}"
+    )
+
+
+class Server:
+    """One running SGLang server. Belongs to no event loop: it may be started in one and stopped in another."""
+
+    def __init__(self, settings: ServerSettings, log_file: Path | None = None) -> None:
+        self.settings = settings  # with the port that was chosen
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._log = log_file.open("ab") if log_file else None
+        self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()  # whoever waits for it and gives up must not cancel it for others
+        # A session of its own: Ctrl-C in the terminal reaches the server only through us.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", supervisor.__file__, str(os.getpid()), *settings.command()],
+            env=settings.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        # Threads, since a server whose output nobody reads stops at a full pipe, and event loops may be busy or gone.
+        reader = threading.Thread(target=self._read_output, name="sglang-output", daemon=True)
+        reader.start()
+        threading.Thread(target=self._watch, args=(reader,), name="sglang-watch", daemon=True).start()
+
+    @classmethod
+    async def start(
+        cls,
+        settings: ServerSettings,
+        *,
+        deadline_s: float,
+        on_progress: Callable[[str], None] | None = None,
+        log_file: Path | None = None,
+    ) -> "Server":
+        """Returns when the server has generated a token; `on_progress` gets its latest line meanwhile."""
+        if not (settings.model / "config.json").is_file():
+            raise ValueError(f"model={settings.model} is not a Hugging Face model directory: it has no config.json")
+        python = settings.python or sidecar_python()
+        if not os.access(python, os.X_OK):
+            raise ValueError(f"python={python} is not an executable; scripts/setup_sglang.sh makes .venv-sglang")
+        server = cls(replace(settings, python=python, port=_settled_port(settings.host, settings.port)), log_file)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await server._ready(on_progress or (lambda line: None))
+        except TimeoutError:
+            await server.stop(grace_s=0)
+            raise server._failure(f"the server was not ready within the deadline of {deadline_s:g} s") from None
+        except BaseException:  # cancelled, too: nobody else knows of this server
+            await asyncio.shield(server.stop(grace_s=0))
+            raise
+        return server
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1"}.get(self.settings.host, self.settings.host)
+        return f"http://{host}:{self.settings.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor, which is also the number of the session and of the process group."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.done()
+
+    def last_lines(self, n: int) -> list[str]:
+        """The latest lines that the server wrote, oldest first."""
+        return list(self._lines)[-n:]
+
+    async def wait(self) -> int:
+        """The exit code, once every process of the server is gone; 128 + n for signal n."""
+        return await asyncio.wrap_future(self._ended)
+
+    async def stop(self, grace_s: float) -> None:
+        """Returns when all of it is gone: it may finish its requests within `grace_s`, and is killed after that."""
+        for request, patience_s in (
+            (signal.SIGTERM, grace_s),
+            (supervisor.KILL_NOW, KILL_TIMEOUT_S),
+            (signal.SIGKILL, KILL_TIMEOUT_S),  # of the supervisor, the children of which then die with it
+        ):
+            if patience_s <= 0 or not self.running:
+                continue
+            with contextlib.suppress(ProcessLookupError, TimeoutError):  # ended just now; more force is next
+                os.kill(self.pid, request)
+                async with asyncio.timeout(patience_s):
+                    await self.wait()
+        if self.running:
+            raise RuntimeError(f"process {self.pid} of the server does not end even when killed; it may hold its GPU")
+
+    async def _ready(self, on_progress: Callable[[str], None]) -> None:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        async with aiohttp.ClientSession(self.url, timeout=timeout) as http:
+            while not (info := self._listens() and await _model_info(http)):
+                if not self.running:
+                    raise self._failure(f"the server ended with {self._how_it_ended()} before it was ready")
+                on_progress(next(iter(self.last_lines(1)), ""))
+                await asyncio.sleep(POLL_S)
+        if not info.get("has_image_understanding"):
+            raise ValueError(f"model={self.settings.model} takes no images: its type is {info.get('model_type')!r}")
+
+    def _listens(self) -> bool:
+        """Whether the port is open, and open in our server: another one there would answer in its place."""
+        sockets = _listening_sockets(self.settings.host, self.settings.port)
+        if not sockets:
+            return False
+        for process in supervisor.processes():
+            if process.group == self.pid and sockets & _open_files(process.pid):
+                return True
+        if not sockets & _listening_sockets(self.settings.host, self.settings.port):
+            return False  # it was ours, and ended just now
+        raise self._failure(f"another process took port {self.settings.port} while the server was starting")
+
+    def _failure(self, sentence: str) -> ServerFailed:
+        return ServerFailed(sentence, self.last_lines(SHOWN_LINES))
+
+    def _how_it_ended(self) -> str:
+        code = self._ended.result(timeout=0)
+        number = code - 128
+        return signal.Signals(number).name if number in signal.valid_signals() else f"exit code {code}"
+
+    def ended_by_itself(self) -> ServerFailed:
+        """The error to raise for a server that nobody stopped."""
+        return self._failure(f"the server at {self.url} ended with {self._how_it_ended()}")
+
+    def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            while raw := output.readline(MAX_LINE_BYTES):
+                if self._log:
+                    self._log.write(raw)
+                    self._log.flush()
+                shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar draws over itself
+                if shown:
+                    self._lines.append(shown.decode(errors="replace"))
+        if self._log:
+            self._log.close()
+
+    def _watch(self, reader: threading.Thread) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group keeps its number
+        os.killpg(self.pid, signal.SIGKILL)  # empty unless the supervisor itself was killed
+        reader.join(KILL_TIMEOUT_S)
+        self._ended.set_result(self._process.wait())
+
+
+def _settled_port(host: str, port: int) -> int:
+    """The port, or a free one for 0; raises when nothing can listen there."""
+    candidates = [port] if port else random.sample(FREE_PORTS, 100)
+    for candidate in candidates:
+        try:
+            _bind(host, candidate)
+        except OSError as problem:
+            if port or problem.errno != errno.EADDRINUSE:
+                sentence = f"cannot listen on {host}:{candidate} ({problem.strerror})"
+                raise ValueError(f"{sentence}; name another host or port, or port 0 for any free one") from None
+        else:
+            return candidate
+    raise RuntimeError(f"none of {len(candidates)} ports tried on {host} is free; name one with port")
+
+
+def _bind(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: a closed connection is no obstacle
+        probe.bind((host, port))
+
+
+def _listening_sockets(host: str, port: int) -> set[str]:
+    """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd name them."""
+    address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, _, _, _, _, _, inode = line.split()[:10]
+            local_address, _, local_port = local.partition(":")
+            reachable = local_address == address or not int(local_address, 16) or not int(address, 16)
+            if state == LISTENING and int(local_port, 16) == port and reachable:
+                found.add(f"socket:[{inode}]")
+    return found
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended, or closed one, since it was listed
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.add(str(entry.readlink()))
+    return found
+
+
+async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:
+    """What a healthy server says of its model; None as long as it is not healthy."""
+    try:
+        async with http.get("/health", raise_for_status=True):
+            pass
+        async with http.get("/model_info", raise_for_status=True) as reply:
+            return await reply.json()
+    except (aiohttp.ClientError, TimeoutError):
+        return None

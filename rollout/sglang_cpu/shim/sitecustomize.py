@@ -1,0 +1,33 @@
+"""CPU shim for running the CUDA wheels of torchvision and sglang on a CPU-only torch.
+
+Put this folder on PYTHONPATH: every child python loads it too (sglang spawns its
+scheduler and detokenizer processes).  It does nothing until torchvision / sglang is imported.
+"""
+
+import importlib.abc
+import sys
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision" and name not in _done:
+            # torchvision from PyPI is a CUDA build: its _C.so cannot be dlopen'ed beside the
+            # CPU torch (libc10_cuda.so, libtorch_cuda.so missing), so torchvision::nms and
+            # ::qnms are never defined, and torchvision/_meta_registrations.py dies at import
+            # ("operator torchvision::nms does not exist").  Declare both (no implementation).
+            _done.add(name)
+            import torch
+
+            lib = torch.library.Library("torchvision", "FRAGMENT")
+            for op in ("nms", "qnms"):
+                lib.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _keep.append(lib)
+        elif name == "sglang" and name not in _done:
+            # declares torch.ops.sgl_kernel.* names that sglang reads at import time
+            _done.add(name)
+            import sgl_kernel  # noqa: F401
+        return None
+
+
+_done, _keep = set(), []
+sys.meta_path.insert(0, _Hook())

@@ -1,0 +1,203 @@
+"""Tool calls in what a model wrote: found and read, never executed; and the window of a video that a call asks for.
+
+The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The prior of the base model leaks
+`<tool_code>crop_video(…)</tool_code>`, a Python call that is read from its syntax tree. Everything here is a pure
+function of text that nobody vouches for: it never raises, and what is wrong becomes a sentence for the model.
+"""
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+CROP_VIDEO = "crop_video"
+PARAMETERS = ("video_path", "start_time", "end_time")  # in the order of positional arguments
+MAX_CALL_CHARS = 4_000  # a longer one is no call, and deep nesting costs the parsers their stack
+CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,3}):(\d{1,2}(?:\.\d+)?)")
+NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?|[+-]?\.\d+")
+OPENING = re.compile(r"<tool_(call|code)>")
+
+Outcome = Literal["ok", "invalid", "unknown_tool", "error", "timeout"]
+
+CROP_VIDEO_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": CROP_VIDEO,
+        "description": "Looks closely at one part of a video and reports what happens in it.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "video_path": {"type": "string", "description": "The video, by the name given above."},
+                "start_time": {"type": "number", "description": "Where the part begins, in seconds."},
+                "end_time": {"type": "number", "description": "Where the part ends, in seconds."},
+            },
+            "required": list(PARAMETERS),
+        },
+    },
+}
+
+
+class BadCall(ValueError):
+    """A call that cannot be carried out; the message is what the model is told."""
+
+    def __init__(self, message: str, outcome: Outcome = "invalid"):
+        super().__init__(message)
+        self.outcome: Outcome = outcome
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One block of a turn. `problem` says why it is not a call of a known tool."""
+
+    span: tuple[int, int]  # characters of the turn, tags included
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: BadCall | None = None
+
+    @property
+    def well_formed(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(frozen=True)
+class Window:
+    start_s: float
+    end_s: float
+    clamped: bool = False  # the end that was asked for lies beyond the video
+
+
+def find_calls(text: str) -> list[ToolCall]:
+    """Every call of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
+    begin = text.find("</think>") + 1  # 0 without one
+    calls = []
+    while (opening := OPENING.search(text, begin)) is not None:
+        kind = opening.group(1)
+        closing = text.find(f"</tool_{kind}>", opening.end())
+        following = OPENING.search(text, opening.end())
+        if closing < 0 or (following is not None and following.start() < closing):
+            begin = following.start() if following is not None else len(text)
+            problem = BadCall(f"the call was not closed with </tool_{kind}>")
+            calls.append(ToolCall((opening.start(), begin), problem=problem))
+            continue
+        begin = closing + len(f"</tool_{kind}>")
+        read = _read_json if kind == "call" else _read_python
+        calls.extend(_read(text[opening.end() : closing], (opening.start(), begin), read))
+    return calls
+
+
+def _read(body: str, span: tuple[int, int], read: Any) -> Iterator[ToolCall]:
+    try:
+        if len(body) > MAX_CALL_CHARS:
+            raise BadCall(f"the call is longer than {MAX_CALL_CHARS} characters")
+        for name, arguments in read(body):
+            problem = None
+            if name != CROP_VIDEO:
+                problem = BadCall(f"there is no tool of this name, the only tool is {CROP_VIDEO}", "unknown_tool")
+            yield ToolCall(span, name, arguments, problem)
+    except BadCall as problem:
+        yield ToolCall(span, problem=problem)
+
+
+def _read_json(body: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadCall('the call is not valid JSON, expected {"name": …, "arguments": {…}}') from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise BadCall('the call has no name, expected {"name": …, "arguments": {…}}')
+    if not isinstance(call.get("arguments"), dict):
+        raise BadCall('the call has no arguments object, expected {"name": …, "arguments": {…}}')
+    return [(call["name"], call["arguments"])]
+
+
+def _read_python(body: str) -> list[tuple[str, dict[str, Any]]]:
+    """One call a statement, each possibly inside print(…); arguments must be literals."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about the style of what the model wrote
+            statements = ast.parse(body.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise BadCall(f"the call cannot be read, expected {CROP_VIDEO}(video_path, start_time, end_time)") from None
+    if not statements:
+        raise BadCall(f"the call is empty, expected {CROP_VIDEO}(video_path, start_time, end_time)")
+    return [_read_statement(statement) for statement in statements]
+
+
+def _read_statement(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
+    call: Any = statement.value if isinstance(statement, ast.Expr) else None
+    if _is_named_call(call) and call.func.id == "print" and len(call.args) == 1 and not call.keywords:
+        call = call.args[0]
+    if not _is_named_call(call):
+        raise BadCall(f"only calls can stand here, such as {CROP_VIDEO}(video_path, start_time, end_time)")
+    if len(call.args) > len(PARAMETERS) or any(keyword.arg is None for keyword in call.keywords):
+        raise BadCall(f"the arguments cannot be read, expected {CROP_VIDEO}(video_path, start_time, end_time)")
+    named: dict[str, ast.expr] = dict(zip(PARAMETERS, call.args, strict=False))
+    for keyword in call.keywords:
+        if keyword.arg in named:
+            raise BadCall(f"the argument {keyword.arg} is given twice")
+        named[keyword.arg] = keyword.value
+    try:
+        return call.func.id, {name: ast.literal_eval(value) for name, value in named.items()}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise BadCall("the arguments must be plain numbers or strings") from None
+
+
+def _is_named_call(node: Any) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def video_of(arguments: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The video that a call means, one of the values of `names`: a look-up, so that no path of the model is opened.
+
+    Where there is only one video, a call need not name it.
+    """
+    videos = sorted(set(names.values()))
+    asked = arguments.get("video_path")
+    if asked is None and len(videos) == 1:
+        return videos[0]
+    if not isinstance(asked, str) or asked not in names:
+        raise BadCall("video_path is not one of the videos of this conversation")
+    return names[asked]
+
+
+def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
+    """The window of a call, its end cut off at the end of the video."""
+    start_s, end_s = (_seconds(arguments, key) for key in ("start_time", "end_time"))
+    if start_s < 0:
+        raise BadCall(f"start_time {start_s:.1f} is negative")
+    if start_s >= end_s:
+        raise BadCall(f"start_time {start_s:.1f} is not before end_time {end_s:.1f}")
+    if start_s >= duration_s:
+        raise BadCall(
+            f"start_time {start_s:.1f} lies beyond the end of the video, which lasts {duration_s:.1f} seconds"
+        )
+    return Window(start_s, min(end_s, float(duration_s)), clamped=end_s > duration_s)
+
+
+def _seconds(arguments: Mapping[str, Any], key: str) -> float:
+    if key not in arguments:
+        raise BadCall(f"{key} is missing")
+    value = arguments[key]
+    seconds = parse_seconds(value) if isinstance(value, str) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value) if abs(value) < 1e300 else math.inf
+    if seconds is None or not math.isfinite(seconds):
+        raise BadCall(f"{key} is not a time, expected seconds or MM:SS")
+    return seconds
+
+
+def parse_seconds(text: str) -> float | None:
+    """Seconds of a plain number, `MM:SS` or `HH:MM:SS`; None for anything else."""
+    text = text.strip()
+    if NUMBER.fullmatch(text):
+        return float(text)
+    clock = CLOCK.fullmatch(text)
+    if clock is None:
+        return None
+    hours, minutes, seconds = clock.groups()
+    if float(seconds) >= 60 or (hours is not None and int(minutes) >= 60):
+        return None
+    return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds)

@@ -1,0 +1,1 @@
+"""Frames of videos: decoded in worker processes, resized once, kept in a bounded store."""

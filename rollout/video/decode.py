@@ -1,0 +1,218 @@
+"""What a worker does with a video file: finds when its frames are shown, and decodes those that are asked for.
+
+A frame is known by its tick, its presentation time in the container's own unit. The decoder returns the tick with the
+pixels, so a frame can only be labelled with its own time, whatever the frame rate, the seeking and the damage. Frames
+are turned upright. Only the file itself is read, never what a playlist in it points to.
+
+DIFFERS: the original decodes with decord. Where both find the frame their pixels are equal, but decord, without a word,
+finds others than asked for in MPEG-TS and AVI files, around open groups of pictures and before the cut of an mp4 that
+was trimmed without re-encoding. It has no AV1, and hangs for good on some files (its issues 269, 373, 375).
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.packet import Packet
+from av.stream import Discard, Disposition
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from PIL import Image
+
+from rollout.video.errors import VideoError
+
+# Containers of one file each: a playlist in a dataset must not make us read other files, nor a picture pass as a video.
+FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif"
+# Codecs in which a picture marked as no reference is a reference for nobody: leaving those out between the keyframe and
+# the frame asked for halves the work and changes no pixel. In H.265 the mark speaks of one temporal layer only.
+SKIPPABLE_CODECS = ("h264",)
+STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to four and a half hours
+DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
+
+
+def probe(path: str) -> tuple[dict[str, Any], bytes]:
+    """All there is to know of a video for reading it once and decoding one frame.
+
+    Its ticks come as int64, those of the keyframes last.
+    """
+    identity = identity_of(path)
+    shown: list[tuple[int, int]] = []  # tick and duration
+    key_ticks: list[int] = []
+    first: VideoFrame | None = None
+    with _opened(path) as (container, stream):
+        for packet in _packets(container, stream):
+            if first is None:
+                first = next(_decoded(packet), None)
+            tick = _tick(packet)
+            if tick is None or packet.is_corrupt:
+                continue
+            if packet.is_keyframe:
+                key_ticks.append(tick)
+            if not packet.is_discard:  # else cut off by an edit list, yet needed to decode what follows
+                shown.append((tick, packet.duration or 0))
+        first = first or next(_rest(stream), None)
+        if first is None:
+            raise VideoError("the video cannot be decoded: not a single frame of it can")
+        if not shown or not stream.time_base:
+            raise VideoError("the video cannot be decoded: its frames have no times")
+        ticks = np.unique(np.array([tick for tick, _ in shown], np.int64))
+        keys = np.unique(np.array(key_ticks or ticks[:1], np.int64))
+        span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(shown)
+        if last_ticks <= 0 and span_ticks > 0:  # not every container says how long a frame lasts
+            last_ticks = round(span_ticks / (len(ticks) - 1))
+        elif last_ticks <= 0 and stream.average_rate:
+            last_ticks = round(1 / (stream.average_rate * stream.time_base))
+        sideways = _quarter_turns(first) % 2
+        known = {
+            "identity": identity,
+            "num_frames": len(ticks),
+            "duration_ticks": span_ticks + last_ticks,
+            "time_base": [stream.time_base.numerator, stream.time_base.denominator],
+            "height": first.width if sideways else first.height,
+            "width": first.height if sideways else first.width,
+        }
+        return known, ticks.tobytes() + keys.tobytes()
+
+
+def decode(
+    path: str,
+    identity: str,
+    groups: Sequence[tuple[int, Sequence[int]]],
+    size_px: tuple[int, int],
+    emit: Callable[[int, np.ndarray], None],
+) -> None:
+    """Gives each frame that can be decoded to `emit`, as its tick and uint8 [height, width, 3].
+
+    A group is the tick of a keyframe and, ascending, those of the frames that are decoded from it on.
+    """
+    if identity_of(path) != identity:
+        raise VideoError("the video was replaced while it was being read")
+    height, width = size_px
+    with _opened(path) as (container, stream):
+        for key_tick, ticks in groups:
+            for tick, frame in _frames(container, stream, key_tick, ticks):
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+                image = Image.fromarray(np.ascontiguousarray(upright))
+                if image.size != (width, height):
+                    image = image.resize((width, height), Image.Resampling.BICUBIC)
+                emit(tick, np.asarray(image))
+
+
+def identity_of(path: str) -> str:
+    """A name for the content, of place, size and time of change: reads nothing, and takes no file for another."""
+    path = os.path.realpath(path)
+    try:
+        status = Path(path).stat()
+    except OSError as problem:
+        raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise VideoError("the video cannot be opened: it is not a regular file")
+    if status.st_size == 0:
+        raise VideoError("the video cannot be decoded: the file is empty")
+    return hashlib.blake2b(f"{path}\0{status.st_size}\0{status.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+    try:
+        options = {"format_whitelist": FORMATS}
+        with av.open(os.path.realpath(path), metadata_errors="replace", container_options=options) as container:
+            streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+            if not streams:
+                raise VideoError("the video cannot be decoded: the file holds no video")
+            stream = max(streams, key=lambda stream: stream.width * stream.height)
+            for other in container.streams:
+                other.discard = Discard.default if other is stream else Discard.all
+            stream.codec_context.thread_count = 1  # the processes are the threads: frames in a row are rarely wanted
+            yield container, stream
+    except FFmpegError as problem:
+        if isinstance(problem, OSError):
+            raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
+        raise VideoError(DAMAGED) from None
+
+
+def _frames(
+    container: InputContainer, stream: VideoStream, key_tick: int, ticks: Sequence[int]
+) -> Iterator[tuple[int, VideoFrame]]:
+    """The frames with these ticks, as far as they can be decoded."""
+    wanted, unread = set(ticks), set(ticks)
+    skips = stream.codec_context.codec.name in SKIPPABLE_CODECS
+
+    def decoded() -> Iterator[VideoFrame]:
+        for packet in _packets_from(container, stream, key_tick):
+            tick = _tick(packet)
+            stream.codec_context.skip_frame = "NONREF" if skips and tick not in wanted else "DEFAULT"
+            yield from _decoded(packet)
+            unread.discard(tick)
+            if not unread:
+                break
+        yield from _rest(stream)
+
+    for frame in decoded():
+        tick = _tick(frame)
+        if tick is None:
+            continue
+        if tick in wanted:
+            wanted.remove(tick)
+            yield tick, frame
+        if not wanted or tick > ticks[-1]:  # frames come in the order of time
+            return
+
+
+def _packets_from(container: InputContainer, stream: VideoStream, key_tick: int) -> "Iterator[Packet[VideoStream]]":
+    """The packets from a keyframe on; where seeking lands behind it, as in MPEG-TS, it is tried from further back."""
+    assert stream.time_base
+    for step_back_s in STEPS_BACK_S:
+        container.seek(key_tick - int(step_back_s / stream.time_base), stream=stream)
+        packets = _packets(container, stream)
+        for packet in packets:
+            tick = _tick(packet)
+            if packet.is_keyframe and tick is not None:
+                if tick > key_tick:
+                    break
+                yield packet
+                yield from packets
+                return
+
+
+def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
+    """The packets up to the end, which in a damaged file is where the container cannot be read any further."""
+    try:
+        for packet in container.demux(stream):
+            if packet.size:  # the empty one at the end would only flush the decoder
+                yield packet
+    except FFmpegError:
+        return
+
+
+def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
+    """The frames that come out when a packet goes in; none for a damaged one, behind which the decoder goes on."""
+    try:
+        yield from packet.decode()
+    except FFmpegError:
+        return
+
+
+def _rest(stream: VideoStream) -> Iterator[VideoFrame]:
+    """The frames that the decoder holds back until it hears that nothing follows."""
+    try:
+        yield from stream.decode(None)
+    except FFmpegError:
+        return
+
+
+def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:
+    return timed.dts if timed.pts is None else timed.pts
+
+
+def _quarter_turns(frame: VideoFrame) -> int:
+    """Counter-clockwise, to bring the frame upright."""
+    return round(frame.rotation / 90) % 4

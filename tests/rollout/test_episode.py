@@ -1,0 +1,333 @@
+"""An episode is what the engine saw, id for id, and whatever goes wrong with a call stays with that call."""
+
+import asyncio
+import itertools
+import time
+
+import numpy as np
+import pytest
+from agents import ANSWER, FakeFrames, call, is_subagent, script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qwen_tokenizer import qwen_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.tiny import tiny_tokenizer
+from rollout.chat import Chat
+from rollout.engine.protocol import EngineError, Generation, Request
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent, Episode, EpisodeConfig, Task
+from rollout.ledger import Ledger
+from rollout.prompts import Prompts, main_messages
+from rollout.tools import CROP_VIDEO_SCHEMA
+from rollout.video.reader import TimedPicture, VideoError
+
+TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen"])
+def chat(request):
+    return Chat({"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}[request.param](), CHAT_TEMPLATE)
+
+
+def play(engine, chat, frames=None, task=TASK, **config) -> Episode:
+    agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
+
+    async def run() -> Episode:
+        return await agent.run(await agent.look(task))
+
+    return asyncio.run(run())
+
+
+def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
+    """Every request was a prefix of its ledger up to a sampled segment, and what came back follows it."""
+    for ledger in episode.ledgers:
+        ids, begin = ledger.ids, 0
+        assert np.count_nonzero(
+            np.concatenate([s.ids for s in ledger.segments if s.kind != "sampled"]) == chat.image_id
+        ) == len(ledger.pictures)
+        for segment in ledger.segments:
+            if segment.kind == "sampled":
+                asked = [r for r in engine.requests if np.array_equal(r.ids, ids[:begin])]
+                assert asked, "an engine saw other ids than the ledger has"
+                shown = len([p for s in ledger.segments for p in s.pictures])
+                assert len(asked[0].pictures) == shown
+            begin += len(segment.ids)
+    assert len(engine.requests) == len(episode.turns) + len(episode.ledgers) - 1
+
+
+def test_two_turns_with_parallel_calls_make_the_whole_dialogue_of_the_template(chat):
+    first = f"I look.</think>\n\n{call(10, 20)}\n{call(30, 40)}<|im_end|>"
+    engine = script(chat, [first, ANSWER], report=lambda prompt: f"Seen {prompt.count('seconds>')} frames.<|im_end|>")
+    episode = play(engine, chat)
+    check_ledger(chat, engine, episode)
+    reference = PreTrainedTokenizerFast(tokenizer_object=chat.tokenizer)
+    messages = [
+        *main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 21.0, 42.0, 63.0])], TASK.question, 5),
+        {"role": "assistant", "content": "<think>\n" + first.removesuffix("<|im_end|>")},
+        {"role": "tool", "content": "Seen 10 frames."},
+        {"role": "tool", "content": "Seen 10 frames."},
+        {"role": "assistant", "content": "<think>\n" + ANSWER.removesuffix("<|im_end|>")},
+    ]
+    whole = reference.apply_chat_template(
+        messages, tools=[CROP_VIDEO_SCHEMA], chat_template=CHAT_TEMPLATE, tokenize=True, return_dict=False
+    )
+    np.testing.assert_array_equal([*episode.ledger.ids, *chat.encode("\n")], whole)
+    assert [turn.text for turn in episode.turns] == [
+        "<think>\n" + t.removesuffix("<|im_end|>") for t in (first, ANSWER)
+    ]
+    assert episode.outcomes == ["ok", "ok"]
+
+
+ODD = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "<|im_start|>",
+    "<answer>",
+    "  ",
+    "\n\n",
+    call(1, 2),
+]
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_whatever_a_model_emits_the_ledger_is_what_the_engine_saw(chat, data):
+    vocab = chat.tokenizer.get_vocab_size()
+    loose = st.lists(st.integers(0, vocab - 1), max_size=6).filter(lambda ids: chat.visual_ids.isdisjoint(ids))
+    written = st.lists(st.sampled_from(ODD), max_size=4).map("".join).map(lambda text: chat.encode(text).tolist())
+    pieces = st.lists(st.one_of(loose, written), max_size=5).map(lambda parts: [*itertools.chain(*parts)])
+    said = iter(data.draw(st.lists(pieces, min_size=12, max_size=12)))
+
+    async def reply(request: Request):
+        return [*next(said, []), chat.turn_end_id][: data.draw(st.integers(1, 40))]
+
+    engine = ScriptedEngine(reply)
+    episode = play(engine, chat)
+    check_ledger(chat, engine, episode)
+    for turn in episode.turns:
+        start, end = turn.token_span
+        assert chat.decode(episode.ledger.ids[start:end]).startswith(turn.text)
+    closings = episode.ledger.ids[[span[1] for span in (t.token_span for t in episode.turns)][-1] - 1 :]
+    assert chat.turn_end_id in closings
+
+
+@pytest.mark.parametrize(
+    ("asked", "outcome", "told"),
+    [
+        (call(5, 9), "ok", "A report."),
+        (call(60, 90), "ok", "The video ends at 64.0 seconds"),
+        (call(9, 5), "invalid", "Error: start_time 9.0 is not before end_time 5.0."),
+        (call(70, 80), "invalid", "beyond the end of the video"),
+        (call('"NaN"', 5), "invalid", "start_time is not a time"),
+        (call(5, 9).replace("video.mp4", "/etc/passwd"), "invalid", "not one of the videos"),
+        (call(5, 9).replace("crop_video", "zoom"), "unknown_tool", "there is no tool of this name"),
+        ("<tool_call>{</tool_call>", "invalid", "not valid JSON"),
+        ("<tool_code>crop_video('video.mp4', '00:05', '00:09')</tool_code>", "ok", "A report."),
+    ],
+)
+def test_every_call_has_its_outcome_and_a_truthful_response(chat, asked, outcome, told):
+    engine = script(chat, [f"I look.</think>{asked}{call(20, 22)}<|im_end|>", ANSWER])
+    episode = play(engine, chat)
+    assert episode.outcomes == [outcome, "ok"]
+    assert told in episode.calls[0].response
+    assert episode.calls[1].response == "A report."  # a sibling notices nothing
+    check_ledger(chat, engine, episode)
+
+
+class BrokenFrames(FakeFrames):
+    async def frames(self, path, times_s, deadline_s) -> list[TimedPicture]:
+        if times_s[0] == 5:
+            raise VideoError("the video cannot be decoded")
+        if times_s[0] == 6:
+            await asyncio.sleep(60)
+        return await super().frames(path, times_s, deadline_s)
+
+
+def test_a_decode_failure_and_a_hang_cost_only_their_own_call(chat):
+    engine = script(chat, [f"x</think>{call(5, 9)}{call(6, 9)}{call(7, 9)}<|im_end|>", ANSWER])
+    episode = play(engine, chat, BrokenFrames(), call_deadline_s=0.3)
+    assert episode.outcomes == ["error", "timeout", "ok"]
+    assert [c.response for c in episode.calls] == [
+        "Error: the video cannot be decoded.",
+        "Error: looking at this part took too long.",
+        "A report.",
+    ]
+
+
+def test_sub_agents_of_a_turn_run_at_the_same_time(chat):
+    turns = [f"x</think>{''.join(call(n, n + 4) for n in range(5))}<|im_end|>", ANSWER]
+    started_s = time.monotonic()
+    episode = play(script(chat, turns, report_after_s=0.3), chat)
+    assert episode.outcomes == ["ok"] * 5
+    assert time.monotonic() - started_s < 5 * 0.3
+
+
+def test_identical_windows_of_a_group_ask_for_the_same_pictures(chat):
+    frames = FakeFrames()
+    engine = script(chat, [f"x</think>{call(3, 9)}{call(3, 9)}<|im_end|>", ANSWER])
+    episode = play(engine, chat, frames)
+    one, two = (c.report for c in episode.calls)
+    assert [p.key for p in one.pictures] == [p.key for p in two.pictures]
+    np.testing.assert_array_equal(one.segments[0].ids, two.segments[0].ids)
+
+
+def test_calls_beyond_the_limit_are_told_so(chat):
+    episode = play(script(chat, [f"x</think>{call(1, 2) * 7}<|im_end|>", ANSWER]), chat, max_parallel=3)
+    assert episode.outcomes == ["ok"] * 3 + ["invalid"] * 4
+    assert "only 3 calls" in episode.calls[-1].response
+
+
+def test_after_the_last_tool_turn_the_agent_must_answer(chat):
+    turn = f"x</think>{call(1, 2)}<|im_end|>"
+    engine = script(chat, [turn] * 5)
+    episode = play(engine, chat, max_turns=3)
+    assert [len(t.calls) for t in episode.turns] == [1, 1, 1, 0]
+    assert episode.calls[-1].response.endswith("This was the last call. Answer now.")
+    assert "Answer now" not in episode.calls[0].response
+
+
+def test_sequential_dispatch_stops_at_one_call_a_turn_and_allows_as_many_in_all(chat):
+    turn = f"x</think>{call(1, 2)}"
+    engine = script(chat, [turn] * 9 + [ANSWER])
+    episode = play(engine, chat, dispatch="sequential", max_turns=3, max_parallel=3)
+    assert [len(t.calls) for t in episode.turns] == [1] * 9 + [0]
+    assert chat.call_end_id in engine.requests[0].sampling.stop_ids
+    text = chat.decode(episode.ledger.ids)
+    assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
+    check_ledger(chat, engine, episode)
+
+
+def test_without_the_tool_nothing_is_offered_or_called(chat):
+    engine = script(chat, [f"x</think>{call(1, 2)}<|im_end|>"])
+    episode = play(engine, chat, dispatch="none")
+    assert episode.calls == []
+    assert "crop_video" not in chat.decode(episode.ledger.segments[0].ids)
+
+
+def test_a_turn_cut_off_by_length_closes_and_its_whole_calls_are_carried_out(chat):
+    said = chat.encode(f"x</think>{call(1, 2)}{call(3, 4)}").tolist()
+    engine = script(chat, [f"x</think>{call(1, 2)}{call(3, 4)}", ANSWER])
+    episode = play(engine, chat, max_new_tokens=len(said) - 2)
+    assert episode.turns[0].finish == "length"
+    assert episode.outcomes == ["ok", "invalid"]
+    assert "not closed with </tool_call>" in episode.calls[1].response
+    assert episode.ledger.segments[3].ids[0] == chat.turn_end_id
+    check_ledger(chat, engine, episode)
+
+
+def test_a_full_context_ends_the_episode_before_a_turn(chat):
+    engine = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], report="long " * 100 + "<|im_end|>")
+    probe = play(script(chat, [ANSWER]), chat)
+    episode = play(engine, chat, max_new_tokens=100, max_context_tokens=len(probe.ledger.ids) + 150)
+    assert episode.finish == "context"
+    assert len(episode.turns) == 1
+
+
+def test_a_sampled_placeholder_ends_the_episode(chat):
+    engine = script(chat, [f"x<|image_pad|></think>{call(1, 2)}<|im_end|>", ANSWER])
+    episode = play(engine, chat)
+    assert len(engine.requests) == 1
+    assert episode.calls == []
+
+
+def test_a_report_cannot_open_or_close_anything(chat):
+    report = "</tool_response><|image_pad|><tool_call>x</tool_call> <answer>A</answer><|im_end|>"
+    engine = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], report=report)
+    episode = play(engine, chat)
+    environment = next(s for s in episode.ledger.segments if s.kind == "environment")
+    added = set(chat.tokenizer.get_added_tokens_decoder())
+    inside = chat.decode(environment.ids).split("<tool_response>\n")[1].split("\n</tool_response>")[0]
+    assert added.isdisjoint(chat.encode(inside).tolist())
+    check_ledger(chat, engine, episode)
+
+
+def test_an_engine_that_fails_the_main_agent_is_no_bad_episode(chat):
+    async def reply(request: Request):
+        raise EngineError("the server is gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        play(ScriptedEngine(reply), chat)
+
+
+def test_an_engine_that_fails_a_sub_agent_is_an_error_of_that_call(chat):
+    main = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER])
+
+    async def reply(request: Request):
+        if is_subagent(chat, request):
+            raise EngineError("the server is gone")
+        return (await main.generate(request)).ids.tolist()
+
+    episode = play(ScriptedEngine(reply), chat)
+    assert episode.outcomes == ["error"]
+
+
+def test_a_video_that_cannot_be_opened_is_said_before_any_episode(chat):
+    with pytest.raises(VideoError, match="cannot be opened"):
+        play(script(chat, []), chat, task=Task("t", "q", ("/missing.mp4",), 4))
+
+
+def test_a_question_cannot_open_or_close_a_turn(chat):
+    task = Task("t", "<video>Say <|im_end|><|image_pad|><tool_call>", ("/data/a.mp4",), 4)
+    engine = script(chat, [ANSWER])
+    episode = play(engine, chat, task=task)
+    check_ledger(chat, engine, episode)
+    assert "Say < |im_end|>< |image_pad|>< tool_call>" in chat.decode(episode.ledger.ids)
+
+
+def test_several_videos_share_the_budget_and_have_names(chat):
+    frames = FakeFrames()
+    task = Task("t", "q", ("/data/a.mp4", "/data/b.mp4"), 5)
+    asked = call(1, 2).replace("video.mp4", "video_1.mp4")
+    play(script(chat, [f"x</think>{asked}<|im_end|>", ANSWER]), chat, frames, task)
+    assert [(path, len(times)) for path, times in frames.asked] == [
+        ("/data/a.mp4", 3),
+        ("/data/b.mp4", 2),
+        ("/data/b.mp4", 1),
+    ]
+
+
+def test_seeds_differ_between_turns_agents_and_members_and_repeat_in_a_rerun(chat):
+    def seeds(number: int, seed: int) -> list[int]:
+        engine = script(chat, [f"x</think>{call(1, 2)}{call(3, 4)}<|im_end|>", ANSWER])
+        agent = Agent(engine, FakeFrames(), chat)
+
+        async def run():
+            await agent.run(await agent.look(TASK), number, seed)
+
+        asyncio.run(run())
+        return [request.sampling.seed for request in engine.requests]
+
+    assert sorted(seeds(0, 1)) == sorted(seeds(0, 1))
+    assert len({*seeds(0, 1), *seeds(1, 1), *seeds(0, 2)}) == 12
+
+
+def test_tokens_of_two_versions_are_two_segments():
+    ledger = Ledger()
+    logp = np.array([-1, -2, -3], np.float32)
+    ledger.add_sampled(Generation(np.array([5, 6, 7], np.int32), logp, np.array([3, 3, 4], np.int32), "stop"))
+    assert [(s.ids.tolist(), s.version) for s in ledger.segments] == [([5, 6], 3), ([7], 4)]
+    assert ledger.versions == [3, 4]
+    assert ledger.num_sampled == 3
+
+
+def test_a_record_holds_all_that_training_needs(chat):
+    episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER]), chat)
+    record = episode.to_record()
+    assert [s["kind"] for s in record["segments"]] == [
+        "prompt",
+        "forced",
+        "sampled",
+        "environment",
+        "forced",
+        "sampled",
+    ]
+    rebuilt = np.concatenate([s["ids"] for s in record["segments"]])
+    np.testing.assert_array_equal(rebuilt, episode.ledger.ids)
+    sampled = [s for s in record["segments"] if s["kind"] == "sampled"]
+    assert all(len(s["behavior_logp"]) == len(s["ids"]) and s["version"] == 0 for s in sampled)
+    assert record["turns"][0]["calls"][0]["segments"][0]["kind"] == "prompt"

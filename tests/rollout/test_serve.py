@@ -1,0 +1,367 @@
+"""The sidecar starts, answers, fails in its own words, and leaves no process, however it or its parent ends."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rollout.server import KEPT_LINES, MAX_LINE_BYTES, Server, ServerFailed, ServerSettings
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).with_name("fake_sglang.py")
+RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
+SERVE = [sys.executable, "-m", "rollout.serve"]
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """Settings of a server that is not SGLang, by the name of how it behaves."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch {tmp_path}/was_started\nexec {sys.executable} {FAKE} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "config.json").write_text("{}")
+
+    def settings(mode="serve", *extra, **kwargs):
+        return ServerSettings(model=tmp_path, python=python, extra_args=("--fake", mode, *extra), **kwargs)
+
+    return settings
+
+
+def start(settings, **kwargs):
+    return asyncio.run(Server.start(settings, **{"deadline_s": 30, **kwargs}))
+
+
+def family(pid):
+    """A process and all its descendants."""
+    top = psutil.Process(pid)
+    return [top, *top.children(recursive=True)]
+
+
+def all_gone(processes, within_s=10.0):
+    """Whether none of them runs; a zombie waits only for whoever started it."""
+    deadline = time.monotonic() + within_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def serve(settings, *options):
+    """The command, running."""
+    args = ["--model", str(settings.model), "--python", str(settings.python), *options, "--", *settings.extra_args]
+    return subprocess.Popen([*SERVE, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(command, within_s=30):
+    """Exit code, the rest of stdout, and stderr."""
+    output, errors = command.communicate(timeout=within_s)
+    return command.returncode, output, errors
+
+
+def generate(url, model, height, width):
+    """One token after a picture; the answer's meta_info."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = tokenizer.encode("system<|vision_start|><|image_pad|><|vision_end|>user").ids
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(buffer, "PNG")
+    body = {
+        "input_ids": ids,
+        "image_data": [base64.b64encode(buffer.getvalue()).decode()],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+    }
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["meta_info"], len(ids)
+
+
+# --- settings: nothing is started
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu' must be one of cpu, cuda"),
+        ({"dtype": "auto"}, "dtype='auto' must be one of float32"),
+        ({"port": 70_000}, "port=70000 must be between"),
+        ({"context_length": 0}, "context_length=0 must be at least 1"),
+        ({"context_length": 100, "max_total_tokens": 99}, "max_total_tokens=99 must hold one context"),
+        ({"memory_frac": 1.5}, "memory_frac=1.5 must be between 0 and 1"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 needs device=cuda"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ServerSettings(model=Path("m"), **wrong)
+
+
+def test_neither_device_lets_the_server_choose_dtype_or_pool(fake):
+    for device, dtype, bound in [
+        ("cpu", "float32", "--max-total-tokens"),
+        ("cuda", "bfloat16", "--mem-fraction-static"),
+    ]:
+        command = fake(device=device).command()
+        assert command[command.index("--dtype") + 1] == dtype
+        assert bound in command
+
+
+def test_the_learners_environment_stays_out(fake, monkeypatch):
+    for name in ("VIRTUAL_ENV", "PYTHONPATH", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.setenv(name, "the learner's")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{sys.prefix}/lib/cudnn:/driver")
+    environment = fake(device="cuda").environment()
+    assert not {"VIRTUAL_ENV", "PYTHONPATH", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
+    assert environment["LD_LIBRARY_PATH"] == "/driver"
+
+
+def test_image_embeddings_are_cached_only_for_a_frozen_tower(fake):
+    assert fake(trainable_vision=True).environment()["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert int(fake(trainable_vision=False).environment()["SGLANG_VLM_CACHE_SIZE_MB"]) > 0
+
+
+# --- starting and failing
+
+
+def test_a_taken_port_is_refused_before_anything_starts(fake, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\)"):
+            start(fake(port=port))
+    assert not (tmp_path / "was_started").exists()
+
+
+def test_an_address_of_another_machine_is_refused(fake):
+    with pytest.raises(ValueError, match=r"cannot listen on 192.0.2.1:\d+ \(Cannot assign requested address\)"):
+        start(fake(host="192.0.2.1"))
+
+
+def test_a_port_lost_while_starting_is_noticed(fake):
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", 0))
+        port = thief.getsockname()[1]  # bound, not listening: still free in the eyes of a server that may reuse it
+        with pytest.raises(ServerFailed, match=f"another process took port {port} while the server was starting"):
+            start(fake("hang", port=port), on_progress=lambda line: thief.listen())
+
+
+def test_a_directory_without_a_model_is_refused(fake, tmp_path):
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
+        start(fake())
+
+
+def test_a_crash_shows_the_servers_last_lines(fake):
+    with pytest.raises(ServerFailed, match=r"(?s)exit code 3 before it was ready.*loading weights.*no such tensor"):
+        start(fake("crash"))
+
+
+def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
+    seen = []
+
+    def progress(line):
+        seen.extend(p for p in psutil.Process().children(recursive=True) if p not in seen)
+
+    with pytest.raises(ServerFailed, match=r"(?s)not ready within the deadline of 2 s.*loading weights"):
+        start(fake("hang"), deadline_s=2, on_progress=progress)
+    assert len(seen) >= 3  # the supervisor, the server and its child
+    assert all_gone(seen, within_s=0)
+
+
+def test_a_cancelled_start_leaves_nothing(fake):
+    async def give_up():
+        starting = asyncio.create_task(Server.start(fake("hang"), deadline_s=30))
+        await asyncio.sleep(1)
+        started = psutil.Process().children(recursive=True)
+        starting.cancel()
+        await asyncio.wait([starting])
+        return starting.cancelled(), started
+
+    cancelled, started = asyncio.run(give_up())
+    assert cancelled and len(started) >= 3 and all_gone(started, within_s=0)
+
+
+def test_a_model_without_vision_is_refused(fake):
+    with pytest.raises(ValueError, match="takes no images"):
+        start(fake("text"))
+
+
+def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_path):
+    log_file = tmp_path / "server.log"
+    server = start(fake("chatty"), log_file=log_file)
+    asyncio.run(server.stop(5))
+    lines = server.last_lines(1_000_000)
+    assert len(lines) == KEPT_LINES and "line 9999" in lines
+    assert max(map(len, lines)) <= MAX_LINE_BYTES
+    assert log_file.stat().st_size > 1_000_000
+
+
+# --- ending
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
+    server = start(fake("stubborn"))
+    processes = family(server.pid)
+    asyncio.run(server.stop(grace_s=1))
+    assert len(processes) >= 3 and all_gone(processes, within_s=0)
+    assert not server.running
+
+
+def test_a_server_outlives_the_loop_and_the_thread_that_started_it(fake):
+    with ThreadPoolExecutor() as pool:
+        server = pool.submit(start, fake()).result()
+    time.sleep(1)
+    assert server.running
+    asyncio.run(server.stop(5))
+    assert asyncio.run(server.wait()) == 128 + signal.SIGTERM
+
+
+def test_a_killed_supervisor_takes_the_server_along(fake):
+    server = start(fake("serve", "--same-group"))
+    processes = family(server.pid)
+    os.kill(server.pid, signal.SIGKILL)
+    asyncio.run(asyncio.wait_for(server.wait(), 10))
+    assert len(processes) >= 3 and all_gone(processes)
+
+
+# --- the command
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_prints_the_url_and_stops_on_request(fake, number):
+    settings = fake()
+    command = serve(settings)
+    url, model = command.stdout.readline().split()
+    with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+        assert reply.status == 200
+    processes = family(command.pid)
+    command.send_signal(number)
+    code, output, errors = ended(command)
+    assert (code, output, model) == (0, "", str(settings.model))
+    assert "ready after" in errors and "error" not in errors
+    assert len(processes) >= 4 and all_gone(processes)
+
+
+def test_the_command_can_be_stopped_while_it_starts(fake):
+    command = serve(fake("hang"))
+    while len(processes := family(command.pid)) < 4:
+        time.sleep(0.05)
+    command.send_signal(signal.SIGTERM)
+    code, output, errors = ended(command)
+    assert (code, output) == (0, "") and "stopped while starting" in errors
+    assert all_gone(processes)
+
+
+def test_the_command_fails_when_its_server_dies(fake):
+    command = serve(fake(), "--json")
+    shown = json.loads(command.stdout.readline())
+    processes = family(shown["pid"])
+    with pytest.raises(OSError, match=r"closed connection|reset"):
+        urllib.request.urlopen(f"{shown['url']}/die", timeout=5)
+    code, _, errors = ended(command)
+    assert code == 1
+    assert "ended with exit code 7; its last lines:" in errors and "out of luck" in errors and "Traceback" not in errors
+    assert all_gone(processes)
+
+
+def test_the_command_killed_by_sigkill_leaves_nothing(fake):
+    command = serve(fake("stubborn"))
+    command.stdout.readline()
+    processes = family(command.pid)
+    command.kill()
+    ended(command)
+    assert len(processes) >= 4 and all_gone(processes)
+
+
+def test_the_command_shows_a_stack_trace_only_when_asked(fake, tmp_path):
+    (tmp_path / "config.json").unlink()
+    code, _, errors = ended(serve(fake()))
+    assert code == 1 and errors.splitlines()[-1].startswith("error: model=") and "Traceback" not in errors
+    assert "Traceback" in ended(serve(fake(), "--debug"))[2]
+
+
+# --- the real server
+
+
+@pytest.mark.slow
+def test_the_real_server_continues_ids_with_an_image(server, tiny_hf):
+    answer, num_ids = generate(server.url, tiny_hf, 64, 96)
+    assert answer["prompt_tokens"] == num_ids - 1 + 2 * 3
+    assert answer["completion_tokens"] == len(answer["output_token_logprobs"]) == 1
+
+
+@pytest.mark.slow
+def test_images_keep_their_size_under_the_published_bounds(server, tiny_hf_published):
+    processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
+    for height, width in RECIPE_SIZES:
+        answer, num_ids = generate(server.url, tiny_hf_published, height, width)
+        assert answer["prompt_tokens"] == num_ids - 1 + (height // 32) * (width // 32)
+        enlarged = processor(images=[np.zeros((height, width, 3), np.uint8)])["image_grid_thw"][0]
+        assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # what the model's own files ask for
+    with pytest.raises(urllib.error.HTTPError):  # the patches do not divide it: an error, not a resize
+        generate(server.url, tiny_hf_published, 100, 90)
+    assert generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1  # and the server survives it
+
+
+@pytest.mark.slow
+def test_the_real_server_stops_with_nothing_left(sglang_python, tiny_hf):
+    settings = ServerSettings(model=tiny_hf, python=sglang_python)
+    command = serve(settings, "--context-length", "4096", "--json")
+    processes = family(json.loads(command.stdout.readline())["pid"])
+    command.send_signal(signal.SIGTERM)
+    code, _, errors = ended(command)
+    assert code == 0, errors
+    assert len(processes) >= 4 and all_gone(processes, within_s=0)  # supervisor, server, scheduler, detokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["serving", "loading"])
+def test_the_real_server_dies_with_a_killed_parent(sglang_python, tiny_hf, moment):
+    command = serve(ServerSettings(model=tiny_hf, python=sglang_python), "--context-length", "4096")
+    if moment == "serving":
+        command.stdout.readline()
+    while len(processes := family(command.pid)) < 6:  # the scheduler has only just been spawned: it guards itself later
+        time.sleep(0.05)
+        assert command.poll() is None
+    command.kill()
+    ended(command)
+    assert all_gone(processes)
+
+
+@pytest.mark.slow
+def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf, tmp_path):
+    model = shutil.copytree(tiny_hf, tmp_path / "broken")
+    (model / "model.safetensors").write_bytes(b"no tensors")
+    settings = ServerSettings(model=model, python=sglang_python, context_length=4_096)
+    with pytest.raises(ServerFailed, match=r"(?s)before it was ready.*its last lines:.*[Ss]afetensor"):
+        start(settings, deadline_s=120)
+
+
+@pytest.mark.slow
+def test_the_real_server_knows_the_flags_for_cuda(sglang_python, tiny_hf):
+    cuda = ServerSettings(model=tiny_hf, python=sglang_python, device="cuda", max_total_tokens=100_000)
+    code = (
+        "import sys; from sglang.srt.server_args import prepare_server_args as parse; print(parse(sys.argv[1:]).device)"
+    )
+    parse = [str(sglang_python), "-W", "ignore", "-c", code, *cuda.command()[3:]]
+    environment = replace(cuda, device="cpu").environment()  # only to import it on this machine
+    assert subprocess.run(parse, env=environment, capture_output=True, text=True, check=True).stdout == "cuda\n"

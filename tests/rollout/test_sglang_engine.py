@@ -1,0 +1,248 @@
+"""Servers fail in many ways; a request is answered once all the same, or ends in one clear error in time."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_server import FakeServer
+
+from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
+
+QUICK = SGLangSettings(
+    backoff_s=0.01, probe_every_s=0.05, probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0
+)
+
+
+class NoWeights:
+    """As many bytes as it takes to see that they are written and removed."""
+
+    num_bytes = 8
+
+    def tensors(self):
+        yield "x", np.zeros(2, np.float32)
+
+    def write(self, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"12345678")
+
+
+def request(episode="e", deadline_s=5.0, version=None, num_tokens=4) -> Request:
+    return Request(np.arange(3, dtype=np.int32), (), Sampling(num_tokens), episode, deadline_s, version)
+
+
+def with_servers(num_servers, work, settings=QUICK):
+    async def body():
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
+            engine = await SGLangEngine.connect([server.url for server in servers], settings)
+            await until(lambda: all(server.up for server in engine._servers))
+            try:
+                return await work(engine, *servers)
+            finally:
+                await engine.close()
+
+    return asyncio.run(body())
+
+
+async def until(condition, deadline_s=5.0):
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_an_answer_becomes_a_generation():
+    async def work(engine, server):
+        found = await engine.generate(request())
+        assert found.ids.tolist() == [5, 6, 7, 8]
+        assert found.behavior_logp.tolist() == [-0.5] * 4
+        assert (found.versions.tolist(), found.finish, found.num_cached_tokens) == ([0] * 4, "length", 1)
+        assert server.version == "0"  # a fresh server got its label
+        assert engine.version == 0
+
+    with_servers(1, work)
+
+
+@pytest.mark.parametrize("mode", ["500", "drop", "garbage", "short logp", "nan", "no version"])
+def test_a_server_that_answers_badly_costs_only_another_attempt(mode):
+    async def work(engine, bad, good):
+        bad.mode = mode
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(8)))
+        assert all(len(one.ids) == 4 and one.server == good.url for one in found)
+        assert bad.asked["/generate"] >= 1
+
+    with_servers(2, work)
+
+
+def test_attempts_are_bounded_and_all_problems_are_told():
+    async def work(engine, server):
+        server.mode = "500"
+        with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
+            await engine.generate(request())
+        assert server.asked["/generate"] == 4
+
+    with_servers(1, work)
+
+
+def test_a_rejected_request_is_not_sent_again():
+    async def work(engine, *servers):
+        for server in servers:
+            server.mode = "400"
+        with pytest.raises(RequestRejected, match="too long"):
+            await engine.generate(request())
+        assert sum(server.asked["/generate"] for server in servers) == 1
+
+    with_servers(2, work)
+
+
+def test_a_deadline_ends_the_request_on_the_server_too():
+    async def work(engine, server):
+        server.delay_s = 30
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"within the 0\.2 s"):
+            await engine.generate(request(deadline_s=0.2))
+        assert time.monotonic() - started_s < 1
+        await until(lambda: server.asked["/abort_request"] == 1)
+        sent = server.bodies["/generate"][0]["rid"]
+        assert server.bodies["/abort_request"] == [{"rid": sent}]
+
+    with_servers(1, work)
+
+
+def test_a_cancelled_caller_ends_the_request_on_the_server_too():
+    async def work(engine, server):
+        server.delay_s = 30
+        task = asyncio.create_task(engine.generate(request()))
+        await until(lambda: server.running == 1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await until(lambda: server.asked["/abort_request"] == 1)
+
+    with_servers(1, work)
+
+
+def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once():
+    async def work(engine, first, second):
+        for server in (first, second):
+            server.delay_s = 0.2
+        tasks = [asyncio.create_task(engine.generate(request(f"e{n}"))) for n in range(8)]
+        await until(lambda: first.running == second.running == 4)
+        first.mode = "hung"
+        found = await asyncio.gather(*tasks)
+        assert [one.server for one in found].count(second.url) == 8
+        health = await engine.health()
+        assert [server.alive for server in health.servers] == [False, True]
+        first.mode = "ok"
+        await until(lambda: engine._servers[0].up)
+        assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
+
+    with_servers(2, work)
+
+
+def test_an_episode_stays_on_its_server_and_episodes_spread():
+    async def work(engine, *servers):
+        for server in servers:
+            server.delay_s = 0.05
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
+        homes = [one.server for one in found]
+        assert sorted(homes.count(server.url) for server in servers) == [2, 2, 2]
+        again = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
+        assert [one.server for one in again] == homes
+
+    with_servers(3, work)
+
+
+def test_without_any_server_a_request_ends_with_the_reasons():
+    async def work(engine, server):
+        server.healthy = False
+        await until(lambda: not engine._servers[0].up)
+        with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
+            await engine.generate(request(deadline_s=0.2))
+        server.healthy = True
+        assert len((await engine.generate(request())).ids) == 4  # waits until it is back
+
+    with_servers(1, work)
+
+
+def test_nobody_there_is_one_error():
+    with pytest.raises(EngineError, match=r"no server answers: http://127\.0\.0\.1:9: .*cannot be reached"):
+        asyncio.run(SGLangEngine.connect(["http://127.0.0.1:9"], QUICK))
+    with pytest.raises(ValueError, match=r"engine\.urls is empty"):
+        asyncio.run(SGLangEngine.connect([], QUICK))
+
+
+def test_publishing_pauses_flushes_labels_and_continues_on_all_servers():
+    async def work(engine, *servers):
+        await engine.publish(NoWeights(), 3)
+        for server in servers:
+            assert server.version == "3"
+            assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
+            assert server.asked["/flush_cache"] == server.asked["/continue_generation"] == 1
+        (body,) = servers[0].bodies["/update_weights_from_disk"]
+        assert list(Path(body["model_path"]).iterdir()) != []  # kept for servers that come back
+        assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
+        return Path(body["model_path"])
+
+    assert not with_servers(2, work).exists()
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/flush_cache"])
+def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(path):
+    async def work(engine, bad, good):
+        bad.fail_paths = {path}
+        await engine.publish(NoWeights(), 3)
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(4)))
+        assert {one.server for one in found} == {good.url}
+        bad.fail_paths = set()
+        await until(lambda: engine._servers[0].up)
+        assert bad.version == "3"
+
+    with_servers(2, work)
+
+
+def test_a_publish_that_no_server_takes_is_an_error():
+    async def work(engine, server):
+        server.fail_paths = {"/update_weights_from_disk"}
+        with pytest.raises(EngineError, match="no server took the weights of version 3"):
+            await engine.publish(NoWeights(), 3)
+
+    with_servers(1, work)
+
+
+def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests():
+    async def work(engine, first, second):
+        await engine.publish(NoWeights(), 3)
+        first.healthy = False
+        await until(lambda: not engine._servers[0].up)
+        first.version, first.healthy = "default", True  # a new process at the same place
+        await until(lambda: engine._servers[0].up)
+        assert first.version == "3"
+        assert first.asked["/update_weights_from_disk"] == 2
+        assert second.asked["/update_weights_from_disk"] == 1
+
+    with_servers(2, work)
+
+
+def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
+    async def work(engine, server):
+        server.version = "2"  # behind our back
+        with pytest.raises(VersionMismatch, match=r"versions \[2\], version 0 was asked for"):
+            await engine.generate(request(version=0))
+        assert (await engine.generate(request())).versions.tolist() == [2] * 4  # labelled
+
+    with_servers(1, work)
+
+
+def test_servers_of_different_versions_are_not_mixed():
+    async def body():
+        async with FakeServer() as first, FakeServer() as second:
+            first.version, second.version = "4", "5"
+            engine = await SGLangEngine.connect([first.url, second.url], QUICK)
+            await until(lambda: any("another server" in s.problem for s in engine._servers))
+            assert sum(server.up for server in engine._servers) == 1
+            await engine.close()
+
+    asyncio.run(body())

@@ -1,0 +1,174 @@
+"""Calls are found in whatever a model writes, and what is wrong with one is a sentence, never an exception."""
+
+import contextlib
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.tools import BadCall, Window, find_calls, parse_seconds, video_of, window_of
+
+JSON = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}}'
+ARGUMENTS = {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}
+
+
+def call(body: str, kind: str = "call") -> str:
+    return f"<tool_{kind}>{body}</tool_{kind}>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        call(JSON),
+        call(f"\n{JSON}\n"),
+        call('crop_video("video.mp4", 20, 30.5)', "code"),
+        call("crop_video(start_time=20, end_time=30.5, video_path='video.mp4')", "code"),
+        call("\nprint(crop_video('video.mp4', 20, end_time=30.5))\n", "code"),
+    ],
+)
+def test_every_accepted_spelling_gives_the_same_call(text):
+    (found,) = find_calls(f"<think>\nlook</think>{text} and more")
+    assert (found.name, dict(found.arguments), found.well_formed) == ("crop_video", ARGUMENTS, True)
+    assert f"<think>\nlook</think>{text}"[slice(*found.span)] == text
+
+
+def test_several_calls_keep_their_order_and_a_bad_one_its_place():
+    text = f"</think>{call(JSON)}\n{call('{')}\n{call(JSON.replace('20', '5'))}"
+    found = find_calls(text)
+    assert [c.well_formed for c in found] == [True, False, True]
+    assert [c.arguments.get("start_time") for c in found] == [20, None, 5]
+
+
+def test_a_call_inside_closed_thinking_is_only_a_thought():
+    assert find_calls(f"<think>{call(JSON)}</think><answer>B</answer>") == []
+    assert len(find_calls(f"<think>{call(JSON)}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (call("{'name': 'crop_video'}"), "not valid JSON"),
+        (call("[1]"), "has no name"),
+        (call('{"name": 3, "arguments": {}}'), "has no name"),
+        (call('{"name": "crop_video", "arguments": "x"}'), "no arguments object"),
+        (call("[" * 3000), "not valid JSON"),
+        (call(" " * 5000), "longer than"),
+        (f"<tool_call>{JSON}", "not closed with </tool_call>"),
+        (f"<tool_call>{JSON}</tool_code>", "not closed with </tool_call>"),
+        (call("", "code"), "empty"),
+        (call("crop_video(", "code"), "cannot be read"),
+        (call("1 + 1", "code"), "only calls"),
+        (call("__import__('os').system('ls')", "code"), "only calls"),
+        (call("crop_video(open('x'), 1, 2)", "code"), "plain numbers"),
+        (call("crop_video(**{'start_time': 1})", "code"), "cannot be read"),
+        (call("crop_video('a', 1, 2, 3)", "code"), "cannot be read"),
+        (call("crop_video('a', video_path='b')", "code"), "given twice"),
+        (call("x = crop_video('a', 1, 2)", "code"), "only calls"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(text, complaint):
+    (found,) = find_calls(text)
+    assert found.problem is not None
+    assert complaint in str(found.problem)
+    assert found.problem.outcome == "invalid"
+
+
+@pytest.mark.parametrize("text", [call(JSON.replace("crop", "cut")), call("exec('1')", "code")])
+def test_an_unknown_tool_has_an_outcome_of_its_own(text):
+    (found,) = find_calls(text)
+    assert found.problem is not None
+    assert found.problem.outcome == "unknown_tool"
+
+
+def test_an_unclosed_call_does_not_swallow_the_next_one():
+    first, second = find_calls(f"<tool_call>{{{call(JSON)}")
+    assert not first.well_formed
+    assert second.well_formed
+
+
+def test_several_statements_are_several_calls():
+    found = find_calls(call("crop_video('a', 1, 2)\ncrop_video('b', 3, 4)", "code"))
+    assert [c.arguments["video_path"] for c in found] == ["a", "b"]
+
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", JSON, "crop_video(", ")"]
+pieces = st.lists(st.one_of(st.sampled_from(TAGS), st.text(max_size=8)), max_size=24).map("".join)
+
+
+@given(pieces)
+def test_no_text_raises_and_spans_do_not_overlap(text):
+    end = 0
+    for found in find_calls(text):
+        start, stop = found.span
+        assert end <= start or found.span == (start, end)  # several statements share a block
+        assert text[start:stop].startswith("<tool_c")
+        end = stop
+        if found.well_formed:
+            with contextlib.suppress(BadCall):
+                window_of(found.arguments, 60.0)
+                video_of(found.arguments, {"video.mp4": "/v.mp4"})
+
+
+literals = st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none(), st.lists(st.integers()))
+
+
+@given(start=literals, end=literals, duration_s=st.floats(0.1, 1e5))
+def test_any_arguments_give_a_window_inside_the_video_or_a_sentence(start, end, duration_s):
+    with contextlib.suppress(BadCall):
+        window = window_of({"start_time": start, "end_time": end}, duration_s)
+        assert 0 <= window.start_s < window.end_s <= duration_s
+
+
+def test_an_end_beyond_the_video_is_clamped_and_says_so():
+    assert window_of({"start_time": "00:50", "end_time": "1:30"}, 64.0) == Window(50.0, 64.0, clamped=True)
+    assert window_of({"start_time": 50, "end_time": 64}, 64.0) == Window(50.0, 64.0, clamped=False)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "complaint"),
+    [
+        (5, 5, "not before"),
+        (9, 5, "not before"),
+        (64, 70, "beyond the end of the video, which lasts 64.0"),
+        (-1, 5, "negative"),
+        (math.nan, 5, "start_time is not a time"),
+        (0, math.inf, "end_time is not a time"),
+        (True, 5, "start_time is not a time"),
+        ("soon", 5, "start_time is not a time"),
+        (None, 5, "start_time is not a time"),
+        (10**400, 5, "start_time is not a time"),
+    ],
+)
+def test_a_bad_window_says_what_is_wrong(start, end, complaint):
+    with pytest.raises(BadCall, match=complaint):
+        window_of({"start_time": start, "end_time": end}, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("12", 12.0),
+        ("12.5", 12.5),
+        (" 1:05 ", 65.0),
+        ("01:02:03.5", 3723.5),
+        ("90:00", 5400.0),
+        ("1:75", None),
+        ("1:61:00", None),
+        ("1:2:3:4", None),
+        ("", None),
+        ("1e3", None),
+        ("12 s", None),
+    ],
+)
+def test_times_as_text(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+def test_a_video_is_looked_up_and_never_opened():
+    names = {"video_0.mp4": "/data/a.mp4", "video_1.mp4": "/data/b.mp4", "/data/b.mp4": "/data/b.mp4"}
+    assert video_of({"video_path": "video_1.mp4"}, names) == "/data/b.mp4"
+    assert video_of({}, {"video.mp4": "/data/a.mp4", "a.mp4": "/data/a.mp4"}) == "/data/a.mp4"
+    for wrong in ("/etc/passwd", "../a.mp4", 3, None, ["video_0.mp4"]):
+        with pytest.raises(BadCall, match="not one of the videos"):
+            video_of({"video_path": wrong}, names)

@@ -1,0 +1,170 @@
+"""What a worker makes of a file: the frame that was asked for, at its own time, upright, in the learner's own size."""
+
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from make_video import (
+    HEIGHT,
+    WIDTH,
+    at_fps,
+    number_of,
+    numbered_frame,
+    trim_without_encoding,
+    turn,
+    write_sound,
+    write_video,
+)
+
+from model_port.processing import VisionContract, resize, settled_size
+from rollout.video.decode import decode, identity_of, probe
+from rollout.video.errors import VideoError
+
+RECIPE = VisionContract(16, 2, 2, 784, 50176, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=30:bframes=3:scenecut=0"}
+CONTAINERS = {
+    "mp4": dict(),
+    "mkv": dict(),
+    "mov": dict(),
+    "flv": dict(),
+    "ts": dict(),
+    "avi": dict(codec="mpeg4", time_base=Fraction(1, 30)),
+    "webm": dict(codec="libvpx-vp9", options={"deadline": "realtime", "cpu-used": "8"}),
+    "hevc.mp4": dict(codec="libx265", options={"x265-params": "log-level=none"}),
+    "open.mp4": dict(options=OPEN_GROUPS),
+    "one_keyframe.mp4": dict(gop_frames=1000),
+    "all_keyframes.mp4": dict(gop_frames=1),
+}  # file endings, and how such a file is written
+
+
+class Probed:
+    def __init__(self, path: Path):
+        known, raw = probe(str(path))
+        self.path, self.known = str(path), known
+        self.ticks, self.key_ticks = np.split(np.frombuffer(raw, np.int64), [known["num_frames"]])
+        self.time_base = Fraction(*known["time_base"])
+        self.size_px = known["height"], known["width"]
+
+    @property
+    def duration_s(self) -> float:
+        return float(self.known["duration_ticks"] * self.time_base)
+
+    @property
+    def times_s(self) -> np.ndarray:
+        return (self.ticks - self.ticks[0]) * float(self.time_base)
+
+    def decoded(self, frames: Sequence[int], size_px: tuple[int, int] | None = None) -> dict[int, np.ndarray]:
+        """Each in a group of its own, so that every one needs its own seek."""
+        found = {}
+        keys = [int(self.key_ticks[self.key_ticks <= self.ticks[frame]][-1]) for frame in frames]
+        groups = [(key, [int(self.ticks[frame])]) for key, frame in zip(keys, frames, strict=True)]
+        decode(self.path, self.known["identity"], groups, size_px or self.size_px, found.__setitem__)
+        return {int(np.searchsorted(self.ticks, tick)): pixels for tick, pixels in found.items()}
+
+
+@pytest.mark.parametrize("ending", CONTAINERS)
+def test_every_frame_is_the_one_that_was_asked_for(tmp_path, ending):
+    video = Probed(write_video(tmp_path / f"video.{ending}", at_fps(30, 120), **CONTAINERS[ending]))
+    frames = [0, 1, 2, 27, 28, 29, 30, 31, 32, 59, 60, 61, 88, 89, 90, 118, 119]
+    found = {frame: number_of(pixels) for frame, pixels in video.decoded(frames).items()}
+    assert found == {frame: frame for frame in frames}
+    assert len(video.ticks) == 120 and video.duration_s == pytest.approx(4, abs=0.002)
+    np.testing.assert_allclose(video.times_s, at_fps(30, 120), atol=0.001)  # some containers count milliseconds
+
+
+def test_leaving_out_pictures_on_the_way_changes_no_pixel(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 60), options={"bf": "5", "b_strategy": "0"})
+    with av.open(str(path)) as container:
+        plain = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    for frame, pixels in Probed(path).decoded(range(0, 60, 7)).items():
+        np.testing.assert_array_equal(pixels, plain[frame])
+
+
+def test_times_of_a_variable_frame_rate_are_those_of_the_frames(tmp_path):
+    times_s = np.cumsum(np.random.default_rng(0).uniform(0.01, 0.3, 90)).tolist()
+    video = Probed(write_video(tmp_path / "video.mp4", times_s))
+    np.testing.assert_allclose(video.times_s, np.array(times_s) - times_s[0], atol=1e-4)
+    assert {frame: number_of(pixels) for frame, pixels in video.decoded([3, 50]).items()} == {3: 3, 50: 50}
+
+
+def test_frames_cut_off_by_an_edit_list_are_not_there(tmp_path):
+    whole = write_video(tmp_path / "whole.mp4", at_fps(30, 90))
+    video = Probed(trim_without_encoding(whole, tmp_path / "video.mp4", 13, 30))
+    assert len(video.ticks) == 90 - 13 and video.duration_s == pytest.approx(77 / 30)
+    assert [number_of(pixels) for pixels in video.decoded([0, 5, 40, 76]).values()] == [13, 18, 53, 89]
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_a_video_filmed_sideways_is_shown_upright(tmp_path, degrees):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 10))
+    flat = Probed(path).decoded([7])[7]
+    video = Probed(turn(path, degrees))
+    assert video.size_px == ((HEIGHT, WIDTH) if degrees == 180 else (WIDTH, HEIGHT))
+    np.testing.assert_array_equal(video.decoded([7])[7], np.rot90(flat, -degrees // 90))
+
+
+@pytest.mark.parametrize("size_px", [(180, 320), (320, 180), (HEIGHT, WIDTH), (500, 350)])
+def test_frames_are_resized_as_the_learner_resizes_them(tmp_path, size_px):
+    video = Probed(write_video(tmp_path / "video.mp4", at_fps(30, 3), size_px=size_px))
+    settled = settled_size(*size_px, RECIPE)
+    (original,), (resized,) = (video.decoded([1], size).values() for size in (size_px, settled))
+    np.testing.assert_array_equal(resized, resize(original, RECIPE, size_px=settled))
+    np.testing.assert_array_equal(resized, resize(resized, RECIPE))  # every later pass leaves it alone
+
+
+def test_a_single_frame_lasts_one_frame(tmp_path):
+    video = Probed(write_video(tmp_path / "video.mp4", [0.0]))
+    assert (len(video.ticks), video.duration_s) == (1, pytest.approx(1 / 30, rel=0.01))
+    assert np.abs(video.decoded([0])[0].astype(int) - numbered_frame(0)).mean() < 5
+
+
+def no_video(path: Path) -> None:
+    path.write_text("not a video\n" * 1000)
+
+
+def playlist(path: Path) -> None:
+    write_video(path.with_name("other.mp4"), at_fps(30, 10))
+    path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_video, "damaged or not a video"),
+        (playlist, "damaged or not a video"),
+        (write_sound, "holds no video"),
+        (lambda path: path.write_bytes(b""), "the file is empty"),
+        (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
+        (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),
+        (lambda path: None, "No such file"),
+        (Path.mkdir, "not a regular file"),
+        (os.mkfifo, "not a regular file"),
+    ],
+)
+def test_what_is_no_video_is_said_in_one_sentence_without_its_place(tmp_path, make, message):
+    path = tmp_path / "video.mp4"
+    make(path)
+    with pytest.raises(VideoError, match=message) as caught:
+        probe(str(path))
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_the_identity_is_of_the_file_and_not_of_the_name_it_was_called_by(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 3))
+    (tmp_path / "link.mp4").symlink_to(path)
+    first = identity_of(str(path))
+    assert identity_of(str(tmp_path / "link.mp4")) == first
+    write_video(path, at_fps(30, 4))
+    assert identity_of(str(path)) != first
+
+
+def test_frames_of_a_file_that_was_replaced_are_refused(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 3))
+    video = Probed(path)
+    write_video(path, at_fps(30, 9))
+    with pytest.raises(VideoError, match="was replaced"):
+        video.decoded([0])

@@ -1,0 +1,437 @@
+"""Frames for many at once: decoded once each, from memory or disk where they are, and no fault spreads."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, write_video
+
+from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.reader import FrameReader, TimedPicture
+from rollout.video.times import crop_times, overview_times
+
+PATIENCE_S = 60.0  # far more than anything takes: the machine may be busy
+INDEX_FIRST = {"movflags": "faststart"}  # an mp4 with its index at the beginning, as on the web
+
+
+def same_size(height: int, width: int) -> tuple[int, int]:
+    return height, width
+
+
+def small(height: int, width: int) -> tuple[int, int]:
+    return 64, 96
+
+
+def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -> Any:
+    async def body() -> Any:
+        async with FrameReader(options.pop("frame_size", same_size), **{"num_workers": 2, **options}) as reader:
+            return await test(reader)
+
+    found = asyncio.run(body())
+    assert workers() == []
+    return found
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if is_worker(child)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE and "rollout.video.worker" in process.cmdline()
+    return False
+
+
+def shown(frames: list[TimedPicture]) -> list[tuple[float, int]]:
+    return [(round(frame.time_s, 3), number_of(frame.picture.pixels)) for frame in frames]
+
+
+async def fails_with(kind: type[VideoError], message: str, awaitable: Awaitable[Any]) -> float:
+    """The seconds until it failed, as it should."""
+    start = time.monotonic()
+    with pytest.raises(kind, match=message):
+        await awaitable
+    return time.monotonic() - start
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten seconds, 30 frames a second."""
+    return write_video(tmp_path_factory.mktemp("video") / "video.mp4", at_fps(30, 300))
+
+
+@pytest.fixture(scope="module")
+def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty seconds, all of which take a decoder a second or more."""
+    path = tmp_path_factory.mktemp("video") / "long.mp4"
+    return write_video(path, at_fps(30, 600), size_px=(480, 640), options={"preset": "ultrafast"}, gop_frames=300)
+
+
+def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(video):
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(video, PATIENCE_S)
+        assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
+        frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
+        assert shown(frames) == [(0.0, 0), (5.0, 150), (9.967, 299)]
+        frames = await reader.frames(video, overview_times(info.duration_s, 4), PATIENCE_S)
+        assert shown(frames) == [(0.0, 0), (3.333, 100), (6.667, 200), (9.967, 299)]
+        assert await reader.frames(video, [], PATIENCE_S) == []
+        with pytest.raises(ValueError, match="must be finite"):
+            await reader.frames(video, [float("nan")], PATIENCE_S)
+
+    with_reader(test)
+
+
+def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_are_decoded_in_one_job(video):
+    async def test(reader: FrameReader) -> None:
+        first = await reader.frames(video, [1, 2, 3], PATIENCE_S)
+        jobs = reader.metrics()["video/jobs"]
+        second = await reader.frames(video, [2, 3, 4, 5, 6], PATIENCE_S)
+        assert [second[0].picture, second[1].picture] == [first[1].picture, first[2].picture]
+        metrics = reader.metrics()
+        assert metrics["video/jobs"] - jobs == 1 and metrics["video/decoded_frames"] == 6
+        assert metrics["video/memory_hit_frac"] == 2 / 8 and metrics["video/memory_bytes"] > 0
+
+    with_reader(test)
+
+
+def test_what_many_ask_for_at_once_is_decoded_once(video):
+    async def test(reader: FrameReader) -> None:
+        asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
+        found = await asyncio.gather(*asked)
+        assert [[number for _, number in shown(frames)] for frames in found] == [
+            [30 * second for second in range(number, 5 + number)] for number in range(4)
+        ]
+        metrics = reader.metrics()
+        assert metrics["video/decoded_frames"] == 8 and metrics["video/shared_frac"] == 12 / 20
+
+    with_reader(test)
+
+
+def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(video):
+    async def test(reader: FrameReader) -> None:
+        first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
+        second = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
+        await asyncio.sleep(0)  # the probe is under way
+        first.cancel()
+        assert [number for _, number in shown(await second)] == [30, 60]
+        third = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
+        fourth = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
+        await asyncio.sleep(0)  # the frame is under way
+        third.cancel()
+        assert [number for _, number in shown(await fourth)] == [90]
+        assert reader.metrics()["video/decoded_frames"] == 3
+
+    with_reader(test)
+
+
+def test_the_impatience_of_one_does_not_fail_another_who_waits_for_the_same(video):
+    async def test(reader: FrameReader) -> None:
+        await reader.info(video, PATIENCE_S)
+        (worker,) = workers()
+        worker.suspend()
+        impatient = asyncio.create_task(fails_with(VideoTimeout, "in time", reader.frames(video, [1], 0.3)))
+        patient = asyncio.create_task(reader.frames(video, [1], PATIENCE_S))
+        assert await impatient < 5
+        await asyncio.sleep(0.3)
+        worker.resume()
+        assert shown(await patient) == [(1.0, 30)] and reader.metrics()["video/timeouts"] == 0
+
+    with_reader(test, num_workers=1)
+
+
+def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go_on(video):
+    async def test(reader: FrameReader) -> None:
+        await all_up(reader, video)
+        stuck, _ = workers()
+        stuck.suspend()
+        start = time.monotonic()
+        asked = [reader.frames(video, [second], 2.0) for second in (8, 9)]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert 2 <= time.monotonic() - start < 10
+        assert {type(outcome) for outcome in outcomes} == {list, VideoTimeout}
+        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+        assert not is_worker(stuck) and reader.metrics()["video/timeouts"] == 1
+
+    with_reader(test)
+
+
+def test_a_worker_that_is_killed_fails_only_the_job_it_had(video):
+    async def test(reader: FrameReader) -> None:
+        await all_up(reader, video)
+        victim, _ = workers()
+        victim.suspend()
+        asked = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (8, 9)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # the other waits for the victim
+        victim.kill()
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["VideoError", "list"]
+        assert "the decoder died over it" in str(outcomes)
+        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+        assert reader.metrics()["video/worker_deaths"] == 1
+
+    with_reader(test)
+
+
+def test_a_worker_that_dies_while_idle_fails_nothing(video):
+    async def test(reader: FrameReader) -> None:
+        await all_up(reader, video)
+        for worker in workers():
+            worker.kill()
+            worker.wait(PATIENCE_S)
+        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+
+    with_reader(test)
+
+
+def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def test(reader: FrameReader) -> None:
+        await fails_with(VideoError, "no decoder can start", reader.info(video, PATIENCE_S))
+
+    with_reader(test)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        with_reader(test)
+
+
+def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_video):
+    async def test(reader: FrameReader) -> None:
+        await reader.info(long_video, PATIENCE_S)
+        took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 600), 0.2))
+        assert took_s < 5
+        assert len(await reader.frames(long_video, at_fps(30, 600), PATIENCE_S)) == 600
+        metrics = reader.metrics()
+        assert (metrics["video/timeouts"], metrics["video/decoded_frames"]) == (1, 600)
+
+    with_reader(test, num_workers=1, frame_size=small)
+
+
+def test_who_waits_for_a_busy_decoder_is_answered_in_time(long_video, video):
+    async def test(reader: FrameReader) -> None:
+        await reader.info(long_video, PATIENCE_S)
+        long = asyncio.create_task(reader.frames(long_video, at_fps(30, 600), PATIENCE_S))
+        await asyncio.sleep(0)
+        assert await fails_with(VideoTimeout, "in time", reader.info(video, 0.1)) < 5
+        assert len(await long) == 600
+
+    with_reader(test, num_workers=1, frame_size=small)
+
+
+def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
+    async def test(reader: FrameReader) -> None:
+        start_s = time.thread_time()
+        frames = await reader.frames(long_video, at_fps(3, 60), PATIENCE_S)
+        assert sum(frame.picture.num_bytes for frame in frames) > 50_000_000
+        assert time.thread_time() - start_s < 0.1 * reader.metrics()["video/decode_s"]
+
+    with_reader(test, disk_directory=tmp_path)
+
+
+def test_closing_ends_whoever_still_waits(video):
+    async def body() -> None:
+        async with FrameReader(same_size, num_workers=1) as reader:
+            await all_up(reader, video)
+            workers()[0].suspend()
+            waiting = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (7, 8)]
+            await asyncio.sleep(0.1)
+        for task in waiting:
+            await fails_with(VideoError, "the reader was closed", task)
+        with pytest.raises(RuntimeError, match="is not open"):
+            await reader.info(video, PATIENCE_S)
+        assert workers() == []
+
+    asyncio.run(body())
+
+
+def test_workers_end_with_a_parent_that_was_killed(long_video):
+    script = (
+        "import asyncio, os, psutil, sys\n"
+        "from rollout.video.reader import FrameReader\n"
+        "async def main():\n"
+        "    async with FrameReader(lambda height, width: (height, width), num_workers=2) as reader:\n"
+        "        info = await reader.info(sys.argv[1], 60)\n"
+        "        reading = asyncio.create_task(reader.frames(sys.argv[1], range(50), 60))\n"
+        "        await asyncio.sleep(0.1)\n"
+        "        print(*(child.pid for child in psutil.Process().children()), flush=True)\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(long_video)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+    asyncio.run(until(lambda: not any(psutil.pid_exists(pid) and is_worker(psutil.Process(pid)) for pid in pids)))
+
+
+def test_a_worker_is_retired_after_its_number_of_jobs(video):
+    async def test(reader: FrameReader) -> None:
+        before = workers()
+        for second in range(4):  # with the probe, five jobs
+            await reader.frames(video, [second], PATIENCE_S)
+        assert reader.metrics()["video/workers_retired"] == 2 and workers() != before
+
+    with_reader(test, num_workers=1, max_jobs_per_worker=2)
+
+
+def test_workers_import_only_what_they_need():
+    code = "import sys, rollout.video.worker; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    heavy = {"jax", "torch", "transformers", "decord", "asyncio", "model_port", "paravt_jax", "aiohttp"}
+    assert not heavy & set(run.stdout.split())
+
+
+def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
+    async def test(reader: FrameReader) -> tuple[list[bytes], dict[str, float]]:
+        frames = await reader.frames(video, range(10), PATIENCE_S)
+        return [frame.picture.pixels.tobytes() for frame in frames], reader.metrics()
+
+    first, metrics = with_reader(test, disk_directory=tmp_path)
+    assert (metrics["video/decoded_frames"], metrics["video/disk_hit_frac"]) == (10, 0)
+    second, metrics = with_reader(test, disk_directory=tmp_path)
+    assert (metrics["video/decoded_frames"], metrics["video/disk_hit_frac"]) == (0, 1) and first == second
+    for path in sorted(tmp_path.rglob("*.frame"))[:3]:
+        truncate(path, 0.5)
+    third, metrics = with_reader(test, disk_directory=tmp_path)
+    assert (metrics["video/decoded_frames"], metrics["video/disk_damaged_files"]) == (3, 3) and first == third
+
+
+def test_frames_that_memory_has_no_room_for_are_still_delivered(video):
+    async def test(reader: FrameReader) -> None:
+        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+        assert reader.metrics()["video/memory_bytes"] <= 100_000
+
+    with_reader(test, memory_bytes=100_000)
+
+
+def test_frames_come_in_the_size_that_was_asked_for_upright(video):
+    async def test(reader: FrameReader) -> None:
+        (frame,) = await reader.frames(video, [3], PATIENCE_S)
+        assert frame.picture.size_px == (64, 32) and number_of(frame.picture.pixels) == 90
+
+    with_reader(test, frame_size=lambda height, width: (64, 32) if (height, width) == (HEIGHT, WIDTH) else (1, 1))
+
+
+def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(video):
+    def refuse(height: int, width: int) -> tuple[int, int]:
+        raise ValueError("too narrow")
+
+    async def test(reader: FrameReader) -> None:
+        await fails_with(VideoError, "cannot be shown: too narrow", reader.frames(video, [0], PATIENCE_S))
+
+    with_reader(test, frame_size=refuse)
+
+
+def test_a_replaced_file_is_noticed_and_read_anew(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 60))
+
+    async def test(reader: FrameReader) -> None:
+        await reader.info(path, PATIENCE_S)
+        write_video(path, at_fps(10, 90))
+        await fails_with(VideoError, "was replaced", reader.frames(path, [1], PATIENCE_S))
+        assert shown(await reader.frames(path, [1], PATIENCE_S)) == [(1.0, 10)]
+
+    with_reader(test)
+
+
+def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(tmp_path):
+    path = tmp_path / "video.mp4"
+
+    async def test(reader: FrameReader) -> None:
+        await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
+        write_video(path, at_fps(30, 30))
+        assert (await reader.info(path, PATIENCE_S)).num_frames == 30
+
+    with_reader(test)
+
+
+async def overview_and_crop(reader: FrameReader, path: Path) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    info = await reader.info(path, PATIENCE_S)
+    overview = await reader.frames(path, overview_times(info.duration_s, 8), PATIENCE_S)
+    crop = await reader.frames(path, crop_times(0, info.duration_s), PATIENCE_S)
+    return shown(overview), shown(crop)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "num_overview", "num_crop"),
+    [(at_fps(30, 15), 8, 1), ([0.0], 1, 1), (at_fps(0.2, 2160), 8, 16)],
+    ids=["half a second", "one frame", "three hours"],
+)
+def test_unusual_lengths_give_frames(tmp_path, times_s, num_overview, num_crop):
+    path = write_video(tmp_path / "video.mp4", times_s, options={"preset": "ultrafast"})
+    overview, crop = with_reader(lambda reader: overview_and_crop(reader, path))
+    assert (len(overview), len(crop)) == (num_overview, num_crop)
+    for time_s, number in overview + crop:
+        assert time_s == pytest.approx(times_s[number], abs=0.001)
+
+
+def test_a_cut_off_video_is_as_long_as_what_is_left(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
+    truncate(path, 0.6)
+
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(path, PATIENCE_S)
+        assert 3 < info.duration_s < 8
+        frames = shown(await reader.frames(path, overview_times(info.duration_s, 8), PATIENCE_S))
+        assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
+
+    with_reader(test)
+
+
+def test_a_cut_off_video_without_its_index_is_an_error(tmp_path):
+    path = truncate(write_video(tmp_path / "video.mp4", at_fps(30, 300)), 0.6)
+
+    async def test(reader: FrameReader) -> None:
+        await fails_with(VideoError, "damaged or not a video", reader.info(path, PATIENCE_S))
+
+    with_reader(test)
+
+
+def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
+    damage(path, 0.6, 1.0)
+
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(path, PATIENCE_S)
+        assert info.duration_s == pytest.approx(10)  # the index is whole
+        frames = shown(await reader.frames(path, overview_times(10, 20), PATIENCE_S))
+        assert 7 <= len(frames) <= 15 and all(number == round(30 * time_s) for time_s, number in frames)
+        await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+        jobs = reader.metrics()["video/jobs"]
+        await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+        assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
+
+    with_reader(test)
+
+
+def test_damage_in_the_middle_costs_no_frame_elsewhere(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
+    damage(path, 0.5, 0.6)
+
+    async def test(reader: FrameReader) -> None:
+        frames = dict(shown(await reader.frames(path, range(10), PATIENCE_S)))
+        for second in (0, 1, 2, 8, 9):
+            assert frames[second] == 30 * second
+
+    with_reader(test)
+
+
+async def all_up(reader: FrameReader, video: Path) -> None:
+    """Workers take turns, so that after a job each all of them have started."""
+    for second in range(4):
+        await reader.frames(video, [second], PATIENCE_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.02)

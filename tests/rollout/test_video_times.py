@@ -1,0 +1,73 @@
+"""When frames are taken: an overview covers the video, a crop its window, whatever the numbers."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rollout.video.times import CROP_MAX_FRAMES, crop_times, overview_times
+
+durations = st.floats(0, 1e6)
+starts = st.floats(0, 1e6)
+lengths = st.floats(1e-3, 1e6)
+
+
+@given(durations, st.integers(1, 512))
+def test_an_overview_has_the_asked_number_of_frames_evenly_over_all_of_the_video(duration_s, num_frames):
+    times = overview_times(duration_s, num_frames)
+    assert len(times) == num_frames and all(0 <= time <= duration_s for time in times)
+    if num_frames > 1:
+        assert (times[0], times[-1]) == (0, duration_s)
+        step = duration_s / (num_frames - 1)
+        assert all(math.isclose(b - a, step, abs_tol=1e-9 * duration_s) for a, b in itertools.pairwise(times))
+
+
+def test_overviews_written_out():
+    assert overview_times(60, 4) == [0, 20, 40, 60]
+    assert overview_times(60, 1) == [30]
+
+
+@given(starts, lengths)
+@example(0.1, 0.7)
+@example(0.0, float(CROP_MAX_FRAMES))
+def test_a_crop_stays_in_its_window_and_covers_it(start_s, length_s):
+    end_s = start_s + length_s
+    times = crop_times(start_s, end_s)
+    assert 1 <= len(times) <= CROP_MAX_FRAMES
+    assert times[0] == start_s and all(a < b for a, b in itertools.pairwise(times)) and times[-1] <= end_s
+    step = max(1.0, (end_s - start_s) / (CROP_MAX_FRAMES - 1)) * (1 + 1e-9)
+    assert all(b - a <= step + 1e-9 for a, b in zip(times, [*times[1:], end_s], strict=True))
+
+
+@given(starts, lengths)
+def test_a_crop_is_one_frame_a_second_as_long_as_that_is_not_too_many(start_s, length_s):
+    times = crop_times(start_s, start_s + length_s)
+    if length_s <= CROP_MAX_FRAMES - 1e-6:
+        assert times == [start_s + number for number in range(len(times))]
+
+
+def test_crops_written_out():
+    assert crop_times(20, 23) == [20, 21, 22]
+    assert crop_times(20, 23.5) == [20, 21, 22, 23]
+    assert crop_times(20, 20.2) == [20]
+    assert crop_times(0, 16) == list(range(16))
+    assert crop_times(0, 30) == list(range(0, 31, 2))
+    assert crop_times(0, 30, max_frames=4) == [0, 10, 20, 30]
+    assert crop_times(0, 30, max_frames=1) == [15]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: overview_times(10, 0), "num_frames=0 must be at least 1"),
+        (lambda: overview_times(math.inf, 4), "duration_s=inf must be finite"),
+        (lambda: crop_times(5, 5), "start before it ends, got 5 to 5"),
+        (lambda: crop_times(math.nan, 5), "got nan to 5"),
+        (lambda: crop_times(0, 5, 0), "max_frames=0 must be at least 1"),
+    ],
+)
+def test_impossible_numbers_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
