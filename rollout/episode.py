@@ -98,7 +98,8 @@ class Call:
 
     call: ToolCall
     outcome: Outcome
-    response: str
+    response: str  # what the main agent is told
+    problem: str = ""  # what went wrong, in words that are not for the model
     window: Window | None = None
     report: Ledger | None = None
     latency_s: float = 0.0
@@ -109,6 +110,7 @@ class Call:
             "span": self.call.span,
             "outcome": self.outcome,
             "response": self.response,
+            "problem": self.problem,
             "window_s": None if self.window is None else [self.window.start_s, self.window.end_s],
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
@@ -281,7 +283,12 @@ class _Run:
         ledger.add("forced", forced)
         stop_ids = chat.stop_ids if config.dispatch != "sequential" else (*chat.stop_ids, chat.call_end_id)
         generation = await self._generate(
-            ledger, min(config.max_new_tokens, room), config.turn_deadline_s, turn_number, stop_ids=stop_ids
+            ledger,
+            min(config.max_new_tokens, room),
+            config.turn_deadline_s,
+            turn_number,
+            stop_ids=stop_ids,
+            affinity=self.overview.task.id,
         )
         ledger.add_sampled(generation)
         self.said_a_picture = not chat.visual_ids.isdisjoint(generation.ids.tolist())
@@ -305,13 +312,13 @@ class _Run:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
                 await self._inspect(result, turn_number, number)
         except BadCall as problem:
-            result.outcome, result.response = problem.outcome, self._error(str(problem))
-        except (TimeoutError, VideoTimeout, DeadlineExceeded):
-            result.outcome, result.response = "timeout", self._error("looking at this part took too long")
+            self._fail(result, problem.outcome, str(problem), problem)
+        except (TimeoutError, VideoTimeout, DeadlineExceeded) as problem:
+            self._fail(result, "timeout", "looking at this part took too long", problem)
         except VideoError as problem:
-            result.outcome, result.response = "error", self._error(str(problem))
-        except EngineError:
-            result.outcome, result.response = "error", self._error("nobody could look at this part")
+            self._fail(result, "error", str(problem), problem)
+        except EngineError as problem:
+            self._fail(result, "error", "nobody could look at this part", problem)
         result.latency_s = time.monotonic() - started_s
         return result
 
@@ -331,7 +338,13 @@ class _Run:
         result.report = report = Ledger()
         report.add("prompt", agent._prompt(messages, pictures, tools=False), pictures)
         generation = await self._generate(
-            report, config.subagent_new_tokens, config.call_deadline_s, turn_number, number + 1
+            report,
+            config.subagent_new_tokens,
+            config.call_deadline_s,
+            turn_number,
+            number + 1,
+            stop_ids=agent.chat.stop_ids,
+            affinity=f"{path} {window.start_s} {window.end_s}",
         )
         report.add_sampled(generation)
         if generation.finish == "abort":
@@ -348,9 +361,14 @@ class _Run:
         deadline_s: float,
         turn_number: int,
         agent_number: int = 0,
-        stop_ids: tuple[int, ...] | None = None,
+        *,
+        stop_ids: tuple[int, ...],
+        affinity: str,
     ) -> Generation:
-        """`agent_number` 0 is the main agent, n the sub-agent of a turn's n-th call."""
+        """`agent_number` 0 is the main agent, n the sub-agent of a turn's n-th call.
+
+        What a group begins with, and what several of its members look at, is computed by one server.
+        """
         config = self.agent.config
         generation = await self.agent.engine.generate(
             Request(
@@ -360,12 +378,13 @@ class _Run:
                     max_new_tokens,
                     config.temperature,
                     config.top_p,
-                    stop_ids=self.agent.chat.stop_ids if stop_ids is None else stop_ids,
+                    stop_ids=stop_ids,
                     seed=derived_seed(self.seed, self.episode.id, turn_number, agent_number),
                 ),
                 episode=self.episode.id,
                 deadline_s=deadline_s,
                 version=self.version,
+                affinity=affinity,
             )
         )
         self.episode.num_prompt_tokens += generation.num_prompt_tokens
@@ -382,8 +401,9 @@ class _Run:
         ended = len(generation.ids) > 0 and int(generation.ids[-1]) in self.agent.chat.stop_ids
         return generation.ids[:-1] if ended else generation.ids
 
-    def _error(self, message: str) -> str:
-        return self.agent.config.prompts.error.format(message=message)
+    def _fail(self, result: Call, outcome: Outcome, message: str, problem: Exception) -> None:
+        result.outcome, result.problem = outcome, f"{type(problem).__name__}: {problem}"
+        result.response = self.agent.config.prompts.error.format(message=message)
 
 
 def _own_names(paths: Sequence[str]) -> dict[str, str]:

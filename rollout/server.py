@@ -46,6 +46,10 @@ VISION_CACHE_MIB = 1024  # about 600 frames of 49 tokens for the 8B model with i
 # Below the ports that the kernel gives to outgoing connections: those could take ours while the server is loading.
 FREE_PORTS = range(20_000, 30_000)
 
+# Without a GPU's kernels the vision tower attends over all pictures of a prefill together, with a mask: eight crops of
+# sixteen frames at once took minutes. A smaller piece of prompt has fewer pictures.
+CPU_PREFILL_TOKENS = 128
+
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 30  # the server generates one token for /health, the first of which compiles
 SHOWN_LINES = 30  # in an error: a Python traceback and what led to it
@@ -120,6 +124,7 @@ class ServerSettings:
             options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # else: all memory
             options["--max-running-requests"] = self.max_running_requests or 16
             options["--attention-backend"] = "torch_native"
+            options["--chunked-prefill-size"] = CPU_PREFILL_TOKENS
             options["--sampling-backend"] = "pytorch"
             options["--cuda-graph-backend-decode"] = "disabled"
             options["--cuda-graph-backend-prefill"] = "disabled"

@@ -18,6 +18,10 @@ class ServerUnavailable(EngineError):
     """This server failed at it; another one, or a later attempt, may not."""
 
 
+class ServerUnreachable(ServerUnavailable):
+    """Nobody is there, or the connection broke."""
+
+
 @dataclass(frozen=True)
 class HttpClient:
     """The connections to all servers."""
@@ -52,7 +56,7 @@ class HttpClient:
         except TimeoutError:
             raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
         except (aiohttp.ClientError, OSError) as problem:
-            raise ServerUnavailable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
+            raise ServerUnreachable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
         try:
             return json.loads(text)
         except ValueError:

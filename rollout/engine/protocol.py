@@ -55,9 +55,10 @@ class Request:
     ids: np.ndarray  # int32 [T], placeholders not expanded
     pictures: tuple[Picture, ...]
     sampling: Sampling
-    episode: str  # requests of one episode go to one server, whose prefix cache knows them
+    episode: str  # what `abort` calls it
     deadline_s: float | int
     version: int | None = None  # tokens of any other version are an error; None takes any, each token labelled
+    affinity: str = ""  # equal ones go to one server, whose prefix cache knows them; by default the episode
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout.engine.http import HttpClient, ServerUnavailable
+from rollout.engine.http import HttpClient, ServerUnavailable, ServerUnreachable
 from rollout.engine.protocol import (
     DeadlineExceeded,
     EngineError,
@@ -38,7 +38,8 @@ from rollout.server import Device, Server, ServerSettings, sidecar_python
 UNLABELLED = "default"  # what a server calls the weights it was started with
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 RID_CHARS = 16
-MAX_HOMES = 100_000  # episodes whose server is remembered
+MAX_HOMES = 100_000  # prefixes whose server is remembered
+MAX_IMBALANCE = 8  # requests more than elsewhere, from which on computing a prefix again is quicker than waiting
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class SGLangEngine:
         self._route = self._make_route()
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # some server came up or went down
-        self._homes: dict[str, _Server] = {}  # episode -> the server whose cache knows it
+        self._homes: dict[str, _Server] = {}  # affinity -> the server whose cache knows the prefix
         self._background: set[asyncio.Task[Any]] = set()
         self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
 
@@ -132,6 +133,10 @@ class SGLangEngine:
         return engine
 
     @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    @property
     def version(self) -> int:
         assert self._version is not None, "an engine begins with a server that is up"
         return self._version
@@ -143,7 +148,7 @@ class SGLangEngine:
         problems: list[str] = []
         tried: set[str] = set()
         while True:
-            server = await self._choose(request.episode, deadline_s, tried)
+            server = await self._choose(request.affinity or request.episode, deadline_s, tried)
             try:
                 answer = await self._ask(server, request, body, deadline_s)
                 generation = _generation(answer, server.url, time.monotonic() - started_s)
@@ -203,21 +208,22 @@ class SGLangEngine:
 
     # Requests
 
-    async def _choose(self, episode: str, deadline_s: float, tried: set[str]) -> _Server:
-        """The episode's own server, or the one with the fewest requests; of those that were not tried, if there are."""
+    async def _choose(self, affinity: str, deadline_s: float, tried: set[str]) -> _Server:
+        """The server that knows the prefix, or the one with the fewest requests; one not tried yet, if there is."""
         for keeper in self._keepers:
             if keeper.done() and (problem := keeper.exception()) is not None:
                 raise problem
         await self._wait_until_up(deadline_s)
         up = [server for server in self._servers if server.up]
         up = [server for server in up if server.url not in tried] or up
-        home = self._homes.pop(episode, None)
+        idlest = min(up, key=lambda server: len(server.running))
+        home = self._homes.pop(affinity, None)
         if home not in up:
-            home = min(up, key=lambda server: len(server.running))
-        self._homes[episode] = home  # now the youngest
+            home = idlest
+        self._homes[affinity] = home  # now the youngest
         while len(self._homes) > MAX_HOMES:
             del self._homes[next(iter(self._homes))]
-        return home
+        return home if len(home.running) <= len(idlest.running) + MAX_IMBALANCE else idlest
 
     async def _wait_until_up(self, deadline_s: float) -> None:
         while not any(server.up for server in self._servers):
@@ -351,7 +357,7 @@ class SGLangEngine:
             return str(server.managed.ended_by_itself())
         try:
             await self._client.get(f"{server.url}/health", self.settings.probe_deadline_s)
-        except ServerUnavailable as problem:
+        except ServerUnreachable as problem:
             server.missed_probes = self.settings.max_missed_probes
             return str(problem)
         except EngineError as problem:

@@ -27,19 +27,30 @@ Message = tuple[dict[str, Any], bytearray]
 
 
 class Deadline:
-    """A moment that may be put off while others wait for it."""
+    """A moment that may be put off while others wait for it, until it has come."""
 
-    def __init__(self, after_s: float | int):
-        if not after_s > 0:
-            raise ValueError(f"deadline_s={after_s} must be greater than 0")
-        self.at = time.monotonic() + after_s
+    def __init__(self, at: float):
+        self.at = at
+        self._lock = threading.Lock()
+
+    @classmethod
+    def after(cls, wait_s: float | int) -> "Deadline":
+        if not wait_s > 0:
+            raise ValueError(f"deadline_s={wait_s} must be greater than 0")
+        return cls(time.monotonic() + wait_s)
 
     @property
     def left_s(self) -> float:
-        return self.at - time.monotonic()
+        with self._lock:
+            return self.at - time.monotonic()
 
-    def put_off_to(self, other: "Deadline") -> None:
-        self.at = max(self.at, other.at)
+    def put_off_to(self, other: "Deadline") -> bool:
+        """False when it has come, and whoever waits for it may have acted on that."""
+        with self._lock:
+            if self.at <= time.monotonic():
+                return False
+            self.at = max(self.at, other.at)
+            return True
 
 
 class WorkerPool:

@@ -9,14 +9,13 @@ event loop: decoding in worker processes, hashing and disk in threads.
 """
 
 import asyncio
-import copy
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,8 +25,6 @@ from rollout.video.pool import Deadline, Message, WorkerPool
 from rollout.video.store import DiskStore, FrameKey, MemoryStore
 
 __all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
-
-Answer = TypeVar("Answer")
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default; more pay off only where many prompts are decoded at once
@@ -81,7 +78,7 @@ class _Video:
 
 @dataclass(eq=False)
 class _Flight:
-    """Work that several may wait for, and that goes on when one of them stops waiting."""
+    """Work that several may wait for, and that goes on when they stop waiting."""
 
     deadline: Deadline  # the latest of those who wait
     task: asyncio.Task[Any] = field(init=False)
@@ -134,7 +131,7 @@ class FrameReader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def info(self, path: str | Path, deadline_s: float | int) -> VideoInfo:
-        return (await _patiently(lambda deadline: self._video(path, deadline), deadline_s)).info
+        return (await self._video(path, Deadline.after(deadline_s))).info
 
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int
@@ -143,8 +140,39 @@ class FrameReader:
 
         Frames that cannot be decoded are left out, as long as one can.
         """
-        wanted_s = list(times_s)
-        return await _patiently(lambda deadline: self._frames(path, wanted_s, deadline), deadline_s)
+        deadline = Deadline.after(deadline_s)
+        video = await self._video(path, deadline)
+        try:
+            size_px = self._frame_size(video.info.height, video.info.width)
+        except ValueError as problem:
+            raise VideoError(f"the video cannot be shown: {problem}") from None
+        keys = [FrameKey(video.info.identity, frame, *size_px) for frame in video.frames_at(times_s)]
+        self._totals["asked"] += len(keys)
+        found: dict[FrameKey, Picture] = {}
+        missing: list[FrameKey] = []
+        flights: set[_Flight] = set()
+        for key in keys:
+            if picture := self._memory.get(key):
+                found[key] = picture
+                self._totals["from_memory"] += 1
+            elif (flight := self._reads.get(key)) and flight.deadline.put_off_to(deadline):
+                flights.add(flight)
+                self._totals["shared"] += 1
+            elif key.frame not in video.undecodable:
+                missing.append(key)
+        if missing:
+            flight = self._launch(lambda flight: self._read(video, missing, flight), deadline)
+            self._reads |= dict.fromkeys(missing, flight)
+            flights.add(flight)
+        await self._wait_for(flights, deadline)
+        for flight in flights:
+            found |= flight.pictures
+        for flight in flights:
+            if not all(key in found or key.frame in video.undecodable for key in keys):
+                flight.task.result()  # raises, for one of them
+        if keys and not any(key in found for key in keys):
+            raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
+        return [TimedPicture(video.time_s(key.frame), found[key]) for key in keys if key in found]
 
     def metrics(self) -> dict[str, float]:
         """Totals since the reader was opened; the fractions are of all frames asked for."""
@@ -180,50 +208,18 @@ class FrameReader:
         if video := self._videos.get(name):
             self._videos.move_to_end(name)
             return video
-        if (flight := self._probes.get(name)) is None:
+        flight = self._probes.get(name)
+        if flight is None or not flight.deadline.put_off_to(deadline):
             flight = self._probes[name] = self._launch(lambda flight: self._probe(name, flight), deadline)
         await self._wait_for([flight], deadline)
         return flight.task.result()
-
-    async def _frames(self, path: str | Path, times_s: Sequence[float | int], deadline: Deadline) -> list[TimedPicture]:
-        video = await self._video(path, deadline)
-        try:
-            size_px = self._frame_size(video.info.height, video.info.width)
-        except ValueError as problem:
-            raise VideoError(f"the video cannot be shown: {problem}") from None
-        keys = [FrameKey(video.info.identity, frame, *size_px) for frame in video.frames_at(times_s)]
-        self._totals["asked"] += len(keys)
-        found: dict[FrameKey, Picture] = {}
-        missing: list[FrameKey] = []
-        flights: set[_Flight] = set()
-        for key in keys:
-            if picture := self._memory.get(key):
-                found[key] = picture
-                self._totals["from_memory"] += 1
-            elif flight := self._reads.get(key):
-                flights.add(flight)
-                self._totals["shared"] += 1
-            elif key.frame not in video.undecodable:
-                missing.append(key)
-        if missing:
-            flight = self._launch(lambda flight: self._read(video, missing, flight), deadline)
-            self._reads |= dict.fromkeys(missing, flight)
-            flights.add(flight)
-        await self._wait_for(flights, deadline)
-        for flight in flights:
-            found |= flight.pictures
-        for flight in flights:
-            if not all(key in found or key.frame in video.undecodable for key in keys):
-                flight.task.result()  # raises, for one of them
-        if keys and not any(key in found for key in keys):
-            raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
-        return [TimedPicture(video.time_s(key.frame), found[key]) for key in keys if key in found]
 
     async def _probe(self, name: str, flight: _Flight) -> _Video:
         try:
             known, raw = await self._work({"do": "probe", "path": name}, flight)
         finally:
-            del self._probes[name]
+            if self._probes.get(name) is flight:  # else it was late, and given up for another
+                del self._probes[name]
         info = VideoInfo(
             known["identity"],
             float(known["duration_ticks"] * Fraction(*known["time_base"])),
@@ -249,7 +245,8 @@ class FrameReader:
                 await self._decode(video, to_decode, flight)
         finally:
             for key in keys:
-                del self._reads[key]
+                if self._reads.get(key) is flight:
+                    del self._reads[key]
 
     async def _decode(self, video: _Video, keys: list[FrameKey], flight: _Flight) -> None:
         by_tick = {int(video.ticks[key.frame]): key for key in keys}
@@ -293,7 +290,7 @@ class FrameReader:
         return await asyncio.wrap_future(self._pool.submit(job, flight.deadline, on_message))
 
     def _launch(self, work: Callable[[_Flight], Coroutine[Any, Any, Any]], deadline: Deadline) -> _Flight:
-        flight = _Flight(copy.copy(deadline))  # that of the work may be put off, that of who asked first may not
+        flight = _Flight(Deadline(deadline.at))  # the work's may be put off, that of who asked first may not
         flight.task = asyncio.create_task(work(flight))
         self._tasks.add(flight.task)
         flight.task.add_done_callback(self._landed)
@@ -308,22 +305,9 @@ class FrameReader:
         """Waits without cancelling what others may wait for, too; how it ended is in the tasks."""
         if not flights:
             return
-        for flight in flights:
-            flight.deadline.put_off_to(deadline)
         _, late = await asyncio.wait([flight.task for flight in flights], timeout=deadline.left_s)
         if late:
             raise VideoTimeout("the video could not be read in time")
-
-
-async def _patiently(ask: Callable[[Deadline], Awaitable[Answer]], deadline_s: float | int) -> Answer:
-    """Asks again when work of others was joined in the very moment that their deadline ended it."""
-    deadline = Deadline(deadline_s)
-    while True:
-        try:
-            return await ask(deadline)
-        except VideoTimeout:
-            if deadline.left_s <= 0:
-                raise
 
 
 def _num_cores() -> int:

@@ -9,6 +9,7 @@ import select
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,15 @@ PARENT_CHECK_MS = 2000  # the link tells at once; this is for a parent whose end
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, args=(link, os.getppid()), daemon=True).start()
-    send(link, {"up": True})
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        send(link, {"up": True})
+        while True:
             job, _ = receive(link)
-        except EOFError:
-            return
-        try:
-            answer, raw = _do(link, job)
-        except VideoError as problem:
-            answer, raw = {"error": str(problem)}, b""
-        send(link, {**answer, "last": True}, raw)
+            try:
+                answer, raw = _do(link, job)
+            except VideoError as problem:
+                answer, raw = {"error": str(problem)}, b""
+            send(link, {**answer, "last": True}, raw)
 
 
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,18 @@ def test_an_episode_stays_on_its_server_and_episodes_spread():
         assert [one.server for one in again] == homes
 
     with_servers(3, work)
+
+
+def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do():
+    async def work(engine, first, second):
+        first.delay_s = second.delay_s = 0.2
+        asked = [replace(request(f"e{n}"), affinity="group") for n in range(20)]
+        found = await asyncio.gather(*(engine.generate(one) for one in asked))
+        on_first = [one.server for one in found].count(first.url)
+        assert (on_first, len(found) - on_first) == (14, 6)
+        assert (await engine.generate(asked[0])).server == first.url
+
+    with_servers(2, work)
 
 
 def test_without_any_server_a_request_ends_with_the_reasons():

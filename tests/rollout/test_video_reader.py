@@ -86,6 +86,8 @@ def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(video):
         assert await reader.frames(video, [], PATIENCE_S) == []
         with pytest.raises(ValueError, match="must be finite"):
             await reader.frames(video, [float("nan")], PATIENCE_S)
+        with pytest.raises(ValueError, match="deadline_s=0 must be greater than 0"):
+            await reader.frames(video, [1.0], 0)
 
     with_reader(test)
 
@@ -253,24 +255,36 @@ def test_closing_ends_whoever_still_waits(video):
     asyncio.run(body())
 
 
-def test_workers_end_with_a_parent_that_was_killed(long_video):
-    script = (
-        "import asyncio, os, psutil, sys\n"
-        "from rollout.video.reader import FrameReader\n"
-        "async def main():\n"
-        "    async with FrameReader(lambda height, width: (height, width), num_workers=2) as reader:\n"
-        "        info = await reader.info(sys.argv[1], 60)\n"
-        "        reading = asyncio.create_task(reader.frames(sys.argv[1], range(50), 60))\n"
-        "        await asyncio.sleep(0.1)\n"
-        "        print(*(child.pid for child in psutil.Process().children()), flush=True)\n"
-        "        os.kill(os.getpid(), 9)\n"
-        "asyncio.run(main())\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script, str(long_video)], capture_output=True, text=True, timeout=120)
+KILLED_PARENT = """
+import asyncio, os, signal, sys, time
+import psutil
+from rollout.video.reader import FrameReader
+
+async def main():
+    async with FrameReader(lambda height, width: (height, width), num_workers=2) as reader:
+        await reader.info(sys.argv[1], 60)
+        reading = asyncio.create_task(reader.frames(sys.argv[1], [n / 30 for n in range(600)], 60))
+        await asyncio.sleep(0.1)
+        print(*(child.pid for child in psutil.Process().children()), flush=True)
+        if len(sys.argv) > 2 and os.fork() == 0:
+            os.closerange(1, 3)  # the test waits for its end
+            time.sleep(20)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("survivor", [[], ["a forked child holds the link open"]], ids=["alone", "with a forked child"])
+def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
+    command = [sys.executable, "-c", KILLED_PARENT, str(long_video), *survivor]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) == 2
+    start = time.monotonic()
     asyncio.run(until(lambda: not any(psutil.pid_exists(pid) and is_worker(psutil.Process(pid)) for pid in pids)))
+    assert time.monotonic() - start < 15
 
 
 def test_a_worker_is_retired_after_its_number_of_jobs(video):

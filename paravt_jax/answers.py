@@ -1,0 +1,122 @@
+"""What an answer says, and how right that is: options, intervals and words.
+
+The text is the model's, so nothing here raises on it: what cannot be read is None, and worth nothing. A ground truth is
+read by the same functions, and there None is a mistake in the data.
+"""
+
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+
+from rollout.tools import parse_seconds
+
+MARKUP = str.maketrans({"[": "(", "{": "(", "]": ")", "}": ")"} | dict.fromkeys("*_`\"'“”‘’$", ""))
+WHOLE = re.compile(r"\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*", re.IGNORECASE)
+CLEAR = (
+    # "B. red", "B) red", "B: red" at the start of a line, but not "e.g." or "A.M."
+    re.compile(r"^([A-J])[.:)](?=\s|$|[^\W\d]{2})", re.IGNORECASE | re.MULTILINE),
+    re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE),
+    # "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
+    re.compile(
+        r"\b(?:answers?|options?|choices?|choose|pick|select)\b[\s:=]*"
+        r"(?:\b(?:is|are|was|be|would|should|must|will|the|correct|option|choice|letter)\b[\s:=]*)*"
+        r"\b([A-J])\b(?!-\w|\.\w(?:\.|\b))",
+        re.IGNORECASE,
+    ),
+)
+# "B and C", "B, not C", "A. B."; what stands between is empty only in lists such as the last
+ALSO = re.compile(r"\s?((?:(?:[,/&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE)
+REJECTED = re.compile(r"\b(?:not|nor|neither|except|than|instead of)\s(?:the\s)?$", re.IGNORECASE)
+REJECTED_CHARS = 20  # in front of an option, looked at for the above
+# "a" and "I" are words, unless a sentence could go on like this after a letter
+AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
+LIST_GOES_ON = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
+
+TIME = re.compile(r"[0-9.:]*[0-9][0-9.:]*")
+SECONDS_UNIT = r"(?:s|secs?|seconds?)"
+BETWEEN = re.compile(rf"\s?{SECONDS_UNIT}?\s?(?:,|-|–|—|~|to|and|until)\s?", re.IGNORECASE)
+BEFORE = re.compile(r"(?:.*[^\w.:+-])?", re.DOTALL)  # no sign, and no word or number that runs into the time
+AFTER = re.compile(rf"\s?{SECONDS_UNIT}?(?![\w%])(?!\s(?:m|mins?|minutes?|h|hrs?|hours?|ms|frames?)\b).*", re.I | re.S)
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def option_letter(text: str) -> str | None:
+    """The option A–J that a text commits to; None without one, or where it names two.
+
+    Case does not matter where the form leaves no doubt ("b", "(b)", "b. red", "option b"). The words "a" and "I" are
+    told from the letters by what follows: "the answer is a man" names none.
+    """
+    text = unicodedata.normalize("NFKC", text).translate(MARKUP).replace("\\boxed", "").replace("\\text", "")
+    text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+    whole = WHOLE.fullmatch(text)
+    if whole is not None:
+        return (whole[1] or whole[2]).upper()
+    named: set[str] = set()
+    for pattern in CLEAR:
+        for match in pattern.finditer(text):
+            if _is_word(match[1], text, match.end(1)) and pattern is CLEAR[-1]:
+                continue
+            if REJECTED.search(text[max(0, match.start() - REJECTED_CHARS) : match.start()]):
+                return None  # it also names what it does not choose
+            named.add(match[1].upper())
+            also = ALSO.match(text, match.end())
+            if also is not None and _goes_on(also, text):
+                named.add(also[2].upper())
+    return named.pop() if len(named) == 1 else None
+
+
+def _is_word(letter: str, text: str, end: int) -> bool:
+    return letter in "aAiI" and AFTER_LETTER.match(text, end) is None
+
+
+def _goes_on(also: re.Match[str], text: str) -> bool:
+    if not also[1]:
+        return LIST_GOES_ON.match(text, also.end(2)) is not None
+    return not _is_word(also[2], text, also.end(2))
+
+
+def interval(text: str) -> tuple[float, float] | None:
+    """The one interval that a text gives, in seconds, in the order written; None where it gives none or more."""
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    times = list(TIME.finditer(text))
+    if len(times) != 2:
+        return None
+    first, second = times
+    start_s, end_s = (parse_seconds(time[0].removesuffix(".")) for time in times)  # a full stop may end the sentence
+    if start_s is None or end_s is None or not math.isfinite(start_s) or not math.isfinite(end_s):
+        return None
+    if BETWEEN.fullmatch(text[first.end() : second.start()]) is None:
+        return None
+    if BEFORE.fullmatch(text[: first.start()]) is None or AFTER.fullmatch(text[second.end() :]) is None:
+        return None
+    return start_s, end_s
+
+
+def interval_iou(predicted: tuple[float, float], true: tuple[float, float]) -> float:
+    """Intersection over union; 0 for an interval that does not run forwards."""
+    if predicted[0] >= predicted[1] or true[0] >= true[1]:
+        return 0.0
+    shared_s = min(predicted[1], true[1]) - max(predicted[0], true[0])
+    if shared_s <= 0:
+        return 0.0
+    return shared_s / (max(predicted[1], true[1]) - min(predicted[0], true[0]))
+
+
+def normalised(text: str) -> str:
+    """As SQuAD does it: lower case, no punctuation, no articles, single spaces."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+
+
+def token_f1(prediction: str, truth: str) -> float:
+    """Multiset F1 of the normalised words. DIFFERS from SQuAD: two empty texts do not match."""
+    predicted, true = Counter(normalised(prediction).split()), Counter(normalised(truth).split())
+    num_shared = (predicted & true).total()
+    return 2 * num_shared / (predicted.total() + true.total()) if num_shared else 0.0
+
+
+def exact_match(prediction: str, truth: str) -> float:
+    return float(normalised(prediction) == normalised(truth) != "")

@@ -1,0 +1,218 @@
+"""Episodes against a real SGLang server: crops of a turn together and one by one, throughput, caches, publishing.
+
+The main agent's words are written here, since a random model calls no tools; everything else is real: decoding, frame
+store, sub-agents, server. Every report has the same number of tokens, so that the times compare.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import model_port
+from model_port.processing import VisionContract, settled_size
+from model_port.tiny import make_tiny
+from paravt_jax.bench.video import _write_video
+from paravt_jax.publish import ModelWeights
+from rollout.chat import Chat
+from rollout.engine.protocol import Generation, Request
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.episode import Agent, Episode, EpisodeConfig, Task
+from rollout.server import ServerSettings
+from rollout.video.reader import FrameReader
+
+CROPS = (1, 2, 4, 8)
+VIDEO_S = 240
+VIDEO_PX = (360, 640)
+WINDOW_S = 16.0
+FRAME_BUDGET = 16
+CROPS_OF_AN_EPISODE = 3
+ANSWER = "The reports say it.</think><answer>A</answer><|im_end|>"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a Hugging Face directory; by default a tiny random one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--episodes", type=int, default=16, help="played at the same time")
+    parser.add_argument("--report-tokens", type=int, default=128, help="that every sub-agent writes")
+    parser.add_argument("--repeats", type=int, default=5, help="of each latency; the median counts")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("servers", "episodes", "report_tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(args.model) if args.model else Path(folder) / "tiny"
+        if not args.model:
+            make_tiny(model)
+        video = Path(folder) / "video.mp4"
+        _write_video(video, *VIDEO_PX, VIDEO_S)
+        return asyncio.run(_measure(args, model, str(video)))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown tables."""
+    lines = [
+        "| crops in one turn | parallel s | one by one s | one by one / parallel | parallel / one crop |",
+        "|---" * 5 + "|",
+    ]
+    one_s = result["crops"][0]["parallel_s"]
+    for row in result["crops"]:
+        together_s, one_by_one_s = row["parallel_s"], row["sequential_s"]
+        lines.append(
+            f"| {row['crops']} | {together_s:.2f} | {one_by_one_s:.2f} | {one_by_one_s / together_s:.2f} | "
+            f"{together_s / one_s:.2f} |"
+        )
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in result["summary"].items()]
+    return "\n".join(lines)
+
+
+class _Written:
+    """Says the main agent's turns without asking the engine; sub-agents are the engine's, at a fixed length."""
+
+    def __init__(self, engine: SGLangEngine, chat: Chat, turns: list[str]):
+        self._engine, self._chat, self._turns = engine, chat, turns
+        self._said: dict[str, int] = {}
+
+    async def generate(self, request: Request) -> Generation:
+        if "looks closely" in self._chat.decode(request.ids[:40]):
+            return await self._engine.generate(replace(request, sampling=replace(request.sampling, stop_ids=())))
+        number = self._said.get(request.episode, 0)
+        self._said[request.episode] = number + 1
+        ids = self._chat.encode(self._turns[number])
+        return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+
+
+async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[str, Any]:
+    chat, contract = Chat.from_hf(model), VisionContract.from_hf(model)
+    settings = ServerSettings(model, args.device, context_length=8192)
+    _say(f"starting {args.servers} servers")
+    engine = await SGLangEngine.launch([settings] * args.servers, SGLangSettings(device=args.device))
+    try:
+        async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
+            config = EpisodeConfig(
+                max_parallel=max(CROPS),
+                max_turns=1,
+                subagent_new_tokens=args.report_tokens,
+                max_context_tokens=8192,
+            )
+            crops = []
+            await _turn(engine, frames, chat, config, video, 1, 0)  # the first one compiles
+            for number in CROPS:
+                crops.append({"crops": number, **await _latencies(args, engine, frames, chat, config, video, number)})
+                _say(f"{number} crops: {crops[-1]}")
+            episodes, seconds = await _episodes(args, engine, frames, chat, config, video)
+            summary = {
+                "episodes at once": args.episodes,
+                "episodes a second": round(len(episodes) / seconds, 2),
+                "prompt tokens found in the prefix cache": f"{_cached_frac(episodes):.0%}",
+                "frames found in memory": f"{frames.metrics()['video/memory_hit_frac']:.0%}",
+                **await _publish_times(args, engine, model),
+            }
+            return {"crops": crops, "summary": summary}
+    finally:
+        await engine.close()
+
+
+async def _latencies(
+    args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int
+) -> dict[str, float]:
+    """Parallel and one by one in turns, each time over windows that nobody has looked at yet."""
+    found: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
+    for repeat in range(args.repeats):
+        offset_s = (number + repeat) * 1.37 % 50
+        found["parallel_s"].append(await _turn(engine, frames, chat, config, video, number, offset_s))
+        one_by_one = replace(config, dispatch="sequential")
+        found["sequential_s"].append(await _turn(engine, frames, chat, one_by_one, video, number, offset_s + 0.5))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+async def _turn(
+    engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int, offset_s: float
+) -> float:
+    """Seconds from the first call to the last report."""
+    calls = [_call(offset_s + n * (VIDEO_S - 70) / max(CROPS)) for n in range(number)]
+    turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
+    if config.dispatch == "sequential":
+        turns = [f"I look.</think>{call}" for call in calls]
+    agent = Agent(_Written(engine, chat, [*turns, ANSWER]), frames, chat, config)  # type: ignore[arg-type]
+    overview = await agent.look(Task(f"turn-{number}-{offset_s}", "What happens?", (video,), FRAME_BUDGET))
+    started_s = time.perf_counter()
+    episode = await agent.run(overview)
+    seconds = time.perf_counter() - started_s
+    _require_ok([episode], number)
+    return seconds
+
+
+async def _episodes(
+    args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str
+) -> tuple[list[Episode], float]:
+    """A group whose members all look at the same windows, and whose main agents are prefilled too."""
+    calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
+
+    class Asked(_Written):
+        async def generate(self, request: Request) -> Generation:
+            said = await super().generate(request)
+            if said.server:
+                return said
+            real = await self._engine.generate(
+                replace(request, sampling=replace(request.sampling, stop_ids=(), max_new_tokens=args.report_tokens))
+            )
+            return replace(said, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
+
+    written = Asked(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
+    agent = Agent(written, frames, chat, config)  # type: ignore[arg-type]
+    overview = await agent.look(Task("group", "What happens?", (video,), FRAME_BUDGET))
+    started_s = time.perf_counter()
+    episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(args.episodes)))
+    seconds = time.perf_counter() - started_s
+    _require_ok(episodes, CROPS_OF_AN_EPISODE)
+    return episodes, seconds
+
+
+async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: Path) -> dict[str, str]:
+    dtype = "float32" if args.device == "cpu" else "bfloat16"
+    weights = ModelWeights(model_port.load(model, dtype), np.dtype(dtype))
+    found = {}
+    for route in ("disk", "tensors"):
+        own = await SGLangEngine.connect(engine.urls, SGLangSettings(route=route, device=args.device))
+        try:
+            await own.publish(weights, own.version + 1)  # the first one starts what it needs
+            times_s = []
+            for _ in range(args.repeats):
+                started_s = time.perf_counter()
+                await own.publish(weights, own.version + 1)
+                times_s.append(time.perf_counter() - started_s)
+        finally:
+            await own.close()
+        size = f"{weights.num_bytes / 2**20:.0f} MiB"
+        found[f"publishing {size} by {route}, s"] = f"{statistics.median(times_s):.3f}"
+    return found
+
+
+def _call(start_s: float) -> str:
+    return f"<tool_code>crop_video(start_time={start_s:.2f}, end_time={start_s + WINDOW_S:.2f})</tool_code>"
+
+
+def _require_ok(episodes: list[Episode], number: int) -> None:
+    for episode in episodes:
+        if episode.outcomes != ["ok"] * number:
+            raise RuntimeError(f"calls failed: {[(call.outcome, call.problem) for call in episode.calls]}")
+
+
+def _cached_frac(episodes: list[Episode]) -> float:
+    return sum(e.num_cached_tokens for e in episodes) / max(sum(e.num_prompt_tokens for e in episodes), 1)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
