@@ -15,8 +15,8 @@ from rollout.tools import parse_seconds
 MARKUP = str.maketrans({"[": "(", "{": "(", "]": ")", "}": ")"} | dict.fromkeys("*_`\"'“”‘’$", ""))
 WHOLE = re.compile(r"\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*", re.IGNORECASE)
 CLEAR = (
-    # "B. red", "B) red", "B: red" at the start of a line, but not "e.g." or "A.M."
-    re.compile(r"^([A-J])[.:)](?=\s|$|[^\W\d]{2})", re.IGNORECASE | re.MULTILINE),
+    # "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
+    re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE),
     re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE),
     # "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
     re.compile(
@@ -34,7 +34,7 @@ REJECTED_CHARS = 20  # in front of an option, looked at for the above
 AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
 LIST_GOES_ON = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
 
-TIME = re.compile(r"[0-9.:]*[0-9][0-9.:]*")
+TIME = re.compile(r"[0-9.:]+")
 SECONDS_UNIT = r"(?:s|secs?|seconds?)"
 BETWEEN = re.compile(rf"\s?{SECONDS_UNIT}?\s?(?:,|-|–|—|~|to|and|until)\s?", re.IGNORECASE)
 BEFORE = re.compile(r"(?:.*[^\w.:+-])?", re.DOTALL)  # no sign, and no word or number that runs into the time
@@ -82,7 +82,7 @@ def _goes_on(also: re.Match[str], text: str) -> bool:
 def interval(text: str) -> tuple[float, float] | None:
     """The one interval that a text gives, in seconds, in the order written; None where it gives none or more."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
-    times = list(TIME.finditer(text))
+    times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # not a mere full stop
     if len(times) != 2:
         return None
     first, second = times

@@ -6,6 +6,7 @@ the whole. Text from outside, a question or a report, can never become a token t
 tokens open and close turns, calls and pictures.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -25,6 +26,16 @@ STOP_TOKENS = (TURN_END, "<|endoftext|>")
 SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; private use, so in no template
 
 
+def byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in the vocabularies of byte-level tokenizers."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+BYTES = {character: byte for byte, character in byte_characters().items()}
+
+
 class Chat:
     """A tokenizer with its chat template."""
 
@@ -36,6 +47,9 @@ class Chat:
         self.turn_end_id, self.image_id = self._id(TURN_END), self._id(IMAGE)
         self.call_end_id = self._id("</tool_call>")
         self.visual_ids = frozenset(self._id(token) for token in VISUAL_TOKENS)
+        self._added_text = {
+            token: added.content.encode() for token, added in tokenizer.get_added_tokens_decoder().items()
+        }
         # Longest first, as the tokenizer matches them.
         added = sorted((token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len)
         self._added = re.compile("|".join(re.escape(token) for token in reversed(added)))
@@ -57,6 +71,33 @@ class Chat:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """All of the text, to be read and shown; never to be encoded again."""
         return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def spans(self, ids: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+        """Where the characters of `decode(ids)` come from, token by token.
+
+        A character that several tokens spell belongs to each of them.
+        """
+        pieces = [self._bytes_of(int(token)) for token in ids]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        character_of: list[int] = []  # every byte's
+        num_chars = 0
+        for byte in b"".join(pieces):
+            num_chars += len(decoder.decode(bytes([byte])))
+            waiting = bool(decoder.getstate()[0])  # for more bytes of a character that is not complete
+            character_of.append(num_chars if waiting else num_chars - 1)
+        spans, at = [], 0
+        for piece in pieces:
+            of_piece = character_of[at : at + len(piece)]
+            at += len(piece)
+            spans.append((of_piece[0], of_piece[-1] + 1) if piece else (num_chars, num_chars))
+        return spans
+
+    def _bytes_of(self, token: int) -> bytes:
+        added = self._added_text.get(token)
+        if added is not None:
+            return added
+        piece = self.tokenizer.id_to_token(token)  # None for the unused rows at the end of a vocabulary
+        return b"" if piece is None else bytes(BYTES[character] for character in piece)
 
     def harmless(self, text: str) -> str:
         """The text with a space in every name of an added token, so that its ids are ordinary ones."""

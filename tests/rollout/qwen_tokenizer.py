@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model_port.tiny import FIRST_SHOWN_TOKEN, SPECIAL_TOKENS
+from rollout.chat import byte_characters
 
 CACHE = Path(__file__).parents[2] / ".cache" / "qwen_tokenizer.json"
 # The pre-tokenizer of Qwen2's tokenizer.json.
@@ -24,7 +25,7 @@ def qwen_tokenizer() -> Tokenizer:
     if CACHE.is_file():
         return Tokenizer.from_file(str(CACHE))
     ranks = _ranks()
-    characters = _byte_characters()
+    characters = byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     tokenizer = Tokenizer(
         models.BPE(vocab={text[token]: rank for token, rank in ranks.items()}, merges=_merges(ranks, text))
@@ -64,10 +65,3 @@ def _merges(ranks: dict[bytes, int], text: dict[bytes, str]) -> list[tuple[str, 
             if left in ranks and right in ranks:
                 merges.append((rank, ranks[left], ranks[right], text[left], text[right]))
     return [(left, right) for *_, left, right in sorted(merges)]
-
-
-def _byte_characters() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

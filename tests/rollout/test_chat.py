@@ -113,6 +113,31 @@ def test_ids_that_are_no_text_decode_without_an_error(chat):
     assert chat.decode([*broken, chat.turn_end_id]).endswith("<|im_end|>")
 
 
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat, data):
+    ids = data.draw(st.lists(st.integers(0, chat.tokenizer.get_vocab_size() - 1), max_size=12))
+    text, spans = chat.decode(ids), chat.spans(ids)
+    covered = set()
+    for start, end in spans:
+        assert 0 <= start <= end <= len(text)
+        covered |= set(range(start, end))
+    assert covered == set(range(len(text)))
+    starts = [start for start, _ in spans]
+    assert starts == sorted(starts)
+
+
+@given(text=st.text(max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_spans_of_ordinary_text_spell_it(chat, text):
+    ids = chat.encode(chat.harmless(text)).tolist()
+    text = chat.decode(ids)
+    for token, (start, end) in zip(ids, chat.spans(ids), strict=True):
+        piece = chat.decode([token])
+        if "\ufffd" not in piece:
+            assert text[start:end] == piece
+
+
 def test_every_place_of_the_template_is_read(tmp_path):
     make_tiny(tmp_path / "hf")
     chat = Chat.from_hf(tmp_path / "hf")
