@@ -167,7 +167,7 @@ class _Turn:
         thinks = [mark for mark in self.marks if mark.name == "think"]
         return tuple(
             mark
-            for mark, following in zip(thinks, [*thinks[1:], None], strict=True)
+            for mark, following in zip_longest(thinks, thinks[1:])
             if not mark.closing and (following is None or not following.closing)
         )
 
@@ -365,9 +365,10 @@ def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Cr
     if unclosed and config.unclosed_penalty:
         # Choice: once an episode, so that R_fmt is at least −λγ
         yield Credit("think_unclosed", "anchor", -config.unclosed_penalty, unclosed)
-    # Choice: without a call in the parse there is nothing to precede, and nothing to earn.
-    before_calls = tuple(turn.place_of(think) for turn, think in thinks if turn.calls)
-    if len(thinks) == len(turns) and before_calls:
+    # Choice: without a call there is nothing to precede; a turn with a call must be a tool turn from end to end.
+    calling = [turn for turn in turns if any(mark.name == "tool_call" for mark in turn.marks)]
+    if len(thinks) == len(turns) and calling and all(turn.kind == "tool_call" for turn in calling):
+        before_calls = tuple(turn.place_of(think) for turn, think in thinks if turn in calling)
         yield Credit("think_first", "think_first", 0.3, before_calls)
     if base > 0 and all(turn.balanced for turn in turns):
         marks = tuple(turn.place_of_mark(mark) for turn in turns for mark in turn.marks)

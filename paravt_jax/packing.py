@@ -1,0 +1,258 @@
+"""Dialogues into rows of static shape, with what a group shares computed once.
+
+The episodes of a prompt begin with the same thousands of tokens. They become one sequence, `[prompt][branch][branch]…`:
+a branch attends to the prompt and to itself, and its positions go on from the prompt's, so that the gradient is that of
+separate rows. Only the tokens that count are scored, and each knows where its prediction stands: for the first token of
+a branch that is the last one of the prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from model_port.config import ModelConfig
+from model_port.inputs import Frame, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
+from model_port.inputs import Sequence as RowSequence
+
+ACTION_BUCKET = 128  # of scored tokens in a row
+FRAME_ROW_BUCKET = 4  # of rows of patches
+
+
+@dataclass(frozen=True, eq=False)
+class Dialogue:
+    """One agent's dialogue, placeholders expanded. The first `num_shared` tokens are what its group begins with.
+
+    Frames are named by key. The arrays after `frames` have one entry per token; only those where `loss_mask` counts.
+    """
+
+    ids: Int[np.ndarray, " n"]
+    frames: tuple[str, ...]  # in the order in which the ids show them
+    num_shared: int
+    num_shared_frames: int
+    loss_mask: Bool[np.ndarray, " n"]
+    behavior_logp: Float[np.ndarray, " n"]
+    advantage: Float[np.ndarray, " n"]
+    token_class: Int[np.ndarray, " n"]
+    episode: int  # number of its episode in the step
+
+    @property
+    def shared(self) -> tuple[bytes, tuple[str, ...]]:
+        """Equal for dialogues that begin alike."""
+        return self.ids[: self.num_shared].tobytes(), self.frames[: self.num_shared_frames]
+
+
+@flax.struct.dataclass
+class TrainBatch:
+    """Rows of tokens, and of the scored ones among them: one entry each, filled up with entries that do not count."""
+
+    text: TextBatch
+    vision: VisionBatch | None
+    source: Int[Any, "B A"]  # where in the row the token is predicted
+    target: Int[Any, "B A"]
+    loss_mask: Bool[Any, "B A"]  # True = an entry, False = filled up
+    behavior_logp: Float[Any, "B A"]
+    advantage: Float[Any, "B A"]
+    token_class: Int[Any, "B A"]
+    episode: Int[Any, "B A"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all batches of a step have in common, so that they share one compiled program."""
+
+    num_rows: int
+    row_tokens: int
+    row_patches: int  # of a row of frames, at least those of the largest frame
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A sequence and its dialogues; `starts` is where each one's own tokens begin in the sequence."""
+
+    sequence: RowSequence
+    dialogues: list[Dialogue]
+    starts: list[int]
+
+
+def pack(
+    dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], config: ModelConfig, shape: Shape
+) -> list[TrainBatch]:
+    """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(key for d in dialogues for key in d.frames))}
+    placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens)]
+    rows = _first_fit(placed, shape.row_tokens)
+    num_actions = bucket(max((_num_actions(row) for row in rows), default=1), ACTION_BUCKET)
+    batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
+    keys = list(numbers)
+    visions = [_vision(batch, keys, frames, config, shape) for batch in batches]
+    # One shape for all of them: the batch with the most frames decides.
+    num_frame_rows = max((len(vision.patches) for vision, _ in visions if vision is not None), default=0)
+    return [
+        _batch(batch, vision, table, [frames[key] for key in keys], config, shape, num_actions, num_frame_rows)
+        for batch, (vision, table) in zip(batches, visions, strict=True)
+    ]
+
+
+def used_frac(batches: Sequence[TrainBatch]) -> float:
+    """Of all token slots, those that hold a token."""
+    slots = sum(batch.text.tokens.size for batch in batches)
+    return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
+
+
+def _groups(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
+    groups: dict[Any, list[Dialogue]] = {}
+    for dialogue in dialogues:
+        groups.setdefault(dialogue.shared if dialogue.num_shared else id(dialogue), []).append(dialogue)
+    return list(groups.values())
+
+
+def _split(group: list[Dialogue], numbers: Mapping[str, int], row_tokens: int) -> list[_Placed]:
+    """The sequences of a group: one, unless its branches do not fit into a row; then each repeats the trunk."""
+    pieces: list[list[Dialogue]] = []
+    room = 0
+    for dialogue in group:
+        own = len(dialogue.ids) - dialogue.num_shared
+        if len(dialogue.ids) > row_tokens:
+            raise ValueError(
+                f"a dialogue of {len(dialogue.ids)} tokens does not fit into pack.row_tokens={row_tokens}; raise it, "
+                f"or lower rollout.max_context_tokens or the frame budget"
+            )
+        if own > room or not pieces:
+            pieces.append([])
+            room = row_tokens - dialogue.num_shared
+        pieces[-1].append(dialogue)
+        room -= own
+    return [_placed(piece, numbers) for piece in pieces]
+
+
+def _placed(dialogues: list[Dialogue], numbers: Mapping[str, int]) -> _Placed:
+    def tokens(dialogue: Dialogue, part: slice, shown: slice) -> Tokens:
+        return Tokens(dialogue.ids[part], tuple(numbers[key] for key in dialogue.frames[shown]))
+
+    first = dialogues[0]
+    if len(dialogues) == 1:
+        return _Placed(RowSequence(tokens(first, slice(None), slice(None))), dialogues, [first.num_shared])
+    trunk = tokens(first, slice(first.num_shared), slice(first.num_shared_frames))
+    branches = [tokens(d, slice(d.num_shared, None), slice(d.num_shared_frames, None)) for d in dialogues]
+    lengths = [len(branch.ids) for branch in branches]
+    starts = first.num_shared + np.cumsum([0, *lengths[:-1]])
+    return _Placed(RowSequence(trunk, tuple(branches)), dialogues, starts.tolist())
+
+
+def _first_fit(placed: Sequence[_Placed], row_tokens: int) -> list[list[_Placed]]:
+    rows: list[list[_Placed]] = []
+    rooms: list[int] = []
+    for piece in sorted(placed, key=lambda piece: -piece.sequence.num_tokens):
+        needed = piece.sequence.num_tokens
+        row = next((number for number, room in enumerate(rooms) if room >= needed), len(rows))
+        if row == len(rows):
+            rows.append([])
+            rooms.append(row_tokens)
+        rows[row].append(piece)
+        rooms[row] -= needed
+    return rows
+
+
+def _num_actions(row: Sequence[_Placed]) -> int:
+    return sum(int(_scored(dialogue, piece, n).sum()) for piece in row for n, dialogue in enumerate(piece.dialogues))
+
+
+def _scored(dialogue: Dialogue, piece: _Placed, number: int) -> np.ndarray:
+    """Tokens that count: of a shared beginning only in the first dialogue; the very first token follows nothing."""
+    mask = dialogue.loss_mask.copy()
+    mask[:1] = False
+    if len(piece.dialogues) > 1 and mask[: dialogue.num_shared].any():
+        raise ValueError(f"episode {dialogue.episode} has loss tokens in what its group shares")
+    return mask
+
+
+def _vision(
+    batch: Sequence[Sequence[_Placed]],
+    keys: Sequence[str],
+    frames: Mapping[str, Frame],
+    config: ModelConfig,
+    shape: Shape,
+) -> tuple[VisionBatch | None, list[int]]:
+    """The distinct frames of a batch, and the first row of each in the visual table (0 for frames of other batches)."""
+    shown = sorted({n for row in batch for piece in row for part in _parts(piece.sequence) for n in part.frames})
+    table = [0] * len(keys)
+    if not shown:
+        return None, table
+    vision, first_rows = pack_vision([frames[keys[n]] for n in shown], config.vision, shape.row_patches)
+    for number, first_row in zip(shown, first_rows, strict=True):
+        table[number] = first_row
+    return vision, table
+
+
+def _parts(sequence: RowSequence) -> tuple[Tokens, ...]:
+    return (sequence.trunk, *sequence.branches)
+
+
+def _batch(
+    rows: Sequence[Sequence[_Placed]],
+    vision: VisionBatch | None,
+    table: list[int],
+    frames: Sequence[Frame],
+    config: ModelConfig,
+    shape: Shape,
+    num_actions: int,
+    num_frame_rows: int,
+) -> TrainBatch:
+    sequences = [[piece.sequence for piece in row] for row in rows]
+    text = pack_text(sequences, frames, table, config, shape.row_tokens, shape.num_rows)
+    entries: dict[str, np.ndarray] = {
+        "source": np.zeros((shape.num_rows, num_actions), np.int32),
+        "target": np.zeros((shape.num_rows, num_actions), np.int32),
+        "loss_mask": np.zeros((shape.num_rows, num_actions), bool),
+        "behavior_logp": np.zeros((shape.num_rows, num_actions), np.float32),
+        "advantage": np.zeros((shape.num_rows, num_actions), np.float32),
+        "token_class": np.zeros((shape.num_rows, num_actions), np.int32),
+        "episode": np.zeros((shape.num_rows, num_actions), np.int32),
+    }
+    for b, row in enumerate(rows):
+        at = first = 0  # in the entries, and in the row
+        for piece in row:
+            for number, dialogue in enumerate(piece.dialogues):
+                scored = np.flatnonzero(_scored(dialogue, piece, number))
+                where = np.s_[b, at : at + len(scored)]
+                place = _place_in_row(dialogue, first, first + piece.starts[number])
+                entries["source"][where] = place[scored - 1]
+                entries["target"][where] = dialogue.ids[scored]
+                entries["loss_mask"][where] = True
+                entries["behavior_logp"][where] = dialogue.behavior_logp[scored]
+                entries["advantage"][where] = dialogue.advantage[scored]
+                entries["token_class"][where] = dialogue.token_class[scored]
+                entries["episode"][where] = dialogue.episode
+                at += len(scored)
+            first += piece.sequence.num_tokens
+    if num_frame_rows:
+        vision = _filled_up(vision, num_frame_rows, config, shape)
+    return TrainBatch(text=text, vision=vision, **entries)
+
+
+def _place_in_row(dialogue: Dialogue, trunk_start: int, own_start: int) -> np.ndarray:
+    """Where each token of a dialogue stands in its row."""
+    number = np.arange(len(dialogue.ids))
+    return np.where(number < dialogue.num_shared, trunk_start + number, own_start + number - dialogue.num_shared)
+
+
+def _filled_up(vision: VisionBatch | None, num_rows: int, config: ModelConfig, shape: Shape) -> VisionBatch:
+    num_rows = bucket(num_rows, FRAME_ROW_BUCKET)
+    if vision is None:
+        vision, _ = pack_vision([], config.vision, shape.row_patches, num_rows)
+        return vision
+
+    def fill(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, np.zeros((num_rows - len(array), *array.shape[1:]), array.dtype)])
+
+    return VisionBatch(
+        patches=fill(vision.patches),
+        segment_ids=fill(vision.segment_ids),
+        positions=fill(vision.positions),
+        interp_index=fill(vision.interp_index),
+        interp_weight=fill(vision.interp_weight),
+    )
