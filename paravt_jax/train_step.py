@@ -1,21 +1,8 @@
-"""One update of the policy on a mesh: log-probs of the scored tokens, gradients added up over batches, one step of Adam.
+"""What the learner computes on a mesh: so far the log-probs of the scored tokens of a packed batch."""
 
-The masters are float32, activations what the model computes in. Only what trains has gradients and moments: with the
-vision tower frozen its output is computed once per distinct frame and shared by policy and reference. Every sum is over
-the whole step and divided once, so that how it is cut into batches changes nothing.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -23,36 +10,6 @@ from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES
 from model_port.text import Visual
 from paravt_jax.packing import TrainBatch
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    learning_rate: float = 2e-6
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    train_vision: bool = False  # the published recipe changes language weights only
-    head_chunk_tokens: int = 256  # scored tokens of a row whose logits exist at a time
-    max_bad_steps: int = 5  # updates in a row that may be skipped for gradients that are not finite
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_grad_norm", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must be greater than 0")
-        if self.head_chunk_tokens < 1:
-            raise ValueError(f"optim.head_chunk_tokens={self.head_chunk_tokens} must be at least 1")
-
-
-@flax.struct.dataclass
-class TrainState:
-    trainable: nnx.State  # float32 masters
-    frozen: nnx.State
-    opt_state: Any
-    step: Int[Any, ""]  # updates done, which is the policy version
-    num_bad: Int[Any, ""]  # updates skipped in a row
 
 
 def action_logp(
