@@ -57,7 +57,7 @@ class TrainBatch:
     behavior_logp: Float[Any, "B A"]
     advantage: Float[Any, "B A"]
     token_class: Int[Any, "B A"]
-    episode: Int[Any, "B A"]
+    dialogue: Int[Any, "B A"]  # its number among all that were packed
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def pack(
 ) -> list[TrainBatch]:
     """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(key for d in dialogues for key in d.frames))}
+    dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues)}
     placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens)]
     rows = _first_fit(placed, shape.row_tokens)
     num_actions = bucket(max((_num_actions(row) for row in rows), default=1), ACTION_BUCKET)
@@ -92,7 +93,17 @@ def pack(
     # One shape for all of them: the batch with the most frames decides.
     num_frame_rows = max((len(vision.patches) for vision, _ in visions if vision is not None), default=0)
     return [
-        _batch(batch, vision, table, [frames[key] for key in keys], config, shape, num_actions, num_frame_rows)
+        _batch(
+            batch,
+            dialogue_numbers,
+            vision,
+            table,
+            [frames[key] for key in keys],
+            config,
+            shape,
+            num_actions,
+            num_frame_rows,
+        )
         for batch, (vision, table) in zip(batches, visions, strict=True)
     ]
 
@@ -194,6 +205,7 @@ def _parts(sequence: RowSequence) -> tuple[Tokens, ...]:
 
 def _batch(
     rows: Sequence[Sequence[_Placed]],
+    dialogue_numbers: Mapping[int, int],
     vision: VisionBatch | None,
     table: list[int],
     frames: Sequence[Frame],
@@ -211,7 +223,7 @@ def _batch(
         "behavior_logp": np.zeros((shape.num_rows, num_actions), np.float32),
         "advantage": np.zeros((shape.num_rows, num_actions), np.float32),
         "token_class": np.zeros((shape.num_rows, num_actions), np.int32),
-        "episode": np.zeros((shape.num_rows, num_actions), np.int32),
+        "dialogue": np.zeros((shape.num_rows, num_actions), np.int32),
     }
     for b, row in enumerate(rows):
         at = first = 0  # in the entries, and in the row
@@ -226,7 +238,7 @@ def _batch(
                 entries["behavior_logp"][where] = dialogue.behavior_logp[scored]
                 entries["advantage"][where] = dialogue.advantage[scored]
                 entries["token_class"][where] = dialogue.token_class[scored]
-                entries["episode"][where] = dialogue.episode
+                entries["dialogue"][where] = dialogue_numbers[id(dialogue)]
                 at += len(scored)
             first += piece.sequence.num_tokens
     if num_frame_rows:

@@ -128,10 +128,11 @@ def test_eight_devices_give_the_same_gradient_as_one(model, group, frames):
 
 def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(model, group, frames):
     others = [dialogue(model, 7, frames=("c",), prompt_seed=1)]
-    batches = pack([*group, *others], frames, model.config, replace(SHAPE, row_tokens=80, num_rows=1))
+    everything = [*group, *others]
+    batches = pack(everything, frames, model.config, replace(SHAPE, row_tokens=80, num_rows=1))
     found = sorted(
         (
-            int(batch.episode[b, a]),
+            everything[int(batch.dialogue[b, a])].episode,
             int(batch.target[b, a]),
             float(batch.behavior_logp[b, a]),
             float(batch.advantage[b, a]),
@@ -141,7 +142,7 @@ def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(mode
     )
     expected = sorted(
         (d.episode, int(d.ids[t]), float(d.behavior_logp[t]), float(d.advantage[t]))
-        for d in [*group, *others]
+        for d in everything
         for t in np.flatnonzero(d.loss_mask)
     )
     assert found == expected
