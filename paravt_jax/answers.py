@@ -96,7 +96,7 @@ def interval(text: str) -> tuple[float, float] | None:
     return start_s, end_s
 
 
-def interval_iou(predicted: tuple[float, float], true: tuple[float, float]) -> float:
+def interval_iou(predicted: tuple[float | int, float | int], true: tuple[float | int, float | int]) -> float:
     """Intersection over union; 0 for an interval that does not run forwards."""
     if predicted[0] >= predicted[1] or true[0] >= true[1]:
         return 0.0

@@ -1,15 +1,261 @@
-"""What the learner computes on a mesh: so far the log-probs of the scored tokens of a packed batch."""
+"""One update of the policy on a mesh: log-probs of the scored tokens, gradients added up over batches, a step of Adam.
 
+Masters and moments are float32, activations what the model computes in. Only what trains has gradients and moments:
+with the vision tower frozen its output is computed once per distinct frame of a batch, and shared by policy and
+reference. Every sum is over the whole step and divided once, so how a step is cut into batches changes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from model_port.inputs import VisionBatch
 from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES
 from model_port.text import Visual
+from paravt_jax.losses import LossConfig, LossSums, MismatchSums, mismatch_sums, policy_loss
 from paravt_jax.packing import TrainBatch
+
+LANGUAGE = nnx.PathContains("text")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    learning_rate: float = 2e-6
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    train_vision: bool = False  # the published recipe changes language weights only
+    head_chunk_tokens: int = 256  # scored tokens of a row whose logits exist at the same time
+    max_bad_steps: int = 5  # updates in a row that are skipped for gradients that are not finite, then the run stops
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must be greater than 0")
+        for name in ("head_chunk_tokens", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must be at least 1")
+
+
+@flax.struct.dataclass
+class TrainState:
+    trainable: nnx.State  # float32 masters
+    frozen: nnx.State
+    opt_state: Any
+    step: Int[Any, ""]  # updates, skipped ones included: the policy version
+    num_bad: Int[Any, ""]  # updates skipped in a row
+
+
+class Learner:
+    """The compiled programs of one training run, and its state."""
+
+    def __init__(
+        self,
+        model: Qwen3VL,
+        optim: OptimConfig,
+        loss: LossConfig,
+        *,
+        temperature: float,
+        num_classes: int,
+        mesh: Mesh | None = None,
+    ):
+        """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution."""
+        self.optim, self.loss, self.mesh = optim, loss, mesh
+        self._num_classes = num_classes
+        self._graphdef, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)
+        wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
+        if wrong:
+            raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
+        self._optimizer = optax.chain(
+            optax.clip_by_global_norm(optim.max_grad_norm),
+            optax.adamw(optim.learning_rate, optim.beta1, optim.beta2, optim.eps, weight_decay=optim.weight_decay),
+        )
+        step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
+        self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
+        # The reference is what training began with; without a coefficient there is none.
+        self._ref = jax.tree.map(partial(jnp.array, dtype=_ref_dtype(model)), trainable) if loss.kl_coef else None
+        self._see = jax.jit(self._see_frames)
+        self._logp = jax.jit(partial(self._score, temperature))
+        self._add = jax.jit(
+            partial(self._add_gradients, temperature), donate_argnums=2, static_argnames="num_dialogues"
+        )
+        self._apply = jax.jit(self._update, donate_argnums=0)
+
+    @property
+    def model(self) -> Qwen3VL:
+        """The policy as it is now. It shares its arrays with the state, which the next update takes back."""
+        return nnx.merge(self._graphdef, self.state.trainable, self.state.frozen)
+
+    def update(self, batches: Sequence[TrainBatch], denominator: float, num_dialogues: int) -> dict[str, float]:
+        """One step over all batches. `denominator` is the N of the loss."""
+        totals = None
+        grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
+        for batch in batches:
+            on_devices = placed(batch, self.mesh)
+            grads, sums = self._gradients(grads, on_devices, denominator, num_dialogues)
+            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        if totals is None:
+            raise ValueError("a step needs at least one batch")
+        self.state, grad_norm = self._apply(self.state, grads)
+        sums, mismatch = jax.device_get(totals)
+        return self._metrics(sums, mismatch, float(grad_norm), denominator)
+
+    def log_probs(self, batch: TrainBatch) -> np.ndarray:
+        """Of the scored tokens, as the policy is now: `prox`, when a batch is used for several updates."""
+        on_devices = placed(batch, self.mesh)
+        visual = self._shown(on_devices, self.state.trainable)
+        return np.asarray(self._logp(self.state.trainable, self.state.frozen, on_devices, visual))
+
+    def _gradients(
+        self, grads: nnx.State, batch: TrainBatch, denominator: float, num_dialogues: int
+    ) -> tuple[nnx.State, Any]:
+        visual, ref_logp = None, None
+        if not self.optim.train_vision:
+            visual = self._shown(batch, self.state.trainable)
+        if self._ref is not None:
+            ref_visual = visual if visual is not None else self._shown(batch, self._ref)
+            ref_logp = self._logp(self._ref, self.state.frozen, batch, ref_visual)
+        return self._add(
+            self.state.trainable,
+            self.state.frozen,
+            grads,
+            batch,
+            visual,
+            ref_logp,
+            np.float32(denominator),
+            num_dialogues=num_dialogues,
+        )
+
+    def _shown(self, batch: TrainBatch, trainable: nnx.State) -> Visual | None:
+        return None if batch.vision is None else self._see(trainable, self.state.frozen, batch.vision)
+
+    def _see_frames(self, trainable: nnx.State, frozen: nnx.State, vision: VisionBatch) -> Visual:
+        return nnx.merge(self._graphdef, trainable, frozen).see(vision)
+
+    def _score(
+        self, temperature: float, trainable: nnx.State, frozen: nnx.State, batch: TrainBatch, visual: Visual | None
+    ) -> Float[Array, "B A"]:
+        model = nnx.merge(self._graphdef, trainable, frozen)
+        return action_logp(model, batch, visual, temperature, self.optim.head_chunk_tokens)
+
+    def _add_gradients(
+        self,
+        temperature: float,
+        trainable: nnx.State,
+        frozen: nnx.State,
+        grads: nnx.State,
+        batch: TrainBatch,
+        visual: Visual | None,
+        ref_logp: Float[Array, "B A"] | None,
+        denominator: Float[Array, ""],
+        *,
+        num_dialogues: int,
+    ) -> tuple[nnx.State, tuple[LossSums, MismatchSums]]:
+        def objective(trainable: nnx.State) -> tuple[Float[Array, ""], tuple[LossSums, MismatchSums]]:
+            seen = visual
+            if seen is None and batch.vision is not None:
+                seen = self._see_frames(trainable, frozen, batch.vision)
+            policy_logp = self._score(temperature, trainable, frozen, batch, seen)
+            # One update on fresh rollouts: the learner's own log-probs before the update are those of this very pass.
+            prox_logp = jax.lax.stop_gradient(policy_logp)
+            sums = policy_loss(
+                self.loss,
+                policy_logp=policy_logp,
+                prox_logp=prox_logp,
+                behavior_logp=jnp.asarray(batch.behavior_logp),
+                advantage=jnp.asarray(batch.advantage),
+                loss_mask=jnp.asarray(batch.loss_mask),
+                ref_logp=ref_logp,
+                sequence_ids=jnp.asarray(batch.dialogue),
+                num_sequences=num_dialogues,
+            )
+            mismatch = mismatch_sums(
+                prox_logp=prox_logp,
+                behavior_logp=jnp.asarray(batch.behavior_logp),
+                loss_mask=jnp.asarray(batch.loss_mask),
+                token_class=jnp.asarray(batch.token_class),
+                num_classes=self._num_classes,
+            )
+            return sums.loss / denominator, (sums, mismatch)
+
+        own, sums = jax.grad(objective, has_aux=True)(trainable)
+        return jax.tree.map(jnp.add, grads, own), sums
+
+    def _update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, Float[Array, ""]]:
+        """Skips an update whose gradients are not finite: one bad token must not end a policy."""
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.trainable)
+        trainable = optax.apply_updates(state.trainable, updates)
+
+        def if_finite(new: Any, old: Any) -> Any:
+            return jax.tree.map(partial(jnp.where, finite), new, old)
+
+        state = replace(
+            state,
+            trainable=if_finite(trainable, state.trainable),
+            opt_state=if_finite(opt_state, state.opt_state),
+            step=state.step + 1,
+            num_bad=jnp.where(finite, 0, state.num_bad + 1),
+        )
+        return state, grad_norm
+
+    def _metrics(
+        self, sums: LossSums, mismatch: MismatchSums, grad_norm: float, denominator: float
+    ) -> dict[str, float]:
+        num_bad = int(self.state.num_bad)
+        if num_bad >= self.optim.max_bad_steps:
+            raise RuntimeError(
+                f"gradients were not finite in {num_bad} updates in a row (optim.max_bad_steps); the weights are those "
+                f"of step {int(self.state.step) - num_bad}"
+            )
+        num_tokens = max(float(sums.num_tokens), 1.0)
+        metrics = {
+            "loss/total": float(sums.loss) / denominator,
+            "loss/policy": float(sums.policy) / denominator,
+            "loss/kl_ref": float(sums.kl_ref) / num_tokens,
+            "loss/clip_frac": float(sums.num_clipped) / num_tokens,
+            "loss/capped_frac": float(sums.num_capped) / num_tokens,
+            "loss/num_tokens": float(sums.num_tokens),
+            "mismatch/behavior_kl": float(sums.behavior_kl) / num_tokens,
+            "optim/grad_norm": grad_norm,
+            "optim/num_bad_steps": float(num_bad),
+        }
+        for number, count in enumerate(mismatch.num_tokens.tolist()):
+            metrics[f"mismatch/behavior_kl_class_{number}"] = float(mismatch.behavior_kl[number]) / max(count, 1.0)
+        return metrics
+
+    def _make_opt_state(self, trainable: nnx.State) -> Any:
+        """Moments lie where their parameters lie, from the beginning."""
+        if self.mesh is None:
+            return self._optimizer.init(trainable)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        shardings = optax.tree_map_params(
+            self._optimizer,
+            lambda _, param: param.sharding,
+            jax.eval_shape(self._optimizer.init, trainable),
+            trainable,
+            transform_non_params=lambda _: everywhere,
+        )
+        return jax.jit(self._optimizer.init, out_shardings=shardings)(trainable)
+
+
+def _ref_dtype(model: Qwen3VL) -> Any:
+    """The reference never changes, so it needs no masters."""
+    return jnp.dtype(model.compute.dtype)
 
 
 def action_logp(

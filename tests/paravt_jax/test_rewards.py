@@ -252,8 +252,8 @@ def test_arguments_that_can_only_be_mistakes_are_errors():
         terms(TOOL_TURN, outcomes=["done"])
     with pytest.raises(ValueError, match="turns is one string"):
         reward_terms(ANSWER_TURN, [], "B", "mcq")
-    with pytest.raises(ValueError, match=r"reward.anchor_weight=-1 must be a finite number"):
-        RewardConfig(anchor_weight=-1)
+    with pytest.raises(ValueError, match=r"reward.anchor_weight=-1.0 must be a finite number"):
+        RewardConfig(anchor_weight=-1.0)
 
 
 def test_weights_and_arms():

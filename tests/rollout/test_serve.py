@@ -175,11 +175,16 @@ def test_a_crash_shows_the_servers_last_lines(fake):
         start(fake("crash"))
 
 
+def descendants():
+    """Processes below this one; other tests may share a server that is one of them."""
+    return psutil.Process().children(recursive=True)
+
+
 def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
-    seen = []
+    before, seen = descendants(), []
 
     def progress(line):
-        seen.extend(p for p in psutil.Process().children(recursive=True) if p not in seen)
+        seen.extend(p for p in descendants() if p not in before and p not in seen)
 
     with pytest.raises(ServerFailed, match=r"(?s)not ready within the deadline of 2 s.*loading weights"):
         start(fake("hang"), deadline_s=2, on_progress=progress)
@@ -188,10 +193,13 @@ def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
 
 
 def test_a_cancelled_start_leaves_nothing(fake):
+    before = descendants()
+
     async def give_up():
         starting = asyncio.create_task(Server.start(fake("hang"), deadline_s=30))
-        await asyncio.sleep(1)
-        started = psutil.Process().children(recursive=True)
+        async with asyncio.timeout(20):
+            while len(started := [p for p in descendants() if p not in before]) < 3:
+                await asyncio.sleep(0.1)
         starting.cancel()
         await asyncio.wait([starting])
         return starting.cancelled(), started
