@@ -6,7 +6,6 @@ the whole. Text from outside, a question or a report, can never become a token t
 tokens open and close turns, calls and pictures.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -24,6 +23,24 @@ VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, 
 TURN_END = "<|im_end|>"
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; private use, so in no template
+
+
+def _characters(data: bytes) -> list[int]:
+    """For every byte, the number of the character it belongs to, when what is not UTF-8 decodes to replacements."""
+    numbers: list[int] = []
+    at = num_chars = 0
+    while at < len(data):
+        try:
+            valid, wrong = data[at:].decode(), 0
+        except UnicodeDecodeError as problem:  # its range becomes one replacement
+            valid, wrong = data[at : at + problem.start].decode(), problem.end - problem.start
+        for character in valid:
+            numbers += [num_chars] * len(character.encode())
+            num_chars += 1
+        numbers += [num_chars] * wrong
+        num_chars += wrong > 0
+        at = len(numbers)
+    return numbers
 
 
 def byte_characters() -> dict[int, str]:
@@ -78,13 +95,8 @@ class Chat:
         A character that several tokens spell belongs to each of them.
         """
         pieces = [self._bytes_of(int(token)) for token in ids]
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        character_of: list[int] = []  # every byte's
-        num_chars = 0
-        for byte in b"".join(pieces):
-            num_chars += len(decoder.decode(bytes([byte])))
-            waiting = bool(decoder.getstate()[0])  # for more bytes of a character that is not complete
-            character_of.append(num_chars if waiting else num_chars - 1)
+        character_of = _characters(b"".join(pieces))
+        num_chars = character_of[-1] + 1 if character_of else 0
         spans, at = [], 0
         for piece in pieces:
             of_piece = character_of[at : at + len(piece)]

@@ -447,6 +447,7 @@ def generate_body(ids: np.ndarray, pictures: Sequence[Picture], sampling: Sampli
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": not sampling.stop_ids,  # else the ids of the model's own files would stop it as well
             "no_stop_trim": True,
             "skip_special_tokens": False,
         },

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny, tiny_tokenizer
-from rollout.chat import Chat
+from rollout.chat import Chat, _characters
 from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA
 
@@ -114,7 +114,7 @@ def test_ids_that_are_no_text_decode_without_an_error(chat):
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500)
 def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat, data):
     ids = data.draw(st.lists(st.integers(0, chat.tokenizer.get_vocab_size() - 1), max_size=12))
     text, spans = chat.decode(ids), chat.spans(ids)
@@ -125,6 +125,13 @@ def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat,
     assert covered == set(range(len(text)))
     starts = [start for start, _ in spans]
     assert starts == sorted(starts)
+
+
+@given(st.one_of(st.binary(max_size=8), st.lists(st.sampled_from([0x41, 0x80, 0xE0, 0xED, 0xA1, 0xF0])).map(bytes)))
+def test_bytes_that_are_no_text_are_counted_as_python_replaces_them(data):
+    found = _characters(data)
+    assert len(found) == len(data)
+    assert sorted(set(found)) == list(range(len(data.decode(errors="replace"))))
 
 
 @given(text=st.text(max_size=30))
