@@ -73,6 +73,10 @@ class Learner:
         mesh: Mesh | None = None,
     ):
         """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution."""
+        if loss.kl_in == "reward" and loss.kl_coef:
+            raise ValueError(
+                "loss.kl_in=reward is not wired into the update yet; use loss.kl_in=loss or loss.kl_coef=0"
+            )
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._num_classes = num_classes
         self._graphdef, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)

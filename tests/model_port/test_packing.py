@@ -128,6 +128,7 @@ def branched(dialogues):
     return [((d, 0), Sequence(prompt, tuple(responses))) for d, (prompt, responses) in enumerate(dialogues)]
 
 
+@pytest.mark.slow
 def test_branches_behind_one_prompt_equal_separate_rows(model, frames, dialogues):
     together = collect(model, [[item] for item in branched(dialogues)], frames, 97)
     apart = collect(model, separate_rows(dialogues), frames, 61)

@@ -268,6 +268,7 @@ def command(module: str, *arguments: object, **environment: str) -> subprocess.C
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny, tmp_path):
     run = command("convert", "--src", tmp_path / "absent", "--dst", tmp_path / "ckpt")
     assert run.returncode == 1 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1

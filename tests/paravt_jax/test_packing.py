@@ -89,6 +89,7 @@ def assert_same(one, other, tolerance):
     assert np.linalg.norm(gradient - other_gradient) <= tolerance * np.linalg.norm(gradient)
 
 
+@pytest.mark.slow
 def test_a_shared_prompt_has_the_gradient_of_separate_rows(model, group, frames):
     shared = pack(group, frames, model.config, SHAPE)
     separate = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1, row_tokens=64))

@@ -385,6 +385,7 @@ def test_the_bounds_are_reached():
     assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"]).total == pytest.approx(MAX_TOTAL)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(played_with(episodes), outcome_lists, configs)
 def test_no_play_with_the_tags_of_an_episode_in_the_grammar_raises_its_total(pair, outcomes, config):
@@ -394,6 +395,7 @@ def test_no_play_with_the_tags_of_an_episode_in_the_grammar_raises_its_total(pai
     assert changed.total_without_anchor <= original.total_without_anchor + SLACK
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(played_with(st.lists(any_turn, min_size=1, max_size=3), ["double"]), outcome_lists, configs)
 def test_doubling_tags_of_any_text_never_raises_its_total(pair, outcomes, config):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout.video.times import CROP_MAX_FRAMES, crop_times, overview_times
 
-durations = st.floats(0, 1e6)
+durations = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))  # of nothing, or of at least a microsecond
 starts = st.floats(0, 1e6)
 lengths = st.floats(1e-3, 1e6)
 
