@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
+from paravt_jax.advantages import token_advantages
 from paravt_jax.packing import Dialogue
 from paravt_jax.rewards import Tag
 from rollout.chat import Chat
 from rollout.episode import Episode, Turn
 from rollout.ledger import Ledger
-from rollout.picture import Picture
 
 Anchor = Literal["closings", "openings", "turn_end"]
 ANCHORS = get_args(Anchor)
@@ -71,7 +71,7 @@ def struct_mask(
                 mask[begin:end] |= [first < stop and last > start for first, last in spans]
         if "turn_end" in anchors and _ends(turn, ids, chat):
             mask[end - 1] = True
-    return mask & _sampled(episode.ledger)
+    return mask & episode.ledger.sampled_mask
 
 
 def _selected(tag: Tag, anchors: Collection[Anchor]) -> bool:
@@ -85,23 +85,16 @@ def _ends(turn: Turn, ids: np.ndarray, chat: Chat) -> bool:
     return end > begin and int(ids[end - 1]) in chat.stop_ids
 
 
-def _sampled(ledger: Ledger) -> Bool[np.ndarray, " n"]:
-    kinds = [np.full(len(segment.ids), segment.kind == "sampled") for segment in ledger.segments]
-    return np.concatenate([np.zeros(0, bool), *kinds])
-
-
 def _dialogue(
     ledger: Ledger, number: int, credit: Credit, structural: np.ndarray, chat: Chat, token_px: int
 ) -> Dialogue:
-    ids, sampled = ledger.ids, _sampled(ledger)
-    behavior_logp = np.zeros(len(ids), np.float32)
-    behavior_logp[sampled] = np.concatenate([np.zeros(0), *(s.behavior_logp for s in ledger.sampled)])  # type: ignore[misc]
+    ids, sampled = ledger.ids, ledger.sampled_mask
     # A placeholder that the policy sampled shows nothing, and nothing after it can be computed as the engine did.
     wrong = np.flatnonzero(sampled & np.isin(ids, list(chat.visual_ids)))
     end = int(wrong[0]) if len(wrong) else len(ids)
     shown = ids == chat.image_id
-    repeats = np.ones(len(ids), np.int64)
-    repeats[shown & ~sampled] = [num_tokens(picture, token_px) for picture in ledger.pictures]
+    repeats = ledger.num_tokens_each(chat.image_id, token_px)
+    advantage = token_advantages(credit.sequence, credit.anchor, sampled, structural)
     prompt = ledger.segments[0]
     return Dialogue(
         ids=np.repeat(ids[:end], repeats[:end]),
@@ -109,20 +102,11 @@ def _dialogue(
         num_shared=int(repeats[: len(prompt.ids)].sum()),
         num_shared_frames=len(prompt.pictures),
         loss_mask=np.repeat(sampled[:end], repeats[:end]),
-        behavior_logp=np.repeat(behavior_logp[:end], repeats[:end]),
-        advantage=np.repeat(_advantage(credit, structural)[:end], repeats[:end]),
+        behavior_logp=np.repeat(ledger.behavior_logp[:end], repeats[:end]),
+        advantage=np.repeat(advantage[:end], repeats[:end]),
         token_class=np.repeat(_classes(ledger, structural, shown)[:end], repeats[:end]),
         episode=number,
     )
-
-
-def num_tokens(picture: Picture, token_px: int) -> int:
-    height, width = picture.size_px
-    return height * width // token_px**2
-
-
-def _advantage(credit: Credit, structural: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    return (credit.sequence + credit.anchor * structural).astype(np.float32)
 
 
 def _classes(ledger: Ledger, structural: np.ndarray, shown: np.ndarray) -> Int[np.ndarray, " n"]:

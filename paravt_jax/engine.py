@@ -184,7 +184,7 @@ class EmbeddedEngine:
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             frames = tuple(self._frame(picture) for picture in request.pictures)
-            merged = self._sampler.config.vision.merge**2
+            merged = self._sampler.config.vision.merge_unit
             counts = [len(frame.patches) // merged for frame in frames]
             prompt = Prompt(expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames)
         self._prompts[key] = prompt

@@ -207,10 +207,8 @@ async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat:
     if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
         return  # a placeholder that shows nothing cannot be scored
     (ours,) = await asyncio.to_thread(scorer.score, [ScoreRequest(ledger.ids, ledger.pictures, TEMPERATURE)])
-    sampled = np.concatenate([np.full(len(segment.ids), segment.kind == "sampled") for segment in ledger.segments])
-    behavior_logp = np.concatenate([s.behavior_logp for s in ledger.sampled if s.behavior_logp is not None])
-    expanded = _expanded_positions(ledger.ids, ledger.pictures, chat)
-    found = np.abs(ours.logp[expanded[sampled]] - behavior_logp)
+    sampled = ledger.sampled_mask
+    found = np.abs(ours.logp[sampled_positions(ledger, chat)] - ledger.behavior_logp[sampled])
     parity.add("sampled", found)
     parity.add("structural", found[_structural(ledger.ids[sampled], chat)])
 
@@ -238,12 +236,10 @@ async def _server_scores(client: HttpClient, url: str, request: ScoreRequest, de
     return Scored(np.array(answer["prompt_token_ids"], np.int32), np.array(logp, np.float32))
 
 
-def _expanded_positions(ids: np.ndarray, pictures: Sequence[Picture], chat: Chat) -> np.ndarray:
-    """Where each id stands after expansion; of a placeholder, its last token."""
-    num_tokens = np.ones(len(ids), np.int64)
-    unit = EpisodeConfig.token_px**2
-    num_tokens[ids == chat.image_id] = [picture.size_px[0] * picture.size_px[1] // unit for picture in pictures]
-    return np.cumsum(num_tokens) - 1
+def sampled_positions(ledger: Ledger, chat: Chat) -> np.ndarray:
+    """Where the sampled ids stand after expansion."""
+    counts = ledger.num_tokens_each(chat.image_id, EpisodeConfig.token_px)
+    return (np.cumsum(counts) - 1)[ledger.sampled_mask]
 
 
 def _structural(ids: np.ndarray, chat: Chat) -> np.ndarray:

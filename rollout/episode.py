@@ -276,7 +276,8 @@ class _Run:
         """The main agent's next turn, or None when its context is full."""
         config, chat, ledger = self.agent.config, self.agent.chat, self.episode.ledger
         forced = self.agent._forced
-        room = config.max_context_tokens - self._num_tokens(ledger) - len(forced)
+        num_tokens = int(ledger.num_tokens_each(chat.image_id, config.token_px).sum())
+        room = config.max_context_tokens - num_tokens - len(forced)
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
             return None
         begin = len(ledger.ids)
@@ -390,11 +391,6 @@ class _Run:
         self.episode.num_prompt_tokens += generation.num_prompt_tokens
         self.episode.num_cached_tokens += generation.num_cached_tokens
         return generation
-
-    def _num_tokens(self, ledger: Ledger) -> int:
-        unit = self.agent.config.token_px**2
-        in_pictures = sum(height * width // unit - 1 for height, width in (p.size_px for p in ledger.pictures))
-        return len(ledger.ids) + in_pictures
 
     def _spoken(self, generation: Generation) -> np.ndarray:
         """Without the token that ended the turn."""

@@ -79,6 +79,28 @@ class Ledger:
         return sum(len(segment.ids) for segment in self.sampled)
 
     @property
+    def sampled_mask(self) -> np.ndarray:
+        """Of all ids, those that the policy sampled."""
+        kinds = [np.full(len(segment.ids), segment.kind == "sampled") for segment in self.segments]
+        return np.concatenate([np.zeros(0, bool), *kinds])
+
+    @property
+    def behavior_logp(self) -> np.ndarray:
+        """Of all ids; those that the policy did not sample have 0."""
+        logps = [
+            np.zeros(len(segment.ids)) if segment.behavior_logp is None else segment.behavior_logp
+            for segment in self.segments
+        ]
+        return np.concatenate([np.zeros(0), *logps]).astype(np.float32)
+
+    def num_tokens_each(self, image_id: int, token_px: int) -> np.ndarray:
+        """How many tokens each id becomes: a picture's placeholder as many as show it, unless it was sampled."""
+        counts = np.ones(len(self.ids), np.int64)
+        shown = (self.ids == image_id) & ~self.sampled_mask
+        counts[shown] = [picture.num_tokens(token_px) for picture in self.pictures]
+        return counts
+
+    @property
     def versions(self) -> list[int]:
         """Every policy version that sampled here, in order of appearance."""
         return list(dict.fromkeys(segment.version for segment in self.sampled if segment.version is not None))

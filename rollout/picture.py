@@ -39,6 +39,11 @@ class Picture:
         """Height and width."""
         return self.pixels.shape[0], self.pixels.shape[1]
 
+    def num_tokens(self, token_px: int) -> int:
+        """How many tokens show it, each a square of `token_px`."""
+        height, width = self.size_px
+        return height * width // token_px**2
+
     @property
     def num_bytes(self) -> int:
         return self.pixels.nbytes

@@ -174,11 +174,8 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
             if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
                 continue
             (ours,) = scorer.score([ScoreRequest(ledger.ids, ledger.pictures, CONFIG.temperature)])
-            num_sampled = ledger.num_sampled
-            ended = ledger.segments[-1].kind == "environment"
-            end = len(ours.ids) - (len(ledger.segments[-1].ids) if ended else 0)
-            behavior = np.concatenate([segment.behavior_logp for segment in ledger.sampled])
-            worst = max(worst, float(np.abs(ours.logp[end - num_sampled : end] - behavior).max()))
+            difference = ours.logp[gate.sampled_positions(ledger, chat)] - ledger.behavior_logp[ledger.sampled_mask]
+            worst = max(worst, float(np.abs(difference).max()))
         return worst, episodes
 
     return run()
