@@ -1,0 +1,255 @@
+"""One run: every setting with its default, and what cannot be together.
+
+    load_config("configs/smoke_cpu.yaml", "train.num_steps=10")
+
+Defaults, then the file, then `a.b=c`. A key that does not exist, a value of the wrong type, a setting that another one
+makes dead or contradicts: all are errors here, before any model is loaded. Sections whose numbers belong to a module
+are that module's own dataclass, which checks itself.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from paravt_jax.advantages import AdvantageConfig
+from paravt_jax.dialogues import ANCHORS
+from paravt_jax.judge import JudgeConfig
+from paravt_jax.losses import LossConfig, MismatchConfig
+from paravt_jax.rewards import RewardConfig
+from paravt_jax.train_step import OptimConfig
+from rollout.episode import EpisodeConfig
+
+TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
+SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    path: str = "Qwen/Qwen3-VL-8B-Instruct"  # a Hugging Face directory or hub id, a converted checkpoint, or `tiny`
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations; the masters are float32
+    attention: Literal["blocked", "xla"] = "blocked"
+    remat: Literal["none", "full", "dots", "attention", "offload"] = "full"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis. A mesh of one is a single device, whatever the machine has."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least_1("mesh", self, "data", "fsdp", "tensor")
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_row_parts(self) -> int:
+        """How many parts the rows of a batch are split into."""
+        return self.data * self.fsdp
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = SYNTHETIC  # a parquet or JSON-lines file of prompts, a directory of parquet files, or `synthetic`
+    validation: str = ""  # held-out prompts, of the same kinds; empty: no validation
+    video_root: str = ""  # what relative video paths begin from; empty: the prompt file's directory
+    max_bad_frac: float = 0.01  # of rows that cannot be used; more refuse to start, fewer are reported and left out
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad_frac <= 1:
+            raise ValueError(f"data.max_bad_frac={self.max_bad_frac} must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    gating: bool = True  # draw the frame budget per prompt visit; off: overview_frames
+    frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])  # published
+    stratified: bool = False  # every step covers the budgets evenly
+    overview_frames: int = 64  # without gating, and in validation
+    min_pixels: int = 784  # area of a frame, published with the recipe
+    max_pixels: int = 50_176
+    num_workers: int = 0  # processes that decode; 0: by the machine's cores
+    memory_gib: float = 2.0  # of decoded frames
+    disk_cache: str = ""  # directory for decoded frames, shared by runs; empty: none
+    disk_gib: float = 64.0
+
+    def __post_init__(self) -> None:
+        if not self.frame_budgets or min(self.frame_budgets) < 1:
+            raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
+        _at_least_1("video", self, "overview_frames", "min_pixels", "max_pixels")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"video.min_pixels={self.min_pixels} is more than video.max_pixels={self.max_pixels}")
+        if self.stratified and not self.gating:
+            raise ValueError("video.stratified=true does nothing with video.gating=false; turn one of them over")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    kind: Literal["jax", "sglang"] = "jax"  # jax: the learner samples in its own process
+    urls: list[str] = field(default_factory=list)  # sglang: servers that run already; empty: start num_servers here
+    num_servers: int = 1  # sglang, on this machine
+    device: Literal["cpu", "cuda"] = "cuda"  # sglang: where servers of this machine compute
+    memory_frac: float = 0.8  # sglang on cuda: of the device memory, for servers that are started here
+    route: Literal["disk", "tensors"] = "disk"  # sglang: how new weights get there
+    max_rows: int = 16  # jax: requests that are sampled at the same time
+
+    def __post_init__(self) -> None:
+        _at_least_1("engine", self, "num_servers", "max_rows")
+        if self.kind == "jax" and self.urls:
+            raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    row_tokens: int = 32_768  # of a row of the update; at least rollout.max_context_tokens
+    num_rows: int = 1  # of a batch: what is in memory at the same time; a multiple of mesh.data x mesh.fsdp
+
+    def __post_init__(self) -> None:
+        _at_least_1("pack", self, "row_tokens", "num_rows")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: int = 500
+    prompts_per_step: int = 7  # published
+    group_size: int = 8  # published: episodes of a prompt
+    updates_per_step: int = 1  # optimizer steps on the same rollouts
+    max_staleness: int = 0  # 0: wait for every step's rollouts; n: episodes may begin up to n versions early
+    max_resamples: int = 0  # rounds of new prompts for groups without spread (DAPO); 0: train on fewer
+    max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
+    anchor_tokens: list[str] = field(default_factory=lambda: list(ANCHORS))
+    subagent_loss: bool = False  # sub-agents' tokens get their episode's advantage
+
+    def __post_init__(self) -> None:
+        _at_least_1("train", self, "num_steps", "prompts_per_step", "updates_per_step")
+        if self.group_size < 2:
+            raise ValueError(f"train.group_size={self.group_size} must be at least 2: an advantage is against a group")
+        for name in ("max_staleness", "max_resamples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if not 0 <= self.max_missing_frac < 1:
+            raise ValueError(f"train.max_missing_frac={self.max_missing_frac} must be 0 or more and below 1")
+        unknown = set(self.anchor_tokens) - set(ANCHORS)
+        if unknown or not self.anchor_tokens:
+            raise ValueError(f"train.anchor_tokens={self.anchor_tokens} must be some of {', '.join(ANCHORS)}")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    every_steps: int = 50  # and after the last step
+    max_prompts: int = 256  # the first ones of the file
+
+    def __post_init__(self) -> None:
+        _at_least_1("validation", self, "every_steps", "max_prompts")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 20  # and after the last step
+    keep: int = 3  # the newest ones
+    grace_s: float = 120.0  # for a checkpoint after SIGTERM
+
+    def __post_init__(self) -> None:
+        _at_least_1("checkpoint", self, "every_steps", "keep")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = True
+    wandb_project: str = ""  # Weights & Biases; empty: off
+
+
+@dataclass(frozen=True)
+class Config:
+    run_dir: str = "runs/default"
+    seed: int = 0
+    model: PolicyConfig = field(default_factory=PolicyConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
+    rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig | None = None  # of open answers, with reward.oe_mode=llm
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        problems = list(self._contradictions())
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _contradictions(self) -> Iterable[str]:
+        if (self.reward.oe_mode == "llm") != (self.judge is not None):
+            yield "reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither"
+        if self.advantage.credit == "sequence" and not self.reward.anchor_weight:
+            yield "advantage.credit=sequence does nothing with reward.anchor_weight=0; leave it at token"
+        if self.loss.kl_in == "reward" and not self.loss.kl_coef:
+            yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"
+        if self.pack.num_rows % self.mesh.num_row_parts:
+            yield (
+                f"pack.num_rows={self.pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = "
+                f"{self.mesh.num_row_parts}"
+            )
+        if self.pack.row_tokens < self.rollout.max_context_tokens:
+            yield (
+                f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="
+                f"{self.rollout.max_context_tokens}"
+            )
+        if self.rollout.top_p != 1:
+            yield (
+                f"rollout.top_p={self.rollout.top_p}: the learner's log-probs are of the whole distribution, so the "
+                f"sampler's must be too; set it to 1"
+            )
+        if not self.rollout.temperature > 0:
+            yield f"rollout.temperature={self.rollout.temperature} must be above 0: a group of equal episodes is dead"
+        if self.rollout.dispatch == "none" and self.reward.tool_reward:
+            yield "rollout.dispatch=none leaves reward.tool_reward=true nothing to reward; set it to false"
+
+
+def load_config(path: str | Path | None, *overrides: str) -> Config:
+    """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here."""
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
+    try:
+        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides))]
+        if path is not None:
+            layers.insert(1, OmegaConf.load(path))
+        found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))
+    except OmegaConfBaseException as problem:
+        key = getattr(problem, "full_key", None)
+        said = str(problem).splitlines()[0]
+        raise ValueError(f"{key}: {said}" if key and key not in said else said) from None
+    return found
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def to_record(config: Config) -> dict[str, Any]:
+    """Every setting as it is used, for RUN/config.json."""
+    record: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return record
+
+
+def _at_least_1(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{section}.{name}={getattr(config, name)} must be at least 1")

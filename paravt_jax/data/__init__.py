@@ -1,0 +1,1 @@
+"""Prompts, in what order they are visited, and with how many frames."""
