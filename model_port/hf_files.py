@@ -78,6 +78,21 @@ def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, by
     return {**files, CONFIG_FILE: _to_json({**json.loads(files[CONFIG_FILE]), BASE_MODEL_KEY: hub_id})}
 
 
+def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int) -> dict[str, bytes]:
+    """The files with the bounds of an image's area made the given ones, in each place that states them."""
+    name = "image_processor"
+    changed = dict(files)
+    for file in (FLAT_FILES[name], PROCESSOR_FILE):
+        content = json.loads(files.get(file, b"{}"))
+        section = content.get(name) if file == PROCESSOR_FILE else content
+        if section:
+            section["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+            for old in ("min_pixels", "max_pixels"):  # a second spelling, which would disagree now
+                section.pop(old, None)
+            changed[file] = _to_json(content)
+    return changed
+
+
 def _parse(files: dict[str, bytes], name: str, directory: Path) -> dict[str, Any]:
     """The parsed file, or an empty object if there is none."""
     try:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from paravt_jax.advantages import AdvantageConfig
-from paravt_jax.dialogues import ANCHORS
+from paravt_jax.dialogues import ANCHORS, Anchor
 from paravt_jax.judge import JudgeConfig
 from paravt_jax.losses import LossConfig, MismatchConfig
 from paravt_jax.rewards import RewardConfig
@@ -125,7 +125,7 @@ class TrainConfig:
     max_staleness: int = 0  # 0: wait for every step's rollouts; n: episodes may begin up to n versions early
     max_resamples: int = 0  # rounds of new prompts for groups without spread (DAPO); 0: train on fewer
     max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
-    anchor_tokens: list[str] = field(default_factory=lambda: list(ANCHORS))
+    anchor_tokens: list[Anchor] = field(default_factory=lambda: list(ANCHORS))
     subagent_loss: bool = False  # sub-agents' tokens get their episode's advantage
 
     def __post_init__(self) -> None:
@@ -137,8 +137,7 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
         if not 0 <= self.max_missing_frac < 1:
             raise ValueError(f"train.max_missing_frac={self.max_missing_frac} must be 0 or more and below 1")
-        unknown = set(self.anchor_tokens) - set(ANCHORS)
-        if unknown or not self.anchor_tokens:
+        if not self.anchor_tokens:
             raise ValueError(f"train.anchor_tokens={self.anchor_tokens} must be some of {', '.join(ANCHORS)}")
 
 
@@ -228,7 +227,7 @@ def load_config(path: str | Path | None, *overrides: str) -> Config:
         if "=" not in override:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
     try:
-        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides))]
+        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist([_with_value(override) for override in overrides])]
         if path is not None:
             layers.insert(1, OmegaConf.load(path))
         found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))
@@ -237,6 +236,11 @@ def load_config(path: str | Path | None, *overrides: str) -> Config:
         said = str(problem).splitlines()[0]
         raise ValueError(f"{key}: {said}" if key and key not in said else said) from None
     return found
+
+
+def _with_value(override: str) -> str:
+    """`a.b=` is the empty text; OmegaConf would take it for null."""
+    return f"{override}''" if override.endswith("=") else override
 
 
 def to_yaml(config: Config) -> str:

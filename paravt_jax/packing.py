@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from model_port.config import ModelConfig
-from model_port.inputs import Frame, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
+from model_port.inputs import Frame, TextBatch, Tokens, VisionBatch, pack_text, pack_vision
 from model_port.inputs import Sequence as RowSequence
 
-ACTION_BUCKET = 128  # of scored tokens in a row
-FRAME_ROW_BUCKET = 4  # of rows of patches
+TOKEN_STEP = 128  # smallest steps between the sizes of a batch: of a row's tokens and of the scored ones …
+FRAME_ROW_STEP = 4  # … and of rows of patches
+SIZES_PER_DOUBLING = 4  # larger sizes have larger steps, so that a run compiles few programs and wastes little
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,17 @@ class TrainBatch:
     dialogue: Int[Any, "B A"]  # its number among all that were packed
 
 
+ENTRIES = {
+    "source": np.int32,
+    "target": np.int32,
+    "loss_mask": np.bool_,
+    "behavior_logp": np.float32,
+    "advantage": np.float32,
+    "token_class": np.int32,
+    "dialogue": np.int32,
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """What all batches of a step have in common, so that they share one compiled program."""
@@ -86,7 +98,7 @@ def pack(
     dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues)}
     placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens)]
     rows = _first_fit(placed, shape.row_tokens)
-    num_actions = bucket(max((_num_actions(row) for row in rows), default=1), ACTION_BUCKET)
+    num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP)
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
     keys = list(numbers)
     visions = [_vision(batch, keys, frames, config, shape) for batch in batches]
@@ -112,6 +124,22 @@ def used_frac(batches: Sequence[TrainBatch]) -> float:
     """Of all token slots, those that hold a token."""
     slots = sum(batch.text.tokens.size for batch in batches)
     return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
+
+
+def fitting_row_tokens(dialogues: Sequence[Dialogue], max_row_tokens: int) -> int:
+    """A length of rows that holds the largest group whole, where the most that is allowed does."""
+    needed = [
+        group[0].num_shared + sum(len(dialogue.ids) - dialogue.num_shared for dialogue in group)
+        for group in _groups(dialogues)
+    ]
+    return min(stepped(max(needed, default=1), TOKEN_STEP), max_row_tokens)
+
+
+def stepped(count: int, step: int) -> int:
+    """`count` rounded up to a size of a coarse scale: multiples of a step that grows with the size."""
+    while count > 2 * SIZES_PER_DOUBLING * step:
+        step *= 2
+    return max(1, -(-count // step)) * step
 
 
 def _groups(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
@@ -216,15 +244,7 @@ def _batch(
 ) -> TrainBatch:
     sequences = [[piece.sequence for piece in row] for row in rows]
     text = pack_text(sequences, frames, table, config, shape.row_tokens, shape.num_rows)
-    entries: dict[str, np.ndarray] = {
-        "source": np.zeros((shape.num_rows, num_actions), np.int32),
-        "target": np.zeros((shape.num_rows, num_actions), np.int32),
-        "loss_mask": np.zeros((shape.num_rows, num_actions), bool),
-        "behavior_logp": np.zeros((shape.num_rows, num_actions), np.float32),
-        "advantage": np.zeros((shape.num_rows, num_actions), np.float32),
-        "token_class": np.zeros((shape.num_rows, num_actions), np.int32),
-        "dialogue": np.zeros((shape.num_rows, num_actions), np.int32),
-    }
+    entries = {name: np.zeros((shape.num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
         at = first = 0  # in the entries, and in the row
         for piece in row:
@@ -253,7 +273,7 @@ def _place_in_row(dialogue: Dialogue, trunk_start: int, own_start: int) -> np.nd
 
 
 def _filled_up(vision: VisionBatch | None, num_rows: int, config: ModelConfig, shape: Shape) -> VisionBatch:
-    num_rows = bucket(num_rows, FRAME_ROW_BUCKET)
+    num_rows = stepped(num_rows, FRAME_ROW_STEP)
     if vision is None:
         vision, _ = pack_vision([], config.vision, shape.row_patches, num_rows)
         return vision

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -12,6 +13,14 @@ from model_port.model import Qwen3VL
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.sharding import flat_params
 from model_port.weights import Rule, num_params, rules
+
+
+def sampling_model(model: Qwen3VL, dtype: str, *, copied: bool) -> Qwen3VL:
+    """The policy as the embedded engine samples from it: a copy, where an update may take the arrays meanwhile."""
+    if not copied:
+        return model
+    graphdef, params = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), params))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +44,39 @@ class ModelWeights:
 
     def write(self, directory: Path) -> None:
         shapes = {name: (self.dtype, rule.hf_shape) for rule in self._rules for name in rule.hf_names}
-        with SafetensorsWriter(directory / SINGLE_FILE, shapes) as file:
-            for _, tensor in self.tensors():
-                file.write(tensor)
+        _write(directory, shapes, self.tensors())
+
+    def on_host(self) -> "HostWeights":
+        """A copy that outlives the model's arrays, which the next update takes."""
+        return HostWeights({name: np.array(tensor) for name, tensor in self.tensors()})
 
     @property
     def _rules(self) -> list[Rule]:
         return rules(self.model.config)
+
+
+@dataclass(frozen=True, eq=False)
+class HostWeights:
+    """Weights in the memory of the host."""
+
+    by_name: dict[str, np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.by_name.values())
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        return iter(self.by_name.items())
+
+    def write(self, directory: Path) -> None:
+        _write(directory, {name: (t.dtype, t.shape) for name, t in self.by_name.items()}, self.tensors())
+
+
+def _write(
+    directory: Path,
+    shapes: dict[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: Iterator[tuple[str, np.ndarray]],
+) -> None:
+    with SafetensorsWriter(directory / SINGLE_FILE, shapes) as file:
+        for _, tensor in tensors:
+            file.write(tensor)

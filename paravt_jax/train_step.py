@@ -6,9 +6,10 @@ reference. Every sum is over the whole step and divided once, so how a step is c
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -23,7 +24,7 @@ from model_port.inputs import VisionBatch
 from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES
 from model_port.text import Visual
-from paravt_jax.losses import LossConfig, LossSums, MismatchSums, mismatch_sums, policy_loss
+from paravt_jax.losses import LossConfig, LossSums, MismatchSums, kl_penalties, mismatch_sums, policy_loss
 from paravt_jax.packing import TrainBatch
 
 LANGUAGE = nnx.PathContains("text")
@@ -59,6 +60,13 @@ class TrainState:
     num_bad: Int[Any, ""]  # updates skipped in a row
 
 
+class Known(NamedTuple):
+    """Log-probs of a batch's scored tokens, where they are known from before the update."""
+
+    prox_logp: Float[Array, "B A"] | None = None
+    ref_logp: Float[Array, "B A"] | None = None
+
+
 class Learner:
     """The compiled programs of one training run, and its state."""
 
@@ -73,10 +81,6 @@ class Learner:
         mesh: Mesh | None = None,
     ):
         """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution."""
-        if loss.kl_in == "reward" and loss.kl_coef:
-            raise ValueError(
-                "loss.kl_in=reward is not wired into the update yet; use loss.kl_in=loss or loss.kl_coef=0"
-            )
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._num_classes = num_classes
         self._graphdef, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)
@@ -94,7 +98,7 @@ class Learner:
         self._see = jax.jit(self._see_frames)
         self._logp = jax.jit(partial(self._score, temperature))
         self._add = jax.jit(
-            partial(self._add_gradients, temperature), donate_argnums=2, static_argnames="num_dialogues"
+            partial(self._add_gradients, temperature), donate_argnums=2, static_argnames=("num_dialogues", "loss")
         )
         self._apply = jax.jit(self._update, donate_argnums=0)
 
@@ -103,45 +107,106 @@ class Learner:
         """The policy as it is now. It shares its arrays with the state, which the next update takes back."""
         return nnx.merge(self._graphdef, self.state.trainable, self.state.frozen)
 
-    def update(self, batches: Sequence[TrainBatch], denominator: float, num_dialogues: int) -> dict[str, float]:
-        """One step over all batches. `denominator` is the N of the loss."""
+    def update(
+        self,
+        batches: Sequence[TrainBatch],
+        denominator: float,
+        num_dialogues: int,
+        *,
+        known: Sequence[Known] | None = None,
+        geometric_mask: bool = False,
+    ) -> dict[str, float]:
+        """One step over all batches. `denominator` is the N of the loss.
+
+        `known` are the log-probs of the same batches from before, for a second update or KL in the reward; without
+        them the policy's are those of this very pass, and the reference's are computed here. `geometric_mask` turns the
+        mask of that name on for this step.
+        """
+        if not batches:
+            raise ValueError("a step needs at least one batch")
+        loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
         totals = None
         grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
-        for batch in batches:
-            on_devices = placed(batch, self.mesh)
-            grads, sums = self._gradients(grads, on_devices, denominator, num_dialogues)
-            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-        if totals is None:
-            raise ValueError("a step needs at least one batch")
-        self.state, grad_norm = self._apply(self.state, grads)
+        with self._on_mesh():
+            for number, batch in enumerate(batches):
+                on_devices = placed(batch, self.mesh)
+                before = Known() if known is None else known[number]
+                grads, sums = self._gradients(grads, on_devices, denominator, num_dialogues, before, loss)
+                totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+            self.state, grad_norm = self._apply(self.state, grads)
         sums, mismatch = jax.device_get(totals)
         return self._metrics(sums, mismatch, float(grad_norm), denominator)
 
+    def skip(self) -> None:
+        """A step that has nothing to learn from: the same weights under the next version."""
+        self.state = replace(self.state, step=self.state.step + 1)
+
     def log_probs(self, batch: TrainBatch) -> np.ndarray:
-        """Of the scored tokens, as the policy is now: `prox`, when a batch is used for several updates."""
-        on_devices = placed(batch, self.mesh)
-        visual = self._shown(on_devices, self.state.trainable)
-        return np.asarray(self._logp(self.state.trainable, self.state.frozen, on_devices, visual))
+        """Of the scored tokens, as the policy is now."""
+        return np.asarray(self.known(batch, with_ref=False).prox_logp)
+
+    def known(self, batch: TrainBatch, *, with_ref: bool = True) -> Known:
+        """The log-probs of the scored tokens before an update: the policy's, and those of the reference if there is."""
+        with self._on_mesh():
+            on_devices = placed(batch, self.mesh)
+            visual = self._shown(on_devices, self.state.trainable)
+            prox_logp = self._logp(self.state.trainable, self.state.frozen, on_devices, visual)
+            return Known(prox_logp, self._ref_logp(on_devices, visual) if with_ref else None)
+
+    def kl_penalties(
+        self, batches: Sequence[TrainBatch], known: Sequence[Known], num_dialogues: int
+    ) -> Float[np.ndarray, " E"]:
+        """What KL in the reward takes from each dialogue."""
+        total = np.zeros(num_dialogues, np.float64)
+        for batch, before in zip(batches, known, strict=True):
+            assert before.prox_logp is not None and before.ref_logp is not None, "KL needs both sides"
+            total += np.asarray(
+                kl_penalties(
+                    self.loss,
+                    prox_logp=before.prox_logp,
+                    ref_logp=before.ref_logp,
+                    loss_mask=jnp.asarray(batch.loss_mask),
+                    sequence_ids=jnp.asarray(batch.dialogue),
+                    num_sequences=num_dialogues,
+                )
+            )
+        return total
 
     def _gradients(
-        self, grads: nnx.State, batch: TrainBatch, denominator: float, num_dialogues: int
+        self,
+        grads: nnx.State,
+        batch: TrainBatch,
+        denominator: float,
+        num_dialogues: int,
+        known: Known | None = None,
+        loss: LossConfig | None = None,
     ) -> tuple[nnx.State, Any]:
-        visual, ref_logp = None, None
-        if not self.optim.train_vision:
-            visual = self._shown(batch, self.state.trainable)
-        if self._ref is not None:
-            ref_visual = visual if visual is not None else self._shown(batch, self._ref)
-            ref_logp = self._logp(self._ref, self.state.frozen, batch, ref_visual)
+        known = known or Known()
+        visual = None if self.optim.train_vision else self._shown(batch, self.state.trainable)
+        ref_logp = known.ref_logp if known.ref_logp is not None else self._ref_logp(batch, visual)
         return self._add(
             self.state.trainable,
             self.state.frozen,
             grads,
             batch,
             visual,
+            known.prox_logp,
             ref_logp,
             np.float32(denominator),
             num_dialogues=num_dialogues,
+            loss=loss or self.loss,
         )
+
+    def _ref_logp(self, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"] | None:
+        """`visual` is that of the policy, which the reference shares while the vision tower is frozen."""
+        if self._ref is None:
+            return None
+        if self.optim.train_vision:
+            visual = self._shown(batch, self._ref)
+        return self._logp(self._ref, self.state.frozen, batch, visual)
+
+    def _on_mesh(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _shown(self, batch: TrainBatch, trainable: nnx.State) -> Visual | None:
         return None if batch.vision is None else self._see(trainable, self.state.frozen, batch.vision)
@@ -163,35 +228,34 @@ class Learner:
         grads: nnx.State,
         batch: TrainBatch,
         visual: Visual | None,
+        known_prox_logp: Float[Array, "B A"] | None,
         ref_logp: Float[Array, "B A"] | None,
         denominator: Float[Array, ""],
         *,
         num_dialogues: int,
+        loss: LossConfig,
     ) -> tuple[nnx.State, tuple[LossSums, MismatchSums]]:
         def objective(trainable: nnx.State) -> tuple[Float[Array, ""], tuple[LossSums, MismatchSums]]:
             seen = visual
             if seen is None and batch.vision is not None:
                 seen = self._see_frames(trainable, frozen, batch.vision)
             policy_logp = self._score(temperature, trainable, frozen, batch, seen)
-            # One update on fresh rollouts: the learner's own log-probs before the update are those of this very pass.
-            prox_logp = jax.lax.stop_gradient(policy_logp)
+            # In the first update on fresh rollouts, the log-probs from before it are those of this very pass.
+            prox_logp = jax.lax.stop_gradient(policy_logp) if known_prox_logp is None else known_prox_logp
+            tokens = jax.tree.map(
+                jnp.asarray, dict(behavior_logp=batch.behavior_logp, loss_mask=batch.loss_mask, prox_logp=prox_logp)
+            )
             sums = policy_loss(
-                self.loss,
+                loss,
                 policy_logp=policy_logp,
-                prox_logp=prox_logp,
-                behavior_logp=jnp.asarray(batch.behavior_logp),
                 advantage=jnp.asarray(batch.advantage),
-                loss_mask=jnp.asarray(batch.loss_mask),
                 ref_logp=ref_logp,
                 sequence_ids=jnp.asarray(batch.dialogue),
                 num_sequences=num_dialogues,
+                **tokens,
             )
             mismatch = mismatch_sums(
-                prox_logp=prox_logp,
-                behavior_logp=jnp.asarray(batch.behavior_logp),
-                loss_mask=jnp.asarray(batch.loss_mask),
-                token_class=jnp.asarray(batch.token_class),
-                num_classes=self._num_classes,
+                token_class=jnp.asarray(batch.token_class), num_classes=self._num_classes, **tokens
             )
             return sums.loss / denominator, (sums, mismatch)
 
@@ -233,6 +297,7 @@ class Learner:
             "loss/kl_ref": float(sums.kl_ref) / num_tokens,
             "loss/clip_frac": float(sums.num_clipped) / num_tokens,
             "loss/capped_frac": float(sums.num_capped) / num_tokens,
+            "loss/geometric_masked_frac": float(sums.num_geometric_masked) / num_tokens,
             "loss/num_tokens": float(sums.num_tokens),
             "mismatch/behavior_kl": float(sums.behavior_kl) / num_tokens,
             "optim/grad_norm": grad_norm,

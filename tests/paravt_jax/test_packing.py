@@ -12,7 +12,7 @@ import model_port
 from model_port.inputs import Frame
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.packing import Dialogue, Shape, pack, used_frac
+from paravt_jax.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
 from paravt_jax.train_step import action_logp, placed
 
 SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=32)
@@ -187,3 +187,16 @@ def test_loss_tokens_in_a_shared_prompt_are_refused(model, group, frames):
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
     with pytest.raises(ValueError, match="loss tokens in what its group shares"):
         pack(wrong, frames, model.config, SHAPE)
+
+
+def test_rows_are_as_long_as_the_largest_group_needs_and_no_longer_than_allowed(group):
+    assert 31 + 64 <= fitting_row_tokens(group, 4096) <= 2 * (31 + 64)
+    assert fitting_row_tokens(group, 80) == 80
+    assert fitting_row_tokens([], 4096) > 0
+
+
+def test_sizes_waste_little_and_are_few():
+    sizes = {stepped(count, 4) for count in range(1, 4097)}
+    assert all(count <= stepped(count, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
+    assert len(sizes) < 50
+    assert all(stepped(size, 4) == size for size in sizes)

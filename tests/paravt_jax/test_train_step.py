@@ -150,6 +150,53 @@ def test_the_penalty_holds_the_policy_back(hf, dialogues, frames):
 
 
 @pytest.mark.slow
+def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_ones(hf, dialogues, frames):
+    fresh, prepared = (learner(hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
+    packed = batches(hf, dialogues, frames)
+    fresh.update(packed, NUM_TOKENS, 3)
+    known = [prepared.known(batch) for batch in packed]
+    first = prepared.update(packed, NUM_TOKENS, 3, known=known)
+    assert_close(params(fresh), params(prepared), 1e-5)
+    assert first["loss/clip_frac"] == 0  # the ratio is 1 everywhere
+    for _ in range(4):
+        later = prepared.update(packed, NUM_TOKENS, 3, known=known)
+    assert later["loss/clip_frac"] > 0  # and moves away from it
+    assert later["mismatch/behavior_kl"] == pytest.approx(first["mismatch/behavior_kl"])  # that of the old policy
+
+
+@pytest.mark.slow
+def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(hf, dialogues, frames):
+    ours = learner(hf, loss=LossConfig(kl_coef=0.1, kl_in="reward"))
+    packed = batches(hf, dialogues, frames)
+    only_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in packed]
+
+    def penalties():
+        return ours.kl_penalties(packed, [ours.known(batch) for batch in packed], 3)
+
+    np.testing.assert_allclose(penalties(), 0, atol=1e-6)
+    for _ in range(3):
+        ours.update(only_first, NUM_TOKENS, 3)
+    assert penalties().argmax() == 0
+    assert penalties()[0] > 1e-4
+
+
+@pytest.mark.slow
+def test_the_geometric_mask_can_be_asked_for_in_one_step(hf, dialogues, frames):
+    ours = learner(hf)
+    packed = batches(hf, dialogues, frames)  # whose behavior is far from the policy
+    assert ours.update(packed, NUM_TOKENS, 3)["loss/geometric_masked_frac"] == 0
+    assert ours.update(packed, NUM_TOKENS, 3, geometric_mask=True)["loss/geometric_masked_frac"] == 1
+
+
+def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(hf):
+    ours = learner(hf)
+    before = params(ours)
+    ours.skip()
+    assert int(ours.state.step) == 1
+    assert_close(params(ours), before, 0)
+
+
+@pytest.mark.slow
 def test_clipping_bounds_the_gradient_and_not_its_report(hf, dialogues, frames):
     packed = batches(hf, dialogues, frames)
     norms = [

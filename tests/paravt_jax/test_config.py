@@ -1,0 +1,107 @@
+"""A run's settings are read, merged and refused before anything else happens."""
+
+from pathlib import Path
+
+import pytest
+
+from paravt_jax.config import load_config, to_yaml
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads_and_says_how_to_run_it(path):
+    load_config(path)
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert f"--config configs/{path.relative_to(CONFIGS)}" in "\n".join(head)
+    assert all(word in "\n".join(head) for word in ("Hardware:", "Time:", "Expected"))
+
+
+def test_the_published_hyper_parameters_are_in_the_8b_files():
+    config = load_config(CONFIGS / "paragrpo_8b.yaml")
+    assert (config.train.group_size, config.train.prompts_per_step, config.train.max_staleness) == (8, 7, 2)
+    assert (config.rollout.temperature, config.rollout.top_p, config.rollout.max_new_tokens) == (0.7, 1.0, 2048)
+    assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
+    assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
+    assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.max_grad_norm) == (2e-6, 0.01, 1.0)
+    assert (config.loss.kl_coef, config.loss.clip_low, config.loss.behavior_cap) == (0.01, 0.2, 5.0)
+    assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "differs"),
+    [
+        ("no_anchoring", {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_penalty"}),
+        ("no_gating", {"video.gating"}),
+        ("no_tool_reward", {"reward.tool_reward"}),
+        ("no_penalty", {"reward.unclosed_penalty"}),
+    ],
+)
+def test_an_ablation_differs_from_the_full_method_in_what_it_is_named_after(file, differs):
+    full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
+    assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
+
+
+def flat(path):
+    def walk(section, prefix):
+        for name in section.__dataclass_fields__:
+            value = getattr(section, name)
+            if hasattr(value, "__dataclass_fields__"):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+    return walk(load_config(path), "")
+
+
+def test_a_setting_given_on_the_command_line_wins_over_the_file():
+    assert load_config(CONFIGS / "smoke_cpu.yaml", "train.num_steps=11").train.num_steps == 11
+
+
+def test_a_text_can_be_emptied_on_the_command_line():
+    assert load_config(CONFIGS / "smoke_cpu.yaml", "data.validation=").data.validation == ""
+
+
+def test_what_is_shown_is_a_config_again(tmp_path):
+    config = load_config(CONFIGS / "smoke_cpu.yaml", "seed=7")
+    (tmp_path / "shown.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "shown.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.nsteps=3"], r"train\.nsteps: .*Did you mean: 'num_steps'"),
+        (["train.num_steps=6.5"], r"train\.num_steps: .*'6\.5'"),
+        (["num_steps"], "'num_steps' is no setting"),
+        (["engine.kind=vllm"], r"engine\.kind: .*'jax', 'sglang'"),
+        (["train.group_size=1"], r"train\.group_size=1 must be at least 2"),
+        (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
+        (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
+        (["mesh.fsdp=4"], r"pack\.num_rows=1 must be a multiple of mesh\.data x mesh\.fsdp = 4"),
+        (["pack.row_tokens=1024"], r"pack\.row_tokens=1024 cannot hold .*rollout\.max_context_tokens=32768"),
+        (["reward.oe_mode=llm"], r"reward\.oe_mode=llm and judge\.url, judge\.model belong together"),
+        (["judge.url=http://a/v1", "judge.model=m"], r"reward\.oe_mode=llm and judge\.url"),
+        (["judge.url=http://a/v1", "reward.oe_mode=llm"], r"judge\.model"),
+        (["video.gating=false", "video.stratified=true"], r"video\.stratified=true does nothing"),
+        (["video.frame_budgets=[0,4]"], r"video\.frame_budgets=\[0, 4\]"),
+        (["video.min_pixels=5000", "video.max_pixels=4000"], r"video\.min_pixels=5000 is more than"),
+        (["engine.urls=[http://a]"], r"engine\.urls=.* does nothing with engine\.kind=jax"),
+        (["rollout.top_p=0.9"], r"rollout\.top_p=0\.9: the learner's log-probs are of the whole distribution"),
+        (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
+        (["rollout.dispatch=none"], r"rollout\.dispatch=none leaves reward\.tool_reward=true nothing"),
+        (["loss.kl_in=reward", "loss.kl_coef=0"], r"loss\.kl_in=reward does nothing with loss\.kl_coef=0"),
+        (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence does nothing"),
+        (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss pulls nowhere"),
+        (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
+        (["checkpoint.keep=0"], r"checkpoint\.keep=0 must be at least 1"),
+    ],
+)
+def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, *overrides)
+
+
+def test_two_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
+        load_config(None, "mesh.data=2", "rollout.top_p=0.5")
