@@ -1,0 +1,120 @@
+"""A small world to try a run on: grey noise, and once in every video a coloured square, for two seconds.
+
+Sparse frames miss the square of a long video, a close look at the right window finds it. Each video is asked about in
+the three ways of the published data; the last quarter of the videos is held out. What is shown and asked follows from
+the seed and the video's number alone.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import numpy as np
+from jaxtyping import UInt8
+
+FPS = 2
+HEIGHT_PX, WIDTH_PX = 64, 96
+CELL_PX = 8  # of the noise: finer grain would only cost bytes
+MIN_DURATION_S, MAX_DURATION_S = 8, 64
+EVENT_S = 2
+COLOURS = {"red": (210, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "yellow": (225, 205, 40)}
+LETTERS = dict(zip(COLOURS, "ABCD", strict=True))
+
+
+@dataclass(frozen=True)
+class Scene:
+    seed: int
+    number: int
+    duration_s: int
+    colour: str
+    start_s: int
+
+    @property
+    def end_s(self) -> int:
+        return self.start_s + EVENT_S
+
+    @property
+    def video(self) -> str:
+        """Beside the questions. The seed is in the name: a video of another seed is another video."""
+        return f"videos/seed{self.seed}_{self.number:03}.mp4"
+
+
+def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
+    """Writes the videos, validation.jsonl and at last train.jsonl, whose path it returns.
+
+    Every file appears whole, by a rename. So one that is there is right, and after an interruption only what is missing
+    is made.
+    """
+    if num_videos < 2:
+        raise ValueError(f"num_videos={num_videos} must be at least 2: one to train on, one held out")
+    scenes = [make_scene(seed, number) for number in range(num_videos)]
+    (directory / "videos").mkdir(parents=True, exist_ok=True)
+    for scene in scenes:
+        if not (directory / scene.video).exists():
+            _appear(directory / scene.video, lambda path, scene=scene: _write_video(path, scene))
+    num_train = num_videos - max(1, num_videos // 4)
+    _write_rows(directory / "validation.jsonl", scenes[num_train:])
+    return _write_rows(directory / "train.jsonl", scenes[:num_train])
+
+
+def make_scene(seed: int, number: int) -> Scene:
+    rng = np.random.default_rng((seed, number))
+    duration_s = int(rng.integers(MIN_DURATION_S, MAX_DURATION_S, endpoint=True))
+    start_s = int(rng.integers(0, duration_s - EVENT_S, endpoint=True))
+    return Scene(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # as often as another
+
+
+def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
+    """Frame n is shown from n / FPS seconds on."""
+    rng = np.random.default_rng((scene.seed, scene.number, 1))
+    for number in range(scene.duration_s * FPS):
+        cells = rng.integers(90, 166, (HEIGHT_PX // CELL_PX, WIDTH_PX // CELL_PX, 1), np.uint8)
+        pixels = cells.repeat(CELL_PX, 0).repeat(CELL_PX, 1).repeat(3, 2)
+        if scene.start_s <= number / FPS < scene.end_s:
+            pixels[HEIGHT_PX // 4 : -HEIGHT_PX // 4, WIDTH_PX // 3 : -WIDTH_PX // 3] = COLOURS[scene.colour]
+        yield pixels
+
+
+def questions(scene: Scene) -> Iterator[tuple[str, str, str]]:
+    """Question type, question and answer."""
+    options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
+    at_s = scene.start_s + EVENT_S // 2
+    yield "mcq", f"Which colour is shown at {at_s} seconds?\n{options}", LETTERS[scene.colour]
+    asked = f"When is the {scene.colour} square shown? Answer with [start, end] in seconds."
+    yield "tvg", asked, f"[{scene.start_s}, {scene.end_s}]"
+    yield "oe", "Name the colour of the square that is shown in the video.", scene.colour
+
+
+def _write_video(path: Path, scene: Scene) -> None:
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast"})
+        stream.height, stream.width, stream.pix_fmt = HEIGHT_PX, WIDTH_PX, "yuv420p"
+        stream.thread_count = 1
+        for pixels in frames(scene):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _write_rows(path: Path, scenes: Sequence[Scene]) -> Path:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"<video>\n{question}"}],
+            "videos": [{"video": scene.video}],
+            "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
+        }
+        for scene in scenes
+        for question_type, question, answer in questions(scene)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not path.exists() or path.read_text() != text:
+        _appear(path, lambda partial: partial.write_text(text))
+    return path
+
+
+def _appear(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    write(partial)
+    partial.replace(path)

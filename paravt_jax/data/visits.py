@@ -1,0 +1,82 @@
+"""In what order prompts are visited, and which visits are still to be made.
+
+A visit is one prompt in one epoch, and has a number. The number alone says which prompt that is, in every process and
+without what came before, so all that a resume needs is the numbers of the visits that were not finished.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+
+from paravt_jax.data.prompts import Prompt
+from rollout.episode import derived_seed
+
+
+@dataclass(frozen=True)
+class Visit:
+    number: int
+    epoch: int
+    prompt: Prompt
+
+
+class Visits:
+    """Endless: every epoch has all prompts once, in an order of its own."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int):
+        if not prompts:
+            raise ValueError("there are no prompts to visit")
+        self.num_prompts = len(prompts)
+        # Grain adds the epoch to the seed: of neighbouring seeds, one would repeat the other's epochs.
+        order_seed = derived_seed("visits", seed) % 2**32
+        self.fingerprint = f"{derived_seed(seed, [prompt.id for prompt in prompts]):016x}"  # equal: equal visits
+        self._prompts = grain.MapDataset.source(prompts).shuffle(order_seed).repeat()
+
+    def __getitem__(self, number: int) -> Visit:
+        if number < 0:
+            raise IndexError(f"visit {number} does not exist, the first is 0")
+        prompt = self._prompts[number]
+        assert prompt is not None  # only grain's filters leave gaps
+        return Visit(number, number // self.num_prompts, prompt)
+
+
+class Cursor:
+    """Hands out the numbers of visits: every one is done once, in whichever order they are finished.
+
+    A visit is open from `take` to `done`. The record counts open ones as still to be made, so it must be written
+    together with what the visits that are done have led to.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0  # never taken, like all from here on
+        self._again: list[int] = []  # were open when the record was written
+        self._open: set[int] = set()
+
+    def take(self, num: int) -> list[int]:
+        assert num >= 0, num
+        again, self._again = self._again[:num], self._again[num:]
+        new = range(self._next, self._next + num - len(again))
+        self._next = new.stop
+        self._open.update(again, new)
+        return [*again, *new]
+
+    def done(self, numbers: Iterable[int]) -> None:
+        numbers = set(numbers)
+        if not numbers <= self._open:
+            raise ValueError(f"visits {sorted(numbers - self._open)} are not open; open are {sorted(self._open)}")
+        self._open -= numbers
+
+    def to_record(self) -> dict[str, Any]:
+        return {"next": self._next, "again": sorted([*self._again, *self._open])}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Cursor":
+        first_new: Any = record.get("next")
+        again: Any = record.get("again")
+        whole = isinstance(first_new, int) and isinstance(again, list) and all(isinstance(n, int) for n in again)
+        if not whole or len(set(again)) < len(again) or not all(0 <= number < first_new for number in again):
+            raise ValueError(f'{record} is no cursor, expected {{"next": n, "again": [different numbers below n]}}')
+        cursor = cls()
+        cursor._next, cursor._again = first_new, sorted(again)
+        return cursor

@@ -1,0 +1,208 @@
+"""Published rows become prompts; what cannot be used is counted with its reason and never lost in silence."""
+
+import json
+import logging
+from pathlib import Path
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from paravt_jax.data.prompts import load_prompts
+
+
+def row(answer="B", question_type="mcq", *, video="a.mp4", question="<video>\nWhich one?", **other) -> dict:
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "videos": [{"video": video}],
+        "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
+        **other,
+    }
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_lines(path: Path, rows: list) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in rows) + "\n")
+    return path
+
+
+def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0):
+    return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac)
+
+
+@pytest.fixture
+def here(tmp_path):
+    for name in ("a.mp4", "b.mp4"):
+        (tmp_path / name).write_bytes(b"frames")
+    return tmp_path
+
+
+def test_a_published_row_becomes_a_prompt(here):
+    rows = [
+        row("[2.5, 7]", "tvg", question="<video>\nWhen does it rain?", video="b.mp4"),
+        row("a red door", "oe", question="What is opened?"),
+    ]
+    found = load(write_parquet(here / "rl.parquet", rows))
+    assert found.bad == {}
+    assert [(p.question, p.videos, p.answer, p.question_type) for p in found.prompts] == [
+        ("<video>\nWhen does it rain?", (f"{here}/b.mp4",), "[2.5, 7]", "tvg"),
+        ("What is opened?", (f"{here}/a.mp4",), "a red door", "oe"),
+    ]
+
+
+def test_parquet_and_json_lines_hold_the_same_prompts(here):
+    rows = [row("A"), row("4", "oe"), row("3 to 5", "tvg", video="b.mp4"), row("A")]
+    assert load(write_parquet(here / "rl.parquet", rows)) == load(write_lines(here / "rl.jsonl", rows))
+
+
+def test_extra_info_may_be_an_object(here):
+    rows = [row("A"), row("A", extra_info={"answer": "A", "question_type": "mcq", "source": "x"})]
+    as_text, as_object = (load(write_parquet(here / f"{n}.parquet", [r])).prompts for n, r in enumerate(rows))
+    assert as_text == as_object
+
+
+def test_an_answer_that_is_an_interval_or_a_number_in_json_is_read_as_its_text(here):
+    rows = [row([2.5, 7], "tvg"), row(4, "oe")]
+    assert [prompt.answer for prompt in load(write_lines(here / "rl.jsonl", rows)).prompts] == ["[2.5, 7]", "4"]
+
+
+def test_only_the_last_user_message_is_the_question(here):
+    said = [("system", "You may crop."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "<video>Which?")]
+    rows = [row(prompt=[{"role": role, "content": text} for role, text in said])]
+    assert load(write_parquet(here / "rl.parquet", rows)).prompts[0].question == "<video>Which?"
+
+
+def test_a_video_is_found_however_its_path_is_written(here):
+    odd = here / "a b%20c.mp4"  # the release writes such a path behind file:// as it stands
+    odd.write_bytes(b"frames")
+    names = [str(odd), f"file://{odd}", f"file://{quote(str(odd))}", odd.name, f"file://{odd.name}"]
+    found = load(write_lines(here / "rl.jsonl", [row(video=name) for name in names]))
+    assert {prompt.videos for prompt in found.prompts} == {(str(odd),)}
+
+
+def test_relative_videos_begin_from_the_root_or_from_the_rows(here, monkeypatch):
+    (here / "rows").mkdir()
+    rows = write_lines(here / "rows" / "rl.jsonl", [row()])
+    assert load(rows, video_root=str(here)).prompts[0].videos == (f"{here}/a.mp4",)
+    (here / "rows" / "a.mp4").write_bytes(b"frames")
+    monkeypatch.chdir(here)
+    assert load(Path("rows/rl.jsonl")).prompts[0].videos == (f"{here}/rows/a.mp4",)
+
+
+def test_a_directory_is_read_in_the_order_of_its_names(here):
+    for number in (1, 0, 2):
+        write_parquet(here / f"train-{number}.parquet", [row(index=number)])
+    (here / "README.md").write_text("# rows")
+    found = load(here)
+    assert [prompt.id for prompt in found.prompts] == ["0", "1", "2"]
+    assert found.prompts[0].videos == (f"{here}/a.mp4",)
+
+
+def test_the_id_follows_from_the_content_and_not_from_the_host(here):
+    elsewhere = here / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.mp4").write_bytes(b"frames")
+    rows = [row("A"), row("B"), row("A", question="Which, then?")]
+    ids = [prompt.id for prompt in load(write_parquet(here / "rl.parquet", rows)).prompts]
+    moved = [dict(r, videos=[{"video": f"file://{elsewhere}/a.mp4"}]) for r in reversed(rows)]
+    assert [prompt.id for prompt in load(write_lines(here / "rl.jsonl", moved)).prompts] == ids[::-1]
+    # blake2b-64 of ["<video>\nWhich one?", ["a.mp4"], "A", "mcq"]: another value would break every resume
+    assert len(set(ids)) == 3 and ids[0] == "d06b8cb53017f690"
+
+
+def test_a_rows_own_id_is_kept_and_made_unique(here):
+    rows = [row(id="x"), row(id="x-2"), row(id="x"), row(id=""), row(), row(index=0), row(id=0)]
+    ids = [prompt.id for prompt in load(write_lines(here / "rl.jsonl", rows)).prompts]
+    assert ids[:3] == ["x", "x-2", "x-3"] and ids[5:] == ["0", "0-2"]
+    assert ids[4] == f"{ids[3]}-2" and len(set(ids)) == 7
+
+
+BAD_ROWS = {
+    "missing file": [row(video="c.mp4"), row(video="/nowhere/a.mp4"), row(video="x" * 5000), row(video=".")],
+    "no video": [row(videos=[]), row(videos=None)],
+    "more <video> than videos": [row(question="<video><video> Which?")],
+    "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
+    "empty question": [row(question="<video>\n")],
+    "unknown question type": [row("A", "mc"), row("A", None), row("A", ["mcq"]), row(extra_info={"answer": "A"})],
+    "unreadable ground truth": [row("a man"), row("A and B"), row("[7, 2]", "tvg"), row("soon", "tvg")],
+    "wrong schema": [
+        "{",
+        "[1, 2]",
+        "\x00\x01",
+        row({"text": "A"}),
+        row(extra_info="answer: A"),
+        row(extra_info=None),
+        row(prompt="Which one?"),
+        row(prompt=[]),
+        row(prompt=[{"role": "system", "content": "Which?"}]),
+        row(prompt=[{"role": "user", "content": [{"type": "text", "text": "Which?"}]}]),
+        row(videos=["a.mp4"]),
+        row(videos=[{"path": "a.mp4"}]),
+    ],
+}
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_a_bad_row_is_counted_by_its_reason_and_left_out(here, reason):
+    rows = [row("A"), *BAD_ROWS[reason], row("C")]
+    found = load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.99)
+    assert found.bad == {reason: len(BAD_ROWS[reason])}
+    assert [prompt.answer for prompt in found.prompts] == ["A", "C"]
+
+
+def test_what_is_left_out_is_logged(here, caplog):
+    path = write_parquet(here / "rl.parquet", [row(), row(), row(video="gone.mp4")])
+    with caplog.at_level(logging.WARNING):
+        load(path, max_bad_frac=0.5)
+    assert "1 of 3 rows are left out" in caplog.text and f"rl.parquet row 2: {here}/gone.mp4" in caplog.text
+
+
+def test_too_many_bad_rows_are_an_error_with_counts_and_examples(here):
+    rows = [row(), row(video="gone.mp4"), row("A", "quiz"), row(video="lost.mp4"), *[row()] * 3]
+    path = write_lines(here / "rl.jsonl", rows)  # 3 of 7
+    with pytest.raises(ValueError, match="cannot be used") as raised:
+        load(path, max_bad_frac=0.42)
+    said = str(raised.value)
+    assert f"{path}: 3 of 7 rows" in said and "data.max_bad_frac=0.42" in said
+    assert f"missing file: 2, such as rl.jsonl line 2: {here}/gone.mp4" in said
+    assert "unknown question type: 1, such as rl.jsonl line 3: 'quiz', expected mcq, tvg, oe" in said
+
+
+def test_as_many_bad_rows_as_allowed_are_no_error(here):
+    rows = [row()] * 71 + [row(video="gone.mp4")] * 29  # 0.29 * 100 is below 29 in floating point
+    assert load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.29).bad == {"missing file": 29}
+
+
+def test_no_usable_row_is_an_error_whatever_is_allowed(here):
+    with pytest.raises(ValueError, match="not one of 2 rows can be used"):
+        load(write_lines(here / "rl.jsonl", [row(""), row("")]), max_bad_frac=1.0)
+
+
+def test_a_file_that_holds_no_prompts_is_refused_in_one_sentence(here):
+    (here / "text.parquet").write_text("no parquet at all")
+    whole = write_parquet(here / "whole.parquet", [row(question="Which? " * 9)] * 20).read_bytes()
+    (here / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (here / "none.jsonl").write_text("\n\n")
+    (here / "empty").mkdir()
+    (here / "rows.csv").write_text("prompt,videos\n")
+    pq.write_table(pa.table({"messages": ["[]"]}), here / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), here / "none.parquet")
+    expected = {
+        "gone.parquet": "does not exist",
+        "text.parquet": "cannot be read as parquet: ",
+        "cut.parquet": "cannot be read as parquet: ",
+        "none.jsonl": "has no rows",
+        "none.parquet": "has no rows",
+        "empty": r"is a directory without \*\.parquet files",
+        "rows.csv": r"must be a \.parquet or \.jsonl file",
+        "sft.parquet": "has no column prompt, videos, extra_info; it has messages",
+    }
+    for name, problem in expected.items():
+        with pytest.raises(ValueError, match=problem) as raised:
+            load(here / name, max_bad_frac=1.0)
+        assert str(here / name) in str(raised.value) and "\n" not in str(raised.value)

@@ -1,0 +1,211 @@
+"""Visits: every epoch a permutation, known from numbers alone. Frame budgets: uniform, known from their keys alone."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import grain
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paravt_jax.config import VideoConfig
+from paravt_jax.data.budget import budgets_of, frame_budget, stratified_budgets
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visit, Visits
+
+PUBLISHED = [4, 8, 16, 32, 64]
+# With probability 0.001, chi-square is above these; the draws are fixed by their keys, so no test fails by chance.
+CRITICAL = {4: 18.5, 24: 51.2}
+
+
+def prompts(num: int, num_videos: int = 1) -> list[Prompt]:
+    videos = tuple(f"/{number}.mp4" for number in range(num_videos))
+    return [Prompt(f"p{number}", "Which?", videos, "A", "mcq") for number in range(num)]
+
+
+def order(num: int, seed: int, numbers: range) -> list[str]:
+    visits = Visits(prompts(num), seed)
+    return [visits[number].prompt.id for number in numbers]
+
+
+def chi_square(counts: list[int], num_cells: int) -> float:
+    expected = sum(counts) / num_cells
+    return sum((count - expected) ** 2 for count in [*counts, *[0] * (num_cells - len(counts))]) / expected
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 97])
+def test_every_epoch_visits_every_prompt_once(num):
+    visits = Visits(prompts(num), seed=3)
+    for epoch in (0, 1, 11):
+        visited = [visits[epoch * num + place] for place in range(num)]
+        assert {visit.prompt.id for visit in visited} == {prompt.id for prompt in prompts(num)}
+        assert {visit.epoch for visit in visited} == {epoch}
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = [tuple(order(23, seed, range(epoch * 23, epoch * 23 + 23))) for seed in (0, 1, 2) for epoch in range(4)]
+    assert len(set(orders)) == 12  # seed 0's second epoch is not seed 1's first either
+
+
+def test_a_prompt_comes_first_as_often_as_any_other():
+    visits = Visits(prompts(5), seed=0)
+    firsts = Counter(visits[5 * epoch].prompt.id for epoch in range(100))
+    assert len(firsts) == 5 and chi_square([*firsts.values()], 5) < CRITICAL[4]
+
+
+def test_a_visit_follows_from_its_number_alone():
+    in_order = order(13, 5, range(40))
+    visits = Visits(prompts(13), seed=5)
+    shuffled = random.Random(0).sample(range(40), 40)
+    random.seed(1)
+    list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # grain was busy with something else
+    assert {number: visits[number].prompt.id for number in shuffled} == dict(enumerate(in_order))
+
+
+def test_another_process_visits_in_the_same_order_and_grain_starts_nothing():
+    code = """
+import json, multiprocessing, os, threading
+import jax, numpy, pyarrow
+before = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Visits
+visits = Visits([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
+ids = [visits[number].prompt.id for number in reversed(range(40))]
+after = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
+print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.active_children()), before == after]))
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout) == [order(13, 5, range(40)), 1, 0, True]
+    assert done.stderr == ""
+
+
+def test_impossible_visits_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        Visits([], seed=0)
+    with pytest.raises(IndexError, match="visit -1"):
+        Visits(prompts(3), seed=0)[-1]
+
+
+def test_open_visits_come_first_after_a_kill():
+    cursor = Cursor()
+    assert cursor.take(3) == [0, 1, 2] and cursor.take(4) == [3, 4, 5, 6]
+    cursor.done([1, 3, 4])
+    again = Cursor.from_record(json.loads(json.dumps(cursor.to_record())))
+    assert again.take(3) == [0, 2, 5]
+    assert Cursor.from_record(again.to_record()).take(7) == [0, 2, 5, 6, 7, 8, 9]
+    assert cursor.take(1) == [7]  # what was killed is not changed by what goes on from its record
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["go on", "record", "kill"]))))
+def test_no_kill_skips_or_doubles_a_visit(steps):
+    cursor, open_, kept = Cursor(), [], []
+    record, kept_then = cursor.to_record(), []
+    for num_taken, num_done, then in steps:
+        open_ += cursor.take(num_taken)
+        finished, open_ = open_[:num_done], open_[num_done:]
+        cursor.done(finished)
+        kept += finished
+        if then == "record":
+            record, kept_then = json.loads(json.dumps(cursor.to_record())), [*kept]
+        elif then == "kill":
+            cursor, open_, kept = Cursor.from_record(record), [], [*kept_then]
+    last = Cursor.from_record(cursor.to_record())
+    kept += last.take(50)
+    assert sorted(kept) == list(range(len(kept)))
+
+
+def test_what_is_not_open_cannot_be_done():
+    cursor = Cursor()
+    cursor.take(2)
+    cursor.done([1])
+    for numbers in ([1], [0, 2]):
+        with pytest.raises(ValueError, match=rf"visits \[{numbers[-1]}\] are not open; open are \[0\]"):
+            cursor.done(numbers)
+    cursor.done([0])  # a refused call has closed nothing
+
+
+@pytest.mark.parametrize(
+    "record", [{}, {"next": 2}, {"next": 2, "again": [2]}, {"next": 2, "again": [1, 1]}, {"next": "2", "again": []}]
+)
+def test_a_damaged_record_is_refused(record):
+    with pytest.raises(ValueError, match="is no cursor"):
+        Cursor.from_record(record)
+
+
+def test_budgets_are_uniform():
+    for key in ("over prompts", "over epochs", "over seeds"):
+        keys = [
+            {"over prompts": (0, 0, f"p{n}"), "over epochs": (0, n, "p"), "over seeds": (n, 0, "p")}[key]
+            for n in range(5000)
+        ]
+        counts = Counter(frame_budget(*k, PUBLISHED) for k in keys)
+        assert set(counts) == set(PUBLISHED) and chi_square([*counts.values()], 5) < CRITICAL[4], key
+
+
+def test_a_budget_says_nothing_of_the_next_epochs_or_the_next_seeds():
+    epochs = [frame_budget(0, epoch, "p", PUBLISHED) for epoch in range(5000)]
+    seeds = [frame_budget(seed, 0, "p", PUBLISHED) for seed in range(5000)]
+    for draws in (epochs, seeds):
+        assert chi_square([*Counter(pairwise(draws)).values()], 25) < CRITICAL[24]
+    assert chi_square([*Counter(zip(epochs, seeds, strict=True)).values()], 25) < CRITICAL[24]
+
+
+def test_a_budget_is_the_same_in_every_process():
+    # blake2b-64 of repr(("frame budget", seed, epoch, id)) modulo 5: other values would break every resume
+    assert [frame_budget(0, epoch, "p0", PUBLISHED) for epoch in range(6)] == [8, 4, 8, 4, 32, 16]
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 64), min_size=1, max_size=7, unique=True), st.integers(0, 10**6))
+def test_stratified_counts_differ_by_at_most_one(num, budgets, step):
+    drawn = stratified_budgets(0, step, num, budgets)
+    counts = [drawn.count(budget) for budget in budgets]
+    assert sum(counts) == len(drawn) == num and max(counts) - min(counts) <= 1
+
+
+def test_stratified_order_and_remainder_are_drawn():
+    steps = [stratified_budgets(0, step, 7, PUBLISHED) for step in range(1000)]
+    left_over = Counter(budget for step in steps for budget, count in Counter(step).items() if count == 2)
+    assert chi_square([*left_over.values()], 5) < CRITICAL[4]
+    for place in range(7):
+        assert chi_square([*Counter(step[place] for step in steps).values()], 5) < CRITICAL[4]
+
+
+VISITS = Visits(prompts(11), seed=0)
+STEP = [VISITS[number] for number in range(14, 21)]
+
+
+def test_without_gating_every_visit_has_the_overviews_frames():
+    assert budgets_of(STEP, VideoConfig(gating=False, overview_frames=48), seed=0) == [48] * 7
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_budgets_belong_to_visits_and_not_to_their_places(stratified):
+    video = VideoConfig(stratified=stratified)
+    ahead = budgets_of(STEP, video, seed=0)
+    assert budgets_of(STEP[::-1], video, seed=0) == ahead[::-1]
+    assert budgets_of(STEP, video, seed=0) == ahead
+    assert budgets_of(STEP, video, seed=1) != ahead
+    next_epoch = [Visit(visit.number + 11, visit.epoch + 1, visit.prompt) for visit in STEP]
+    assert budgets_of(next_epoch, video, seed=0) != ahead
+
+
+def test_gated_budgets_are_those_of_the_prompts_whichever_others_are_in_the_step():
+    video = VideoConfig(frame_budgets=[2, 3, 5])
+    assert budgets_of(STEP, video, 0) == [budget for visit in STEP for budget in budgets_of([visit], video, 0)]
+    assert budgets_of(STEP, video, 0) == [frame_budget(0, v.epoch, v.prompt.id, [2, 3, 5]) for v in STEP]
+
+
+def test_a_stratified_step_covers_the_budgets():
+    drawn = budgets_of(STEP, VideoConfig(stratified=True), seed=0)
+    assert set(drawn) == set(PUBLISHED) and sorted(Counter(drawn).values()) == [1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(stratified=True), VideoConfig(False, overview_frames=4)])
+def test_every_video_of_a_prompt_has_at_least_a_frame(video):
+    visits = Visits(prompts(7, num_videos=5), seed=0)
+    assert min(budgets_of([visits[number] for number in range(7)], video, seed=0)) >= 5
