@@ -1,0 +1,266 @@
+"""What a run leaves behind while it goes: metrics and episodes of every step, TensorBoard, and a line on the terminal.
+
+The files are the record, the rest is for looking. Log a step before its checkpoint is saved: a run that goes on from a
+checkpoint then finds every step up to it here, takes out what came later, and does that again.
+"""
+
+import importlib
+import json
+import math
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from paravt_jax.config import LogConfig
+
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+EPISODES_DIR = "episodes"
+TENSORBOARD_DIR = "tensorboard"
+WANDB_ID_FILE = "wandb_id"
+SHOWN = {"reward": "rollout/reward_mean", "f_tau": "rollout/format_reward", "kappa": "rollout/tool_calls_mean"}
+ETA_STEPS = 20  # the newest ones say best how long the next ones will take
+
+
+class RunLog:
+    """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows how far the run is.
+
+    `first_step` is the number of steps that the checkpoint holds. What is here of later steps will be done again, so it
+    is taken out, and nothing is counted twice. `settings` are for Weights & Biases to show.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: LogConfig, *, num_steps: int, first_step: int, settings: dict[str, Any]
+    ) -> None:
+        wandb = _import_wandb(config.wandb_project) if config.wandb_project else None  # or fail before files change
+        self._run_dir = run_dir
+        self._last_step = first_step
+        (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
+        taken_out = _take_out_later(run_dir, first_step)
+        self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step) if config.tensorboard else None
+        self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
+        self._progress = _Progress(num_steps, first_step)
+        if taken_out:
+            self.say(
+                f"{run_dir}: what was logged after step {first_step}, up to step {max(taken_out)}, is taken out and "
+                f"will be done again"
+            )
+
+    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]]) -> None:
+        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too."""
+        if step != self._last_step + 1:
+            raise ValueError(f"step {step} was logged after step {self._last_step}, expected {self._last_step + 1}")
+        with whole_file(self._run_dir / EPISODES_DIR / f"{step:06d}.jsonl") as file:
+            file.writelines(map(_json_line, episodes))
+        self._write(METRICS_FILE, step, metrics)
+        self._last_step = step
+        self._progress.step(step, metrics)
+
+    def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Logs how the policy after `step` steps does on held-out prompts, under keys of its own: `validation/…`."""
+        self._write(VALIDATION_FILE, step, metrics)
+
+    def phase(self, text: str) -> None:
+        """Shows on a terminal, and nowhere else, what the step is at."""
+        self._progress.phase(text)
+
+    def say(self, message: str) -> None:
+        """A line for a human, on stderr."""
+        self._progress.say(message)
+
+    def close(self) -> None:
+        self._progress.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _write(self, name: str, step: int, metrics: Mapping[str, float | int]) -> None:
+        for key, value in metrics.items():
+            if not isinstance(value, float | int):
+                raise ValueError(f"metric {key} is a {type(value).__name__}, expected a number; log float(...) of it")
+        with (self._run_dir / name).open("ab") as file:
+            file.write(_json_line({"step": step} | dict(sorted(metrics.items()))))
+            _sync(file)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears, or replaces the one there, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")  # what a kill leaves of it is overwritten by the next attempt
+    try:
+        with partial.open("wb") as file:
+            yield file
+            _sync(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one on each line; a last line that a kill cut short is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}: line {number} is no JSON; restore the file, or remove the line") from None
+            yield row
+
+
+def _take_out_later(run_dir: Path, first_step: int) -> set[int]:
+    """Leaves what belongs to the first steps; the others that there were."""
+    taken_out: set[int] = set()
+    for path in (run_dir / METRICS_FILE, run_dir / VALIDATION_FILE):
+        if path.exists():
+            rows = list(load_jsonl(path))
+            taken_out |= {row["step"] for row in rows if row["step"] > first_step}
+            with whole_file(path) as file:
+                file.writelines(_json_line(row) for row in rows if row["step"] <= first_step)
+    for path in (run_dir / EPISODES_DIR).glob("*.jsonl"):
+        if path.stem.isdecimal() and int(path.stem) > first_step:
+            taken_out.add(int(path.stem))
+            path.unlink()
+    return taken_out
+
+
+def _json_line(record: Mapping[str, Any]) -> bytes:
+    """JSON knows neither NaN nor infinity: they become null."""
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except ValueError:  # rare, and to look at every number first would take longer than to write them
+        text = json.dumps(_without_nan(record), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _TensorBoard:
+    """Scalars that are on disk when `write` returns.
+
+    tensorboardX's SummaryWriter has a thread write them later: a kill would leave holes that no resume fills.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter  # late: brings in torch where that is installed
+
+        self._make_event: Any = importlib.import_module("tensorboardX.proto.event_pb2").Event
+        directory.mkdir(exist_ok=True)
+        # Its name has the time in seconds: a restart within one must not overwrite what came before.
+        self._events = EventsWriter(str(directory / "events"), f".after_step_{first_step}")
+        self._add(step=first_step + 1, session_log={"status": "START"})  # hides what there is from this step on
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        values = [{"tag": key, "simple_value": value} for key, value in metrics.items()]
+        self._add(step=step, summary={"value": values})
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._events.write_event(self._make_event(wall_time=time.time(), **fields))
+        self._events.flush()
+
+
+def _import_wandb(project: str) -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as problem:
+        raise ValueError(
+            f"log.wandb_project={project} needs a package that is not installed ({problem}); "
+            f"pip install 'paravt_jax[wandb]', or leave log.wandb_project empty"
+        ) from None
+
+
+def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, settings: dict[str, Any]) -> Any:
+    """The same run there as before, unless this one begins anew. Steps that it has already it ignores."""
+    id_file = run_dir / WANDB_ID_FILE
+    if first_step == 0 or not id_file.exists():
+        with whole_file(id_file) as file:
+            file.write(secrets.token_hex(4).encode())
+    run_id = id_file.read_text()
+    where = {"project": project, "id": run_id, "name": run_dir.name, "dir": str(run_dir)}
+    return wandb.init(**where, config=settings, resume="allow")
+
+
+class _Progress:
+    """A bar on a terminal, else a line for every step."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self._num_steps = num_steps
+        self._step_times_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._last_s = time.monotonic()
+        self._summary = ""
+        self._bar = None
+        if sys.stderr.isatty():
+            # A terminal may have no size, as in a container; a bar as wide as that would show nothing.
+            usual = None if all(os.get_terminal_size(sys.stderr.fileno())) else shutil.get_terminal_size()
+            self._bar = tqdm(
+                total=num_steps,
+                initial=first_step,
+                file=sys.stderr,
+                dynamic_ncols=usual is None,
+                ncols=usual and usual.columns,
+                nrows=usual and usual.lines,
+                bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
+            )
+
+    def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        now_s = time.monotonic()
+        self._step_times_s.append(now_s - self._last_s)  # with checkpoint and validation, which time/step_s is without
+        self._last_s = now_s
+        shown = [f"{name} {metrics[key]:.2f}" for name, key in SHOWN.items() if key in metrics]
+        if "perf/tokens_per_s" in metrics:
+            shown.append(f"{metrics['perf/tokens_per_s']:.0f} tok/s")
+        eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"
+        if self._bar is None:
+            step_s = metrics.get("time/step_s", self._step_times_s[-1])
+            self.say("  ".join([f"step {step}/{self._num_steps}", *shown, f"{step_s:.1f} s", eta]))
+        else:
+            self._summary = " ".join([*shown, eta])
+            self._bar.set_description_str(self._summary, refresh=False)
+            self._bar.update()
+            self._bar.refresh()  # update alone shows nothing of steps that follow each other fast
+
+    def phase(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._summary} {text}".lstrip())
+
+    def say(self, message: str) -> None:
+        tqdm.write(message, file=sys.stderr)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(self._summary)
+            self._bar.close()
+
+    def _typical_step_s(self) -> float:
+        """The first step compiles, so it says nothing about others."""
+        times_s = list(self._step_times_s)[1:] or list(self._step_times_s)
+        return sum(times_s) / len(times_s)
