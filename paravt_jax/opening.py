@@ -1,0 +1,185 @@
+"""Opens a run: what is cheap to refuse first, then model, checkpoint, engine, and the gate before the first step."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from model_port.convert import is_checkpoint
+from model_port.processing import settled_size
+from paravt_jax.checkpoint import Checkpoints
+from paravt_jax.config import SYNTHETIC, Config, to_record
+from paravt_jax.data.prompts import Prompt, load_prompts
+from paravt_jax.data.synthetic import make_synthetic
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.dialogues import CLASSES
+from paravt_jax.engine import EmbeddedEngine
+from paravt_jax.judge import Judge
+from paravt_jax.plots import make_plots
+from paravt_jax.policy import Policy, open_policy
+from paravt_jax.process import Compiles, in_thread, lock, say, stop_on_signals, write_settings
+from paravt_jax.publish import sampling_model
+from paravt_jax.rollouts import Rollouts
+from paravt_jax.run import Run
+from paravt_jax.run_log import RunLog
+from paravt_jax.score import LearnerScorer
+from paravt_jax.teach import Teacher
+from paravt_jax.train_step import Learner
+from rollout.check import check, table
+from rollout.engine.protocol import Engine
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.episode import Agent
+from rollout.server import ServerSettings
+from rollout.video.reader import GIB, FrameReader
+
+BEGINNING: dict[str, Any] = {"step": 0, "geometric_mask": False, "cursor": Cursor().to_record(), "visits": ""}
+
+
+@asynccontextmanager
+async def opened(config: Config) -> AsyncIterator[Run]:
+    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
+    directory = Path(config.run_dir).absolute()
+    async with AsyncExitStack() as stack:
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.callback(lock(directory))
+        stopping = asyncio.Event()
+        stack.callback(stop_on_signals(stopping, config.checkpoint.grace_s))
+        train, held_out, remarks = _prompts(config, directory)
+        judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+        policy = await in_thread(lambda: open_policy(config, directory))
+        learner = Learner(
+            policy.model,
+            config.optim,
+            config.loss,
+            temperature=config.rollout.temperature,
+            num_classes=len(CLASSES),
+            mesh=policy.mesh,
+        )
+        checkpoints = Checkpoints(directory / "checkpoints", policy.hf_files, config.checkpoint, say)
+        stack.callback(checkpoints.close)
+        progress = await in_thread(lambda: checkpoints.restore(learner)) or BEGINNING
+        step = int(progress["step"])
+        visits, cursor = Visits(train, config.seed), Cursor.from_record(progress["cursor"])
+        if progress["visits"] not in ("", visits.fingerprint):
+            raise ValueError(
+                f"data.train={config.data.train} or seed={config.seed} are not what the run in {directory} began with, "
+                f"so its place in the data means nothing; set them back, or choose another run_dir"
+            )
+        write_settings(config, directory)
+        log = RunLog(
+            directory, config.log, num_steps=config.train.num_steps, first_step=step, settings=to_record(config)
+        )
+        stack.callback(log.close)
+        for remark in remarks:
+            log.say(remark)
+        if step:
+            log.say(f"going on after step {step} of {config.train.num_steps} in {directory}")
+        frames = await stack.enter_async_context(_frame_reader(config, policy))
+        engine = await _open_engine(config, policy, learner, log.phase)
+        stack.push_async_callback(engine.close)
+        agent = Agent(engine, frames, policy.chat, config.rollout)
+        rollouts = Rollouts(agent, visits, cursor, judge, config, log.phase)
+        stack.push_async_callback(rollouts.close)
+        run = Run(
+            config=config,
+            directory=directory,
+            policy=policy,
+            learner=learner,
+            teacher=Teacher(learner, policy.chat, policy.contract, config),
+            engine=engine,
+            rollouts=rollouts,
+            greedy=Agent(engine, frames, policy.chat, replace(config.rollout, temperature=0.0)),
+            judge=judge,
+            held_out=held_out,
+            frames=frames,
+            log=log,
+            checkpoints=checkpoints,
+            stopping=stopping,
+            step=step,
+            geometric_mask=bool(progress["geometric_mask"]),
+            compiles=Compiles(),
+        )
+        if config.engine.kind == "sglang":
+            await run.publish()  # whatever the servers were started with
+            await _check_parity(engine, run)
+        yield run
+        await run.save()
+        await in_thread(checkpoints.wait)
+        for path in await in_thread(lambda: make_plots(directory)):
+            log.say(f"plot: {path}")
+
+
+async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: Callable[[str], None]) -> Engine:
+    version, settings = int(learner.state.step), config.engine
+    if settings.kind == "jax":
+        return EmbeddedEngine(
+            sampling_model(learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
+            policy.contract,
+            version,
+            max_rows=settings.max_rows,
+            max_context_tokens=config.rollout.max_context_tokens,
+        )
+    sglang = SGLangSettings(route=settings.route, device=settings.device)
+    if settings.urls:
+        return await SGLangEngine.connect(settings.urls, sglang)
+    if is_checkpoint(policy.source):
+        raise ValueError(
+            f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "
+            f"checkpoint; give model.path as a Hugging Face directory or id, or engine.urls of servers that run"
+        )
+    server = ServerSettings(
+        policy.source,
+        settings.device,
+        dtype=config.model.dtype,
+        context_length=config.rollout.max_context_tokens,
+        memory_frac=settings.memory_frac,
+        trainable_vision=config.optim.train_vision,
+    )
+    phase("starting SGLang")
+    return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
+
+
+async def _check_parity(engine: Engine, run: Run) -> None:
+    """Refuses to train with servers that compute something else than the learner."""
+    assert isinstance(engine, SGLangEngine)
+    run.log.phase("parity gate")
+    scorer = LearnerScorer(run.learner.model, run.policy.contract)
+    found = await check(engine.urls, scorer, run.policy.chat, on_progress=run.log.phase)
+    run.log.say(table(found))
+    problems = [f"{parity.url}: {problem}" for parity in found for problem in parity.problems]
+    if problems:
+        raise RuntimeError(f"engine and learner disagree, so nothing was trained: {'; '.join(problems)}")
+
+
+def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
+    """Those to train on, the held-out ones, and what is to be said about rows that were left out."""
+    made = directory / SYNTHETIC / "train.jsonl"
+    if SYNTHETIC in (config.data.train, config.data.validation):
+        made = make_synthetic(directory / SYNTHETIC, config.seed)
+    remarks = []
+
+    def load(path: str, of_synthetic: Path) -> Sequence[Prompt]:
+        if not path:
+            return ()
+        root = "" if path == SYNTHETIC else config.data.video_root
+        path = str(of_synthetic) if path == SYNTHETIC else path
+        loaded = load_prompts(path, video_root=root, max_bad_frac=config.data.max_bad_frac)
+        remarks.extend(f"{path}: {count} rows left out: {reason}" for reason, count in loaded.bad.items())
+        return loaded.prompts
+
+    train = load(config.data.train, made)
+    held_out = load(config.data.validation, made.with_name("validation.jsonl"))
+    return train, held_out[: config.validation.max_prompts], remarks
+
+
+def _frame_reader(config: Config, policy: Policy) -> FrameReader:
+    video = config.video
+    return FrameReader(
+        lambda height, width: settled_size(height, width, policy.contract),
+        num_workers=video.num_workers or None,
+        memory_bytes=int(video.memory_gib * GIB),
+        disk_directory=video.disk_cache or None,
+        disk_bytes=int(video.disk_gib * GIB),
+    )

@@ -1,0 +1,62 @@
+"""From the name of a model to everything that a run needs of it: parameters on the mesh, pixels, tokenizer, files."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+import model_port
+from model_port.checkpoint import HF_DIR
+from model_port.convert import is_checkpoint, source_directory
+from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
+from model_port.layers import Compute
+from model_port.model import Qwen3VL
+from model_port.output_dir import output_directory
+from model_port.processing import VisionContract
+from model_port.sharding import make_mesh
+from model_port.tiny import make_tiny
+from paravt_jax.config import TINY, Config
+from rollout.chat import Chat
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """The model that a run begins with."""
+
+    model: Qwen3VL  # float32 masters
+    mesh: Mesh | None  # None: one device
+    contract: VisionContract
+    chat: Chat
+    hf_files: Path  # config, tokenizer, processor and template, with this run's bounds of pixels
+    source: Path  # a Hugging Face directory or a converted checkpoint
+
+
+def open_policy(config: Config, run_dir: Path) -> Policy:
+    source = _source(config.model.path, config.seed, run_dir)
+    hf_dir = source / HF_DIR if is_checkpoint(source) else source
+    contract = replace(
+        VisionContract.from_hf(hf_dir), min_pixels=config.video.min_pixels, max_pixels=config.video.max_pixels
+    )
+    if contract.unit_px != config.rollout.token_px:
+        raise ValueError(
+            f"rollout.token_px={config.rollout.token_px}, but a token of {source} shows {contract.unit_px} px"
+        )
+    hf_files = run_dir / HF_DIR
+    with output_directory(hf_files, force=True, replaceable=lambda path: path.is_dir()) as directory:
+        files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
+        write_side_files(files, directory)
+    mesh = None
+    if config.mesh.num_devices > 1:
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    model = model_port.load(source, "float32", mesh)
+    model.compute = Compute(config.model.dtype, config.model.attention, remat=config.model.remat)
+    return Policy(model, mesh, contract, Chat.from_hf(hf_files), hf_files, source)
+
+
+def _source(path: str, seed: int, run_dir: Path) -> Path:
+    if path != TINY:
+        return source_directory(path)
+    made = run_dir / TINY
+    if not made.is_dir():
+        make_tiny(made, seed)
+    return made

@@ -1,0 +1,62 @@
+"""Runs of the trainer as a user starts them: its own process, a config, a directory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
+QUICK = [  # a smaller smoke run
+    "train.prompts_per_step=1",
+    "train.group_size=4",
+    "rollout.max_new_tokens=32",
+    "video.frame_budgets=[3,4]",
+    "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "loss.kl_coef=0.01",
+    "data.validation=",
+    "log.tensorboard=false",
+]
+ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
+
+
+def command(run_dir: Path, *overrides: str, config: Path = SMOKE) -> list[str]:
+    return [sys.executable, "-m", "paravt_jax.train", "--config", str(config), f"run_dir={run_dir}", *overrides]
+
+
+def train(run_dir: Path, *overrides: str, deadline_s: float = 240.0, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(run_dir, *overrides), capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, **kwargs
+    )
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | more
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(ABOUT_THE_MACHINE)}
+        for line in lines
+    ]
+
+
+def episodes_of(run_dir: Path) -> list[dict]:
+    return [
+        json.loads(line)
+        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def arrays_of(run_dir: Path, step: int) -> dict[str, bytes]:
+    """Every byte of a checkpoint's arrays, by file."""
+    checkpoint = run_dir / "checkpoints" / str(step)
+    return {
+        str(path.relative_to(checkpoint)): path.read_bytes()
+        for folder in ("params", "optimizer")
+        for path in sorted((checkpoint / folder).rglob("*"))
+        if path.is_file() and path.name[0].isdigit()
+    }
