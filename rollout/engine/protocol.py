@@ -7,7 +7,7 @@ carries the policy version that produced it: the number of optimizer steps in th
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -111,6 +111,7 @@ class Weights(Protocol):
         ...
 
 
+@runtime_checkable
 class Engine(Protocol):
     @property
     def version(self) -> int:

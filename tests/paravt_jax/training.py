@@ -1,10 +1,14 @@
 """Runs of the trainer as a user starts them: its own process, a config, a directory."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from paravt_jax import train as trainer
+from paravt_jax.config import load_config
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
@@ -29,6 +33,11 @@ def train(run_dir: Path, *overrides: str, deadline_s: float = 240.0, **kwargs) -
     return subprocess.run(
         command(run_dir, *overrides), capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, **kwargs
     )
+
+
+def train_here(run_dir: Path, *overrides: str) -> None:
+    """The same in this process: quicker, and with its types checked."""
+    asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides)))
 
 
 def environment(**more: str) -> dict[str, str]:
