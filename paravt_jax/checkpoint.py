@@ -55,6 +55,10 @@ class Checkpoints:
         """Those on disk, the oldest first."""
         return sorted(int(entry.name) for entry in self._directory.glob("*") if entry.name.isdecimal())
 
+    @property
+    def latest(self) -> Path | None:
+        return self._directory / str(self.steps[-1]) if self.steps else None
+
     def save(self, learner: Learner, progress: dict[str, Any]) -> None:
         """Returns when the state is copied to the host; then the learner may go on."""
         self.wait()  # the host holds one copy of the state at a time

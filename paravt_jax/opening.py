@@ -48,6 +48,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         stack.callback(stop_on_signals(stopping, config.checkpoint.grace_s))
         train, held_out, remarks = _prompts(config, directory)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+        say(f"loading {config.model.path}")
         policy = await in_thread(lambda: open_policy(config, directory))
         learner = Learner(
             policy.model,
@@ -107,8 +108,14 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         yield run
         await run.save()
         await in_thread(checkpoints.wait)
-        for path in await in_thread(lambda: make_plots(directory)):
-            log.say(f"plot: {path}")
+        if await in_thread(lambda: make_plots(directory)):
+            log.say(f"plots: {directory / 'plots'}")
+        if run.version not in checkpoints.steps:
+            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
+        goes_on = "" if run.step == config.train.num_steps else "; the same command goes on from there"
+        log.say(
+            f"{run.step} of {config.train.num_steps} steps are done, {checkpoints.latest}{goes_on}"
+        )
 
 
 async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: Callable[[str], None]) -> Engine:
