@@ -227,7 +227,7 @@ def load_config(path: str | Path | None, *overrides: str) -> Config:
         if "=" not in override:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
     try:
-        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist([_with_value(override) for override in overrides])]
+        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist(list(map(_with_value, overrides)))]
         if path is not None:
             layers.insert(1, OmegaConf.load(path))
         found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))

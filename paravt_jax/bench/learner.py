@@ -1,8 +1,9 @@
-"""Forward and forward+backward of the policy beside transformers in torch: same weights, inputs, CPU and process.
+"""The policy's passes and the learner's update beside transformers in torch: same weights, inputs and CPU.
 
-Two workloads. One sequence: the same tokens on both sides. A batch of unequal sequences: transformers pads it to the
-longest, we pack it into one row. Both compute the mean cross-entropy of every next token, and the two losses must agree
-before anything is timed. Turns alternate, so that a slow minute of the machine hits both.
+Passes are forward and forward+backward, in one process. Two batches. One sequence: the same tokens on both sides.
+Unequal sequences: transformers pads them to the longest, we pack them into one row. Both compute the mean cross-entropy
+of every next token, and the two losses must agree before anything is timed. Turns alternate, so that a slow minute of
+the machine hits both. The update has a module of its own.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_h
 from model_port.inputs import Frame, Sequence, Tokens, bucket, pack_text, pack_vision
 from model_port.tiny import tiny_config
 from model_port.weights import num_params
+from paravt_jax.bench import update
 
 # A tenth of the 2B in every direction that matters: 123M parameters, the same architecture.
 MID = ModelConfig(
@@ -39,6 +41,8 @@ WORKLOADS = {
     "one sequence": [(8, 220)],
     "unequal batch": [(8, 220), (4, 120), (2, 60), (0, 90)],
 }  # (frames, text tokens)
+# A prompt ten times as long as a response, most of it frames.
+PROMPT, RESPONSE, NUM_EPISODES = (12, 28), (0, 64), 8
 TOKEN_BUCKET = 32
 DTYPES = ("float32", "bfloat16")
 
@@ -52,6 +56,7 @@ class Example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
+    parser.add_argument("--workload", choices=["passes", "update", "all"], default="all")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns on each side; the median counts")
 
 
@@ -59,32 +64,54 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     _with_huge_pages()
-    rows = []
+    passes, updates = [], []
     for model in MODELS if args.model == "all" else [args.model]:
         config = MODELS[model]()
+        size = f"{model} ({num_params(config) / 1e6:.0f}M)"
         with tempfile.TemporaryDirectory() as folder:
             reference = _make_reference(config, Path(folder))
             for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
-                for workload, shapes in WORKLOADS.items():
+                case = {"model": size, "dtype": dtype}
+                for workload, shapes in WORKLOADS.items() if args.workload != "update" else ():
                     examples = [_example(config, seed, *shape) for seed, shape in enumerate(shapes)]
                     for mode, row in _compare(reference, Path(folder), dtype, examples, args.repeats).items():
-                        size = f"{model} ({num_params(config) / 1e6:.0f}M)"
-                        rows.append({"model": size, "dtype": dtype, "workload": workload, "mode": mode, **row})
-                        print(_line(rows[-1]), file=sys.stderr, flush=True)
-    return {"rows": rows, "threads": os.cpu_count()}
+                        passes.append({**case, "workload": workload, "mode": mode, **row})
+                        print(_pass_line(passes[-1]), file=sys.stderr, flush=True)
+                if args.workload != "passes":
+                    prompt, *responses = (
+                        _example(config, seed, *(RESPONSE if seed else PROMPT)) for seed in range(NUM_EPISODES + 1)
+                    )
+                    group = update.Group(config, prompt.ids, prompt.frames, [response.ids for response in responses])
+                    updates += [{**case, **row} for row in update.compare(Path(folder), dtype, group, args.repeats)]
+    return {"rows": passes, "updates": updates, "threads": os.cpu_count()}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
-    head = "| model | dtype | workload | pass | torch s | jax s | torch / jax | jax compile s |"
-    return "\n".join([head, "|---" * 8 + "|", *(_line(row) for row in result["rows"])])
+    """The result as Markdown tables."""
+    passes = ["| model | dtype | workload | pass | torch s | jax s | torch / jax | jax compile s |", "|---" * 8 + "|"]
+    updates = ["| model | dtype | one update | s | s | times faster | peak MiB | peak MiB |", "|---" * 8 + "|"]
+    parts = [
+        [*head, *map(line, result[name])]
+        for name, head, line in (("rows", passes, _pass_line), ("updates", updates, _update_line))
+        if result[name]
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _pass_line(row: dict[str, Any]) -> str:
     ratio = row["torch_s"] / row["jax_s"]
     return (
         f"| {row['model']} | {row['dtype']} | {row['workload']} | {row['mode']} "
         f"| {row['torch_s']:.3f} | {row['jax_s']:.3f} | {ratio:.2f} | {row['compile_s']:.1f} |"
+    )
+
+
+def _update_line(row: dict[str, Any]) -> str:
+    slow, fast = (row[side][row["measure"]] for side in ("slow", "fast"))
+    peaks = [f"{row[side]['peak_mib']:.0f}" if row["measure"] == "update_s" else "" for side in ("slow", "fast")]
+    return (
+        f"| {row['model']} | {row['dtype']} | {row['compared']} | {slow:.2f} | {fast:.2f} | {slow / fast:.2f} "
+        f"| {peaks[0]} | {peaks[1]} |"
     )
 
 

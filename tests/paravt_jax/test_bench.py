@@ -3,8 +3,14 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
+import numpy as np
 import pytest
+
+from model_port.inputs import Frame
+from model_port.tiny import tiny_config
+from paravt_jax.bench import learner, update
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -15,7 +21,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_learner_bench_compares_both_sides_and_writes_json(tmp_path):
     out = tmp_path / "learner.json"
-    run = bench("learner", "--model", "tiny", "--dtype", "float32", "--repeats", "1", "--json", str(out))
+    only = ("--model", "tiny", "--dtype", "float32", "--workload", "passes")
+    run = bench("learner", *only, "--repeats", "1", "--json", str(out))
     assert run.returncode == 0, run.stderr
     found = json.loads(out.read_text())
     assert {(row["workload"], row["mode"]) for row in found["rows"]} == {
@@ -23,6 +30,49 @@ def test_learner_bench_compares_both_sides_and_writes_json(tmp_path):
     }
     assert all(row["torch_s"] > 0 and row["jax_s"] > 0 for row in found["rows"])
     assert f"{found['rows'][0]['jax_s']:.3f}" in run.stdout and found["machine"]["num_cores"] >= 1
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # otherwise the bench restarts its process
+    monkeypatch.setattr(learner, "PROMPT", (2, 11))
+    monkeypatch.setattr(learner, "RESPONSE", (0, 7))
+    monkeypatch.setattr(learner, "NUM_EPISODES", 3)
+
+
+@pytest.mark.slow
+def test_learner_bench_compares_whole_updates(small):
+    found = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
+    assert not found["rows"] and [row["compared"] for row in found["updates"]] == list(update.COMPARED)
+    sides = [row[side] for row in found["updates"] for side in ("slow", "fast")]
+    assert {side["way"] for side in sides} == set(update.WAYS)
+    assert all(side["update_s"] > 0 and side["peak_mib"] > 0 for side in sides)
+    assert len(learner.table(found).splitlines()) == 2 + len(update.COMPARED)
+
+
+def test_ways_that_compute_different_things_are_not_compared():
+    turn = {way: {"loss/total": -0.3, "optim/grad_norm": 3.7} for way in update.WAYS}
+    update.check_agreement(turn, 1e-4)
+    turn["torch"]["loss/total"] += 2e-4
+    with pytest.raises(RuntimeError, match="the ways disagree on loss/total"):
+        update.check_agreement(turn, 1e-4)
+    turn["torch"] = {"loss/total": -0.3, "optim/grad_norm": 3.71}
+    with pytest.raises(RuntimeError, match="the ways disagree on optim/grad_norm"):
+        update.check_agreement(turn, 1e-4)
+
+
+def test_ways_differ_only_in_what_they_share():
+    frame = Frame(np.ones((4, 1536), np.float32), (2, 2))
+    group = update.Group(tiny_config(), np.arange(5), [frame], [np.arange(3), np.arange(4)])
+    by_way = {way: group.dialogues(way) for way in update.WAYS}
+    for dialogues, frames in by_way.values():
+        assert [len(dialogue.ids) for dialogue in dialogues] == [8, 9]
+        assert [int(dialogue.loss_mask.sum()) for dialogue in dialogues] == [3, 4]
+        assert all(frames[key] is frame for dialogue in dialogues for key in dialogue.frames)
+    assert {way: len(frames) for way, (_, frames) in by_way.items()} == dict.fromkeys(update.WAYS, 1) | {
+        "own frames": 2
+    }
+    assert len({dialogue.shared for dialogue in by_way["branches"][0]}) == 1
 
 
 def test_a_bad_option_is_one_line_and_a_failure(tmp_path):
