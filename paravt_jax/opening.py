@@ -113,9 +113,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         if run.version not in checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
         goes_on = "" if run.step == config.train.num_steps else "; the same command goes on from there"
-        log.say(
-            f"{run.step} of {config.train.num_steps} steps are done, {checkpoints.latest}{goes_on}"
-        )
+        log.say(f"{run.step} of {config.train.num_steps} steps are done, {checkpoints.latest}{goes_on}")
 
 
 async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: Callable[[str], None]) -> Engine:

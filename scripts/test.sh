@@ -13,4 +13,5 @@ case "$select" in *"not slow"*) ;; *) bash scripts/setup_sglang.sh cpu ;; esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
-.venv/bin/python -m pytest -m "$select" "$@"
+# Two processes, each with whole files: much of the suite waits for servers and compilers.
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "$select" "$@"
