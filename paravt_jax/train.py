@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--config", metavar="FILE", help="a YAML file; what it leaves out has its default")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
     parser.add_argument("--show", action="store_true", help="print all settings as they would be used, and exit")
+    parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
+    parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
     add_debug_flag(parser)
     args = parser.parse_args()
     if args.config is None and not args.show:
@@ -39,6 +41,11 @@ def main() -> None:
     config = load_config(args.config, *args.overrides)
     if args.show:
         print(to_yaml(config), end="")
+        return
+    if args.plan:
+        from paravt_jax.plan import plan_of
+
+        print(plan_of(config, args.device))
         return
     use_compilation_cache()
     asyncio.run(train(config))

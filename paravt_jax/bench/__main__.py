@@ -18,6 +18,7 @@ from paravt_jax.bench import machine
 BENCHES = {
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
+    "mesh": "one update on every mesh of N devices: time, efficiency, memory; --plan-only estimates any size",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
     "video": "frames of a video, decoded and again from memory, beside qwen_vl_utils with decord",
 }

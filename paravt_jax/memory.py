@@ -1,0 +1,350 @@
+"""What lies in one device's memory while a run trains, part by part, before anything is loaded.
+
+Parameters are counted by the sharding table. What autodiff keeps is asked of the model itself: its backward pass is
+traced on shapes, with the heads, ffn and vocabulary that one device has. The rest is what compiled updates were found
+to hold at their peak (XLA's buffer assignment for CPU, GPU and TPU): score blocks of attention, gradients in flight,
+weights gathered over fsdp, gradients of whole embedding tables. Reading prompts and scoring the reference or the
+policy before an update are forward passes, which hold less than a backward pass.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model_port.attention import _blocks
+from model_port.config import ModelConfig, TextConfig
+from model_port.inputs import TextBatch, VisionBatch
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params
+from model_port.sharding import check_divisible, param_spec
+from model_port.text import Visual
+from paravt_jax.config import Config, MeshConfig
+
+FLOAT32_BYTES = 4
+MOMENTS = 2  # of Adam
+LOGITS_AT_ONCE = 3  # of a chunk, at the head's backward pass: logits, their softmax, their gradient
+PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
+PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
+
+Parts = dict[str, int]  # bytes by name
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """A batch of the update at its largest, over all devices."""
+
+    num_rows: int
+    row_tokens: int
+    row_actions: int  # scored tokens of a row
+    num_frame_rows: int
+    row_patches: int
+
+
+@dataclass(frozen=True)
+class SamplerShape:
+    """What the embedded engine holds."""
+
+    max_rows: int
+    max_context_tokens: int
+    prompt_tokens: int  # of the longest prompt
+    beside_update: bool  # it goes on while the learner updates, with a copy of the weights
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A time of a step, and what it needs beyond what always lies there."""
+
+    name: str
+    parts: Parts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    resident: Parts
+    phases: tuple[Phase, ...]
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.resident.values()) + self.worst.num_bytes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a backward pass finds, of every layer and besides: per token and per pair of tokens of a row."""
+
+    layer_token: float
+    layer_pair: float
+    token: float
+    pair: float
+    layer_casts: float  # of the layer's weights in the dtype of the activations
+
+
+def memory_of(
+    config: Config, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, score_arrays: int
+) -> Memory:
+    """`score_arrays`: how often a layer's attention scores exist in float32 at its backward pass."""
+    device = _Device(config, model, batch, _local(model, config.mesh.tensor), score_arrays)
+    beside = device.sampling(sampler) if sampler is not None and sampler.beside_update else {}
+    accumulators = {"gradients of the step": FLOAT32_BYTES * device.num_trainable}
+    update = accumulators | device.batch_arrays()
+    phases = [
+        Phase("backward pass, a layer", update | device.backward() | device.layer() | beside),
+        Phase("backward pass, the head", update | device.backward() | device.head() | beside),
+        Phase("frames", update | device.seeing() | beside),
+        Phase("optimizer", accumulators | beside),
+    ]
+    if sampler is not None:
+        phases.append(Phase("rollout", device.sampling(sampler)))
+        if sampler.beside_update:
+            phases.append(Phase("publish", {"next copy for sampling": device.item_bytes * device.num_params}))
+    return Memory(device.resident(sampler), tuple(phases))
+
+
+@cache
+def param_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in abstract_params(abstract_model(model), "float32").items()}
+
+
+def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
+    """Values of these parameters on one device."""
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    total = 0
+    for path, shape in shapes.items():
+        spec = param_spec(path, len(shape))
+        check_divisible(path, shape, spec, sizes)
+        total += math.prod(shape) // math.prod(sizes[str(axis)] for axis in spec if axis is not None)
+    return total
+
+
+@dataclass(frozen=True)
+class _Device:
+    config: Config
+    model: ModelConfig
+    batch: BatchShape
+    local: ModelConfig  # the language tower as this device computes it
+    score_arrays: int
+
+    @property
+    def item_bytes(self) -> int:
+        return jnp.dtype(self.config.model.dtype).itemsize
+
+    @property
+    def compute(self) -> Compute:
+        return Compute(self.config.model.dtype, self.config.model.attention, remat=self.config.model.remat)
+
+    @property
+    def num_params(self) -> int:
+        return shard_values(param_shapes(self.model), self.config.mesh)
+
+    @property
+    def num_trainable(self) -> int:
+        everything = self.config.optim.train_vision
+        shapes = {p: shape for p, shape in param_shapes(self.model).items() if everything or p.startswith("text.")}
+        return shard_values(shapes, self.config.mesh)
+
+    @property
+    def table_values(self) -> int:
+        """Of an embedding as it is looked up and multiplied with: whole over fsdp."""
+        return self.local.text.vocab_size * self.model.text.width
+
+    @property
+    def layer_values(self) -> int:
+        stacked = {path: shape for path, shape in param_shapes(self.local).items() if path.startswith("text.layers.")}
+        return sum(map(math.prod, stacked.values())) // self.model.text.num_layers
+
+    @property
+    def rows(self) -> int:
+        return self.rows_here(self.batch.num_rows)
+
+    def rows_here(self, num_rows: int) -> int:
+        """Rows that do not divide stay whole, as in model_port.sharding.constrain."""
+        parts = self.config.mesh.num_row_parts
+        return num_rows // parts if num_rows % parts == 0 else num_rows
+
+    def resident(self, sampler: SamplerShape | None) -> Parts:
+        parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
+        if self.num_params > self.num_trainable:
+            parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
+        parts["Adam moments, float32"] = MOMENTS * FLOAT32_BYTES * self.num_trainable
+        if self.config.loss.kl_coef:
+            parts["reference"] = self.item_bytes * self.num_trainable
+        if sampler is not None:
+            slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
+            parts["key/value cache"] = slots * self.model.text.num_layers * self.cache_token_bytes
+            if sampler.beside_update:
+                parts["copy for sampling"] = self.item_bytes * self.num_params
+        return parts
+
+    @property
+    def cache_token_bytes(self) -> int:
+        """Of one layer."""
+        return 2 * self.local.text.num_kv_heads * self.local.text.head_dim * self.item_bytes
+
+    def batch_arrays(self) -> Parts:
+        """What the update is given: ids, places and patches, and what the frozen tower made of them."""
+        vision, batch = self.model.vision, self.batch
+        token_bytes, action_bytes, patch_bytes = 4 * 7, 4 * 6 + 1, 4 * (vision.patch_values + 11)
+        patches = self.rows_here(batch.num_frame_rows) * batch.row_patches
+        num_bytes = self.rows * (batch.row_tokens * token_bytes + batch.row_actions * action_bytes)
+        merged = batch.num_frame_rows * batch.row_patches // vision.merge_unit
+        table = merged * self.model.text.width * self.item_bytes
+        return {
+            "batch": num_bytes + patches * patch_bytes,
+            # Split over fsdp, and the one of them that is being looked up whole.
+            "visual table and maps": table * (1 + vision.num_deepstack) // self.config.mesh.fsdp + table,
+        }
+
+    def backward(self) -> Parts:
+        """What there is during all of the backward pass."""
+        layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
+        kept = kept_by_text(self.local, self.compute)
+        if self.compute.remat == "offload":
+            kept = replace(kept, layer_token=0.0)  # the inputs of the layers are on the host
+        of_layers = layers * _total(kept.layer_token, kept.layer_pair, rows, row_tokens)
+        parts = {
+            "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
+            "gradient of the embedding, whole": self.table_values * self.item_bytes,
+            "kept by the forward pass": of_layers,
+        }
+        if kept.layer_casts:
+            parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.config.mesh.fsdp
+        if self.config.optim.train_vision:
+            kept, rows = kept_by_vision(self.model, self.compute), self.rows_here(self.batch.num_frame_rows)
+            of_layers = self.model.vision.num_layers * _total(
+                kept.layer_token, kept.layer_pair, rows, self.batch.row_patches
+            )
+            parts["kept by the vision tower"] = of_layers + _total(kept.token, kept.pair, rows, self.batch.row_patches)
+        return parts
+
+    def layer(self) -> Parts:
+        """At the backward pass of a layer: all that its forward pass made, and gradients of the widest products."""
+        text, made = self.local.text, kept_by_text(self.local, replace(self.compute, remat="none"))
+        in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
+        return {
+            "one layer": _total(made.layer_token + in_flight, made.layer_pair, self.rows, self.batch.row_tokens),
+            "attention scores": self.score_bytes(self.rows, self.batch.row_tokens),
+            "a layer's weights, gathered": self.layer_values * self.item_bytes,
+        }
+
+    def score_bytes(self, rows: int, row_tokens: int) -> int:
+        """Of a layer. The blocks depend on nothing of each other, and compilers keep all of them at the same time."""
+        heads = rows * self.local.text.num_heads * FLOAT32_BYTES
+        if self.compute.attention == "xla":
+            return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
+        blocks = _blocks(row_tokens, row_tokens, True)
+        return heads * self.score_arrays * sum((block.stop - block.start) * end for block, end in blocks)
+
+    def head(self) -> Parts:
+        actions = self.batch.row_actions
+        num_chunks = -(-actions // min(self.config.optim.head_chunk_tokens, actions))
+        logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
+        hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
+        kept = kept_by_text(self.local, self.compute)
+        return {
+            "kept by the final norm": _total(kept.token, kept.pair, self.rows, self.batch.row_tokens),
+            "head, gathered": self.table_values * self.item_bytes,
+            "gradient of the head, whole": self.table_values * FLOAT32_BYTES,
+            "logits of a chunk": LOGITS_AT_ONCE * logits * FLOAT32_BYTES,
+            "hidden states and gradient": 2 * hidden * self.item_bytes,
+        }
+
+    def seeing(self) -> Parts:
+        """The frozen tower: a block at its widest, and the maps to hand out."""
+        vision, patches = self.model.vision, self.rows_here(self.batch.num_frame_rows) * self.batch.row_patches
+        values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + 2 * vision.ffn_width
+        scores = self.batch.row_patches * vision.num_heads * FLOAT32_BYTES
+        return {"vision tower": patches * (values * self.item_bytes + scores)}
+
+    def sampling(self, sampler: SamplerShape) -> Parts:
+        """A prompt is read in a row of its own, which is not split over devices; then all rows go on by one token."""
+        rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
+        made = kept_by_text(self.local, replace(self.compute, remat="none"))
+        cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
+        return {
+            "reading a prompt": _total(made.layer_token, made.layer_pair, 1, prompt) + self.score_bytes(1, prompt),
+            "its keys and values": prompt * self.model.text.num_layers * self.cache_token_bytes,
+            "sampling a token": cache_of_layer + LOGITS_AT_ONCE * rows * self.local.text.vocab_size * FLOAT32_BYTES,
+            "weights gathered for sampling": (self.table_values + self.layer_values) * self.item_bytes,
+        }
+
+
+def _total(per_token: float, per_pair: float, rows: int, row_tokens: int) -> int:
+    return round(rows * row_tokens * (per_token + per_pair * row_tokens))
+
+
+def _local(model: ModelConfig, tensor: int) -> ModelConfig:
+    names = ("num_heads", "num_kv_heads", "ffn_width", "vocab_size")
+    sizes = {name: getattr(model.text, name) for name in names}
+    for name, size in sizes.items():
+        if size % tensor:
+            raise ValueError(f"mesh.tensor={tensor} does not divide the model's {name}={size}; choose one that does")
+    text: TextConfig = replace(model.text, **{name: size // tensor for name, size in sizes.items()})
+    return replace(model, text=text)
+
+
+@cache
+def kept_by_text(model: ModelConfig, compute: Compute) -> Kept:
+    model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
+    ids = _shape(1, PROBE_MERGED)
+    text = TextBatch(ids, _shape(1, PROBE_MERGED, 3), ids, ids, ids)
+    table = (7, model.text.width)
+    visual = Visual(
+        _shape(*table, dtype=compute.dtype), _shape(model.vision.num_deepstack, *table, dtype=compute.dtype)
+    )
+    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual)
+
+
+@cache
+def kept_by_vision(model: ModelConfig, compute: Compute) -> Kept:
+    """Heads and ffn are counted whole, though tensor splits them."""
+    vision, row = model.vision, (1, PROBE_MERGED * model.vision.merge_unit)
+    taps = tuple(range(vision.num_deepstack))
+    model = replace(model, vision=replace(vision, num_layers=PROBE_LAYERS, deepstack_layers=taps))
+    patches, weights = (_shape(*row, values, dtype="float32") for values in (vision.patch_values, 4))
+    frames = VisionBatch(patches, _shape(*row), _shape(*row, 2), _shape(*row, 4), weights)
+    return _kept(model, compute, row[1], lambda policy: policy.see, frames)
+
+
+def _shape(*shape: int, dtype: str = "int32") -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _kept(model: ModelConfig, compute: Compute, num_tokens: int, forward: Callable[..., Any], *inputs: Any) -> Kept:
+    """The residuals of a traced backward pass, told apart by their axes: layers, tokens, pairs of tokens."""
+    graphdef, params = nnx.split(abstract_model(model, compute))
+
+    def backward(params: nnx.State, *inputs: Any) -> Any:
+        return jax.vjp(lambda params: forward(nnx.merge(graphdef, params))(*inputs), params)[1]
+
+    sums: dict[tuple[bool, int], float] = {}
+    for leaf in jax.tree.leaves(jax.eval_shape(backward, params, *inputs)):
+        of_layers = leaf.shape[:1] == (PROBE_LAYERS,)
+        token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
+        if not token_axes and leaf.dtype == jnp.float32:
+            continue  # a master, which is there anyway
+        key = (of_layers, token_axes)
+        share = leaf.size * leaf.dtype.itemsize / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
+        sums[key] = sums.get(key, 0.0) + share
+    return Kept(
+        layer_token=sums.get((True, 1), 0.0),
+        layer_pair=sums.get((True, 2), 0.0),
+        token=sums.get((False, 1), 0.0),
+        pair=sums.get((False, 2), 0.0),
+        layer_casts=sums.get((True, 0), 0.0),
+    )
