@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from agents import FakeFrames, call, is_subagent
 
+from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.judge import Judge, JudgeConfig
 from paravt_jax.rollouts import Rollouts, records, validate
 from paravt_jax.step_metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
+from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -26,11 +28,9 @@ CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    from model_port.tiny import make_tiny
-    from rollout.chat import Chat
-
-    make_tiny(tmp_path_factory.mktemp("tiny") / "hf")
-    return Chat.from_hf(tmp_path_factory.getbasetemp() / "tiny0" / "hf")
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory)
+    return Chat.from_hf(directory)
 
 
 class GivenScores(Judge):
