@@ -225,7 +225,8 @@ class _Device:
         if kept.layer_casts:
             parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.config.mesh.fsdp
         if self.config.optim.train_vision:
-            kept, rows = kept_by_vision(self.model, self.compute), self.rows_here(self.batch.num_frame_rows)
+            kept = kept_by_vision(self.model, self.compute, self.config.mesh.tensor)
+            rows = self.rows_here(self.batch.num_frame_rows)
             of_layers = self.model.vision.num_layers * _total(
                 kept.layer_token, kept.layer_pair, rows, self.batch.row_patches
             )
@@ -311,21 +312,33 @@ def kept_by_text(model: ModelConfig, compute: Compute) -> Kept:
 
 
 @cache
-def kept_by_vision(model: ModelConfig, compute: Compute) -> Kept:
-    """Heads and ffn are counted whole, though tensor splits them."""
+def kept_by_vision(model: ModelConfig, compute: Compute, tensor: int) -> Kept:
     vision, row = model.vision, (1, PROBE_MERGED * model.vision.merge_unit)
     taps = tuple(range(vision.num_deepstack))
     model = replace(model, vision=replace(vision, num_layers=PROBE_LAYERS, deepstack_layers=taps))
     patches, weights = (_shape(*row, values, dtype="float32") for values in (vision.patch_values, 4))
     frames = VisionBatch(patches, _shape(*row), _shape(*row, 2), _shape(*row, 4), weights)
-    return _kept(model, compute, row[1], lambda policy: policy.see, frames)
+
+    def parts(shape: tuple[int, ...]) -> int:
+        """Its heads and its width are one number, so there is no config of a part of the heads to trace."""
+        split = shape[-1:] == (vision.ffn_width,) or shape[-2:] == (vision.num_heads, vision.head_dim)
+        return tensor if split else 1
+
+    return _kept(model, compute, row[1], lambda policy: policy.see, frames, parts=parts)
 
 
 def _shape(*shape: int, dtype: str = "int32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def _kept(model: ModelConfig, compute: Compute, num_tokens: int, forward: Callable[..., Any], *inputs: Any) -> Kept:
+def _kept(
+    model: ModelConfig,
+    compute: Compute,
+    num_tokens: int,
+    forward: Callable[..., Any],
+    *inputs: Any,
+    parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
+) -> Kept:
     """The residuals of a traced backward pass, told apart by their axes: layers, tokens, pairs of tokens."""
     graphdef, params = nnx.split(abstract_model(model, compute))
 
@@ -338,8 +351,8 @@ def _kept(model: ModelConfig, compute: Compute, num_tokens: int, forward: Callab
         token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
         if not token_axes and leaf.dtype == jnp.float32:
             continue  # a master, which is there anyway
-        key = (of_layers, token_axes)
-        share = leaf.size * leaf.dtype.itemsize / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
+        key, num_bytes = (of_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
+        share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
         sums[key] = sums.get(key, 0.0) + share
     return Kept(
         layer_token=sums.get((True, 1), 0.0),

@@ -82,6 +82,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['dtype']}, remat {result['remat']}, {result['rows']} x {result['row_tokens']} "
         f"tokens for each part of the rows, {result['device']}"
     )
+    if planned:
+        title += "; seconds are FLOPs at a part of the peak that is the same for every mesh"
     return "\n".join([title, "", _line(head), "|---" * len(head) + "|", *map(_line, cells)])
 
 
@@ -95,15 +97,7 @@ MEASURED_HEAD = (
     "MiB",
     "MiB by plan",
 )
-PLANNED_HEAD = (
-    "data x fsdp x tensor",
-    "peak GiB",
-    "always GiB",
-    "fits",
-    "longest row",
-    "update s",
-    "tokens/s a device",
-)
+PLANNED_HEAD = ("data x fsdp x tensor", "peak GiB", "always GiB", "fits", "longest row", "update s")
 
 
 def _line(cells: Any) -> str:
@@ -138,7 +132,6 @@ def _planned_cells(row: dict[str, Any]) -> list[str]:
         ("yes" if row["fits"] else "no") if known else "",
         str(row["longest_row_tokens"] or "none") if known else "",
         "" if row["update_s"] is None else f"{row['update_s']:.2f}",
-        "" if row["update_s"] is None else f"{row['device_tokens_per_s']:.0f}",
     ]
 
 
@@ -197,7 +190,6 @@ def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any
         except ValueError as problem:
             rows.append({"mesh": shape, "problem": str(problem)})
             continue
-        tokens = plan.workload.computed_rows * plan.workload.row_tokens
         rows.append(
             {
                 "mesh": shape,
@@ -206,7 +198,6 @@ def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any
                 "fits": plan.fit.fits,
                 "longest_row_tokens": plan.fit.row_tokens,
                 "update_s": plan.update_s,
-                "device_tokens_per_s": plan.update_s and tokens / plan.update_s / config.mesh.num_devices,
             }
         )
     return rows

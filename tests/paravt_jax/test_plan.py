@@ -46,6 +46,7 @@ CASES = {
     "dots": (MID, (2, 1, 2), 1024, "dots", "blocked"),
     "full, xla": (MID, (2, 2, 1), 512, "full", "xla"),
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
+    "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
 }
 
 
@@ -53,7 +54,8 @@ def case(name: str) -> tuple[ModelConfig, Config]:
     model, mesh, row_tokens, remat, attention = CASES[name]
     rows = 2 if mesh[1] == 2 else 1
     policy = PolicyConfig(dtype="float32", remat=remat, attention=attention)
-    return model, config_of(mesh, rows=rows, row_tokens=row_tokens, model=policy)
+    optim = OptimConfig(train_vision=name == "trainable vision")
+    return model, config_of(mesh, rows=rows, row_tokens=row_tokens, model=policy, optim=optim)
 
 
 @pytest.mark.slow
