@@ -7,6 +7,7 @@ and vocabulary. Scales and biases are small and live on every device.
 
 import math
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -44,6 +45,11 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
         )
     return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted])
+
+
+def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Puts a mesh in scope, for this thread; nothing for None."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def param_spec(path: str, num_axes: int) -> PartitionSpec:

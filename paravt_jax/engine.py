@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+from jax.sharding import Mesh
 
 from model_port.inputs import Frame
 from model_port.model import Qwen3VL
@@ -20,6 +21,7 @@ from model_port.processing import VisionContract, expand_placeholders, process_i
 from model_port.sampler import Completion, Prompt, Sampler
 from model_port.sampler import Request as SamplerRequest
 from model_port.sampler import Sampling as SamplerSampling
+from model_port.sharding import on_mesh
 from paravt_jax.publish import ModelWeights
 from rollout.engine.protocol import (
     DeadlineExceeded,
@@ -52,9 +54,13 @@ class _Running:
 
 
 class EmbeddedEngine:
-    def __init__(self, model: Qwen3VL, contract: VisionContract, version: int = 0, **sampler: Any):
-        """`sampler` are the settings of model_port's Sampler: max_rows, max_context_tokens, buckets."""
-        self._sampler = Sampler(model, **sampler)
+    def __init__(
+        self, model: Qwen3VL, contract: VisionContract, version: int = 0, *, mesh: Mesh | None = None, **sampler: Any
+    ):
+        """`mesh` is the model's. `sampler` are the settings of model_port's Sampler: max_rows, buckets and so on."""
+        self._mesh = mesh
+        with on_mesh(mesh):
+            self._sampler = Sampler(model, **sampler)
         self._contract = contract
         self._version = version
         self._running: dict[int, _Running] = {}  # by the sampler's number; belongs to the thread
@@ -204,7 +210,11 @@ class EmbeddedEngine:
         return versions
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        def on_our_mesh() -> Result:
+            with on_mesh(self._mesh):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, on_our_mesh)
 
 
 def frame_of(picture: Picture, contract: VisionContract) -> Frame:

@@ -123,6 +123,7 @@ async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: 
             sampling_model(learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
             policy.contract,
             version,
+            mesh=policy.mesh,
             max_rows=settings.max_rows,
             max_context_tokens=config.rollout.max_context_tokens,
         )

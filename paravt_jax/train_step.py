@@ -6,7 +6,6 @@ reference. Every sum is over the whole step and divided once, so how a step is c
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from model_port.inputs import VisionBatch
 from model_port.model import Qwen3VL
-from model_port.sharding import ACTIVATION_AXES
+from model_port.sharding import ACTIVATION_AXES, on_mesh
 from model_port.text import Visual
 from paravt_jax.losses import LossConfig, LossSums, MismatchSums, kl_penalties, mismatch_sums, policy_loss
 from paravt_jax.packing import TrainBatch
@@ -127,7 +126,7 @@ class Learner:
         loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
         totals = None
         grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
-        with self._on_mesh():
+        with on_mesh(self.mesh):
             for number, batch in enumerate(batches):
                 on_devices = placed(batch, self.mesh)
                 before = Known() if known is None else known[number]
@@ -147,7 +146,7 @@ class Learner:
 
     def known(self, batch: TrainBatch, *, with_ref: bool = True) -> Known:
         """The log-probs of the scored tokens before an update: the policy's, and those of the reference if there is."""
-        with self._on_mesh():
+        with on_mesh(self.mesh):
             on_devices = placed(batch, self.mesh)
             visual = self._shown(on_devices, self.state.trainable)
             prox_logp = self._logp(self.state.trainable, self.state.frozen, on_devices, visual)
@@ -204,9 +203,6 @@ class Learner:
         if self.optim.train_vision:
             visual = self._shown(batch, self._ref)
         return self._logp(self._ref, self.state.frozen, batch, visual)
-
-    def _on_mesh(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _shown(self, batch: TrainBatch, trainable: nnx.State) -> Visual | None:
         return None if batch.vision is None else self._see(trainable, self.state.frozen, batch.vision)

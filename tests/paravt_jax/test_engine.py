@@ -2,6 +2,7 @@
 
 import asyncio
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from model_port.processing import VisionContract, expand_placeholders
 from model_port.sampler import Prompt, Sampler
 from model_port.sampler import Request as SamplerRequest
 from model_port.sampler import Sampling as SamplerSampling
+from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
 from paravt_jax.engine import EmbeddedEngine, frame_of
 from paravt_jax.publish import ModelWeights
@@ -215,3 +217,12 @@ def test_weights_of_a_model_are_the_tensors_of_its_files(model, hf, tmp_path):
     assert load_file(tmp_path / "model.safetensors").keys() == expected.keys()
     half = ModelWeights(model, np.dtype(jnp.bfloat16))
     assert half.num_bytes * 2 == weights.num_bytes
+
+
+def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(hf, contract):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    model = model_port.load(hf, mesh=mesh)
+    for given, is_split in ((mesh, True), (None, False)):
+        engine = EmbeddedEngine(model, contract, mesh=given, **SETTINGS)
+        largest = max(jax.tree.leaves(engine._sampler._rows), key=lambda leaf: leaf.size)
+        assert (len(largest.sharding.device_set) == 8) == is_split
