@@ -2,8 +2,8 @@
 
 `branches` is what the learner does: the prompt once with all responses behind it, and every frame seen once. `rows`
 repeats the prompt for every episode, `own frames` repeats the vision tower as well, `torch` is the same update there.
-Each way is a process of its own, so that its memory is nobody else's. Their turns alternate, so that a slow minute of
-the machine hits all of them, and in every turn all must agree on the loss and on the norm of the gradient.
+Each way is a process of its own, so that its memory is nobody else's. Turns of the two that are compared alternate,
+so that a slow minute of the machine hits both, and in every turn they must agree on the loss and on the gradient's norm.
 """
 
 import statistics
@@ -23,13 +23,14 @@ from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from paravt_jax.packing import Dialogue
 
-WAYS = ("branches", "rows", "own frames", "torch")
 COMPARED = {
-    "a row per episode → branches": ("rows", "branches", "update_s"),
-    "frames seen per row → once": ("own frames", "rows", "update_s"),
-    "the same, the vision tower alone": ("own frames", "rows", "vision_s"),
-    "torch → branches": ("torch", "branches", "update_s"),
-}  # the slower one first
+    ("rows", "branches"): {"update_s": "a row per episode → branches"},
+    ("own frames", "rows"): {
+        "update_s": "frames seen per row → once",
+        "vision_s": "the same, the vision tower alone",
+    },
+    ("torch", "branches"): {"update_s": "torch → branches"},
+}  # the slower way first
 TEMPERATURE = 0.7
 TORCH_ROWS_AT_ONCE = 4  # where it is fastest
 AGREED = ("loss/total", "optim/grad_norm")
@@ -82,9 +83,20 @@ class Group:
 
 
 def compare(folder: Path, dtype: str, group: Group, repeats: int) -> list[dict[str, Any]]:
-    """Of the model in `folder`, a Hugging Face directory: for each pair of `COMPARED`, the medians of both."""
-    pools = {way: ProcessPoolExecutor(1, mp_context=get_context("spawn")) for way in WAYS}
-    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    """Medians of both ways of each comparison, for the model in `folder`, a Hugging Face directory."""
+    rows = []
+    for (slow, fast), measures in COMPARED.items():
+        found = _alternating((slow, fast), folder, dtype, group, repeats)
+        for measure, name in measures.items():
+            rows.append({"compared": name, "measure": measure, "slow": found[slow], "fast": found[fast]})
+    return rows
+
+
+def _alternating(
+    ways: tuple[str, str], folder: Path, dtype: str, group: Group, repeats: int
+) -> dict[str, dict[str, Any]]:
+    pools = {way: ProcessPoolExecutor(1, mp_context=get_context("spawn")) for way in ways}
+    turns: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     try:
         for way, pool in pools.items():
             pool.submit(_set_up, way, folder, dtype, group).result()
@@ -96,11 +108,7 @@ def compare(folder: Path, dtype: str, group: Group, repeats: int) -> list[dict[s
     finally:
         for pool in pools.values():
             pool.shutdown(cancel_futures=True)
-    found = {way: {"way": way, **_medians(done[1:])} for way, done in turns.items()}  # the first warms up
-    return [
-        {"compared": name, "measure": measure, "slow": found[slow], "fast": found[fast]}
-        for name, (slow, fast, measure) in COMPARED.items()
-    ]
+    return {way: {"way": way, **_medians(done[1:])} for way, done in turns.items()}  # the first warms up
 
 
 def _medians(turns: list[dict[str, float]]) -> dict[str, float]:

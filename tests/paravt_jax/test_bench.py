@@ -43,15 +43,16 @@ def small(monkeypatch):
 @pytest.mark.slow
 def test_learner_bench_compares_whole_updates(small):
     found = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
-    assert not found["rows"] and [row["compared"] for row in found["updates"]] == list(update.COMPARED)
-    sides = [row[side] for row in found["updates"] for side in ("slow", "fast")]
-    assert {side["way"] for side in sides} == set(update.WAYS)
-    assert all(side["update_s"] > 0 and side["peak_mib"] > 0 for side in sides)
-    assert len(learner.table(found).splitlines()) == 2 + len(update.COMPARED)
+    assert not found["rows"]
+    assert {(row["slow"]["way"], row["fast"]["way"]) for row in found["updates"]} == set(update.COMPARED)
+    assert all(row[side][row["measure"]] > 0 for row in found["updates"] for side in ("slow", "fast"))
+    assert all(row[side]["peak_mib"] > 0 for row in found["updates"] for side in ("slow", "fast"))
+    lines = learner.table(found).splitlines()
+    assert len(lines) == 2 + 4 and "torch → branches" in lines[-1]
 
 
 def test_ways_that_compute_different_things_are_not_compared():
-    turn = {way: {"loss/total": -0.3, "optim/grad_norm": 3.7} for way in update.WAYS}
+    turn = {way: {"loss/total": -0.3, "optim/grad_norm": 3.7} for way in ("torch", "branches")}
     update.check_agreement(turn, 1e-4)
     turn["torch"]["loss/total"] += 2e-4
     with pytest.raises(RuntimeError, match="the ways disagree on loss/total"):
@@ -64,14 +65,13 @@ def test_ways_that_compute_different_things_are_not_compared():
 def test_ways_differ_only_in_what_they_share():
     frame = Frame(np.ones((4, 1536), np.float32), (2, 2))
     group = update.Group(tiny_config(), np.arange(5), [frame], [np.arange(3), np.arange(4)])
-    by_way = {way: group.dialogues(way) for way in update.WAYS}
+    by_way = {way: group.dialogues(way) for way in ("branches", "rows", "own frames")}
     for dialogues, frames in by_way.values():
         assert [len(dialogue.ids) for dialogue in dialogues] == [8, 9]
         assert [int(dialogue.loss_mask.sum()) for dialogue in dialogues] == [3, 4]
         assert all(frames[key] is frame for dialogue in dialogues for key in dialogue.frames)
-    assert {way: len(frames) for way, (_, frames) in by_way.items()} == dict.fromkeys(update.WAYS, 1) | {
-        "own frames": 2
-    }
+    assert [len(frames) for _, frames in by_way.values()] == [1, 1, 2]
+    assert [dialogues[0].num_shared for dialogues, _ in by_way.values()] == [5, 0, 0]
     assert len({dialogue.shared for dialogue in by_way["branches"][0]}) == 1
 
 

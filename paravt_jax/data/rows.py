@@ -1,0 +1,139 @@
+"""Rows as they are published, from parquet or JSON lines, and what to do with those that cannot be used.
+
+A row that cannot be used is counted by its reason, never skipped in silence; too many of them refuse to start.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+logger = logging.getLogger(__name__)
+Read = TypeVar("Read")
+OWN_IDS = ("id", "index")  # columns that name a row, where there are such
+FILE_URI = "file://"
+
+
+class BadRow(ValueError):
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
+
+
+def read_rows(
+    source: Path, columns: Sequence[str], read: Callable[[Any], Read], max_bad_frac: float | int
+) -> tuple[list[Read], dict[str, int]]:
+    """What `read` makes of every row that it does not refuse with a BadRow, and how many it refused for what reason.
+
+    `source` is a .parquet or .jsonl file, or a directory whose .parquet files are read in the order of their names.
+    """
+    found: list[Read] = []
+    bad: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for place, row in rows_of(source, columns):
+        try:
+            found.append(read(row))
+        except BadRow as problem:
+            bad[problem.reason] += 1
+            examples.setdefault(problem.reason, f"{place}: {problem}")
+    num_bad, num_rows = bad.total(), bad.total() + len(found)
+    if not num_rows:
+        raise ValueError(f"{source} has no rows")
+    reasons = "; ".join(f"{reason}: {bad[reason]}, such as {examples[reason]}" for reason in bad)
+    if num_bad / num_rows > max_bad_frac:
+        raise ValueError(
+            f"{source}: {num_bad} of {num_rows} rows cannot be used, more than data.max_bad_frac={max_bad_frac} "
+            f"allows ({reasons})"
+        )
+    if not found:
+        raise ValueError(f"{source}: not one of {num_rows} rows can be used ({reasons})")
+    if bad:
+        logger.warning("%s: %d of %d rows are left out (%s)", source, num_bad, num_rows, reasons)
+    return found, dict(bad)
+
+
+def root_of(source: Path, video_root: str) -> Path:
+    """What relative paths of a row begin from: `video_root`, or where that is empty the place of the rows."""
+    return Path(video_root or (source if source.is_dir() else source.parent)).absolute()
+
+
+def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Every row, a JSON line still as its bytes, and where it stands."""
+    if source.is_dir():
+        files = sorted(source.glob("*.parquet"))
+        if not files:
+            raise ValueError(f"{source} is a directory without *.parquet files")
+        for file in files:
+            yield from _parquet_rows(file, columns)
+    elif not source.is_file():
+        raise ValueError(f"{source} does not exist")
+    elif source.suffix == ".parquet":
+        yield from _parquet_rows(source, columns)
+    elif source.suffix in (".jsonl", ".json"):
+        with source.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{source.name} line {number}", line
+    else:
+        raise ValueError(f"{source} must be a .parquet or .jsonl file, or a directory of .parquet files")
+
+
+def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    try:
+        with pq.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            missing = [name for name in columns if name not in names]
+            if missing:
+                raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
+            number = 0
+            wanted = [name for name in (*columns, *OWN_IDS) if name in names]
+            for batch in table.iter_batches(batch_size=1024, columns=wanted, use_threads=False):
+                for row in batch.to_pylist():
+                    yield f"{file.name} row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as problem:
+        raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
+
+
+def object_of(value: Any, name: str) -> dict[str, Any]:
+    """A JSON object, whether it was already read or not."""
+    if isinstance(value, str | bytes):
+        try:
+            value = json.loads(value)
+        except ValueError as problem:
+            raise BadRow("wrong schema", f"{name} is no JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise BadRow("wrong schema", f"{name} is {type(value).__name__}, expected an object")
+    return value
+
+
+def found_file(name: str, root: Path) -> str:
+    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI."""
+    path = name.removeprefix(FILE_URI)
+    for found in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
+        with suppress(OSError):  # a name that no file can have, or a directory that is not ours
+            if found.is_file():
+                return str(found)
+    raise BadRow("missing file", str(root / path))
+
+
+def own_id(row: dict[str, Any]) -> str | None:
+    """What the row calls itself, if it does."""
+    return next((str(row[name]) for name in OWN_IDS if isinstance(row.get(name), str | int) and row[name] != ""), None)
+
+
+def unique_id(name: str, taken: set[str]) -> str:
+    """The name, with a number where it is taken already; it is taken from then on."""
+    unique, number = name, 1
+    while unique in taken:
+        number += 1
+        unique = f"{name}-{number}"
+    taken.add(unique)
+    return unique

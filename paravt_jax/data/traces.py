@@ -1,0 +1,168 @@
+"""Dialogues to imitate, read from rows as they are published: what was shown, said and answered, turn by turn.
+
+A row of a parquet or JSON-lines file has
+
+    messages    [{role, content}], as a list or as its JSON; content is text, or parts of it:
+                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url likewise
+
+A video may have "start_time" and "end_time" beside its url: then the dialogue is a sub-agent's, about that part of it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from paravt_jax.data.prompts import PLACEHOLDER
+from paravt_jax.data.rows import BadRow, found_file, object_of, own_id, read_rows, root_of, unique_id
+
+COLUMNS = ("messages",)
+MEDIA = ("video", "image")
+ROLES = ("system", "user", "assistant", "tool")
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Media:
+    kind: Literal["video", "image"]
+    path: str  # absolute
+    window_s: tuple[float, float] | None = None  # the part of a video that is shown
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    parts: tuple[str | Media, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Media))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One dialogue: an optional system message, a user's, then turns of the assistant, whose answer comes last."""
+
+    id: str  # the same in every run and on every host, and no other trace's
+    messages: tuple[Message, ...]
+
+    @property
+    def videos(self) -> tuple[str, ...]:
+        """Those of which an overview is shown, each once."""
+        media = [part for message in self.messages for part in message.media]
+        return tuple(dict.fromkeys(part.path for part in media if part.kind == "video" and part.window_s is None))
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    traces: tuple[Trace, ...]  # in the order of the rows
+    bad: dict[str, int]  # reason -> rows that were left out for it
+
+
+def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> TraceSet:
+    """The traces of a .parquet or .jsonl file, or of all .parquet files of a directory, in the order of their names.
+
+    Relative paths begin from `video_root`, or where that is empty from where the rows are.
+    """
+    source = Path(path)
+    root = root_of(source, video_root)
+    found, bad = read_rows(source, COLUMNS, lambda row: _trace(row, root), max_bad_frac)
+    ids: set[str] = set()
+    return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in found), bad)
+
+
+def _trace(row: Any, root: Path) -> Trace:
+    row = object_of(row, "the row")
+    said = row.get("messages")
+    if isinstance(said, str | bytes):
+        try:
+            said = json.loads(said)
+        except ValueError as problem:
+            raise BadRow("wrong schema", f"messages is no JSON: {problem}") from None
+    if not isinstance(said, list):
+        raise BadRow("wrong schema", f"messages is {type(said).__name__}, expected a list of {{role, content}}")
+    messages = tuple(_message(object_of(message, "a message"), root) for message in said)
+    _check_turns(messages)
+    return Trace(own_id(row) or _content_id(messages), messages)
+
+
+def _message(message: dict[str, Any], root: Path) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise BadRow("wrong schema", f"the role {role!r} is none of {', '.join(ROLES)}")
+    if message.get("tool_calls"):
+        raise BadRow("wrong schema", "calls stand in tool_calls, expected <tool_call> in the text")
+    if not isinstance(content, str | list):
+        raise BadRow("wrong schema", f"the content of a message is {type(content).__name__}, expected text or parts")
+    parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, root))
+    read = Message(role, parts)
+    num_videos = sum(part.kind == "video" for part in read.media)
+    if read.text.count(PLACEHOLDER) > num_videos:
+        raise BadRow(f"more {PLACEHOLDER} than videos", f"{read.text.count(PLACEHOLDER)} in a message, {num_videos}")
+    if role in ("system", "assistant") and read.media:
+        raise BadRow("wrong schema", f"a message of the {role} shows a {read.media[0].kind}")
+    if role == "assistant" and not read.text.strip():
+        raise BadRow("empty answer", "a turn of the assistant says nothing")
+    return read
+
+
+def _parts(parts: list[Any], root: Path) -> Iterator[str | Media]:
+    for part in parts:
+        part = object_of(part, "a part of a message")
+        kind = str(part.get("type")).removesuffix("_url")
+        value = part.get(part.get("type", ""))
+        if kind == "text" and isinstance(value, str):
+            yield value
+        elif kind in MEDIA:
+            where = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
+            if not isinstance(where.get("url"), str) or not where["url"]:
+                raise BadRow("wrong schema", f"a {kind} has no url")
+            yield Media(kind, found_file(where["url"], root), _window(where))
+        else:
+            raise BadRow("wrong schema", f"a part of type {part.get('type')!r} cannot be read")
+
+
+def _window(where: dict[str, Any]) -> tuple[float, float] | None:
+    times = [where.get("start_time"), where.get("end_time")]
+    if times == [None, None]:
+        return None
+    if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or not 0 <= times[0] < times[1]:
+        raise BadRow("bad window", f"start_time and end_time of a video are {times}")
+    return float(times[0]), float(times[1])
+
+
+def _check_turns(messages: tuple[Message, ...]) -> None:
+    """system? user assistant ((tool+ | user) assistant)*"""
+    roles = [message.role for message in messages]
+    if "assistant" not in roles:
+        raise BadRow("no answer", f"the messages are of {', '.join(roles) or 'nobody'}")
+    if "system" in roles[1:]:
+        raise BadRow("wrong order", "a message of the system comes later than the first")
+    turns = roles[roles[0] == "system" :]
+    if turns[0] != "user":
+        raise BadRow("wrong order", f"the {turns[0]} speaks first, expected the user")
+    if turns[-1] != "assistant":
+        raise BadRow("no answer", f"the {turns[-1]} speaks last, expected the assistant")
+    for before, role in pairwise(turns):
+        allowed = {"user": ("assistant",), "tool": ("assistant", "tool"), "assistant": ("tool", "user")}[before]
+        if role not in allowed:
+            raise BadRow("wrong order", f"the {role} speaks after the {before}")
+
+
+def _content_id(messages: tuple[Message, ...]) -> str:
+    """Of files only the names count: where they lie differs between hosts."""
+    content = [
+        [message.role, [part if isinstance(part, str) else [Path(part.path).name, part.window_s]]]
+        for message in messages
+        for part in message.parts
+    ]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
