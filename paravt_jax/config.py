@@ -10,7 +10,7 @@ are that module's own dataclass, which checks itself.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,8 +21,9 @@ from paravt_jax.judge import JudgeConfig
 from paravt_jax.losses import LossConfig, MismatchConfig
 from paravt_jax.rewards import RewardConfig
 from paravt_jax.train_step import OptimConfig
-from rollout.episode import EpisodeConfig
+from rollout.episode import Dispatch, EpisodeConfig
 
+Schema = TypeVar("Schema")
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
 SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
 
@@ -221,13 +222,112 @@ class Config:
             yield "rollout.dispatch=none leaves reward.tool_reward=true nothing to reward; set it to false"
 
 
-def load_config(path: str | Path | None, *overrides: str) -> Config:
+@dataclass(frozen=True)
+class ImitationConfig:
+    num_steps: int = 500  # of the model card; the released file says 1500
+    rows_per_step: int = 8  # ours: of pack.row_tokens each, filled with whole traces
+    steps_ahead: int = 2  # steps whose frames are decoded while the learner is at another
+
+    def __post_init__(self) -> None:
+        _at_least_1("sft", self, "num_steps", "rows_per_step", "steps_ahead")
+
+
+def _imitation_optim() -> OptimConfig:
+    return OptimConfig(learning_rate=2e-5, schedule="cosine", warmup_frac=0.05)  # published
+
+
+def _imitation_pack() -> PackConfig:
+    return PackConfig(row_tokens=8192)  # published
+
+
+def _imitation_video() -> VideoConfig:
+    return VideoConfig(gating=False)  # published: 64 frames of every video
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Of the cold start. `rollout` says how a video, a tool and a turn are shown, and should be that of RL to come."""
+
+    run_dir: str = "runs/sft"
+    seed: int = 0
+    model: PolicyConfig = field(default_factory=PolicyConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    video: VideoConfig = field(default_factory=_imitation_video)
+    rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
+    optim: OptimConfig = field(default_factory=_imitation_optim)
+    pack: PackConfig = field(default_factory=_imitation_pack)
+    sft: ImitationConfig = field(default_factory=ImitationConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.pack.num_rows % self.mesh.num_row_parts:
+            raise ValueError(
+                f"pack.num_rows={self.pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = "
+                f"{self.mesh.num_row_parts}"
+            )
+        if self.sft.rows_per_step % self.pack.num_rows:
+            raise ValueError(
+                f"sft.rows_per_step={self.sft.rows_per_step} must be a multiple of pack.num_rows={self.pack.num_rows}"
+            )
+        if SYNTHETIC in (self.data.train, self.data.validation):
+            raise ValueError(f"data.train={SYNTHETIC} has questions but no traces; give a file of traces")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    frame_budgets: list[int] = field(default_factory=lambda: [64])  # of the overview, each on its own
+    dispatches: list[Dispatch] = field(default_factory=lambda: ["parallel"])  # how calls are made, each on its own
+    max_prompts: int = 1_000_000  # the first ones of data.validation
+    num_samples: int = 1  # episodes of a prompt
+
+    def __post_init__(self) -> None:
+        _at_least_1("eval", self, "max_prompts", "num_samples")
+        if not self.frame_budgets or min(self.frame_budgets) < 1:
+            raise ValueError(f"eval.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
+        if not self.dispatches:
+            raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
+
+
+def _greedy() -> EpisodeConfig:
+    return EpisodeConfig(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    run_dir: str = "runs/eval"
+    seed: int = 0
+    model: PolicyConfig = field(default_factory=PolicyConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
+    rollout: EpisodeConfig = field(default_factory=_greedy)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig | None = None
+    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if (self.reward.oe_mode == "llm") != (self.judge is not None):
+            raise ValueError("reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither")
+        if not self.data.validation:
+            raise ValueError("data.validation is empty; give the prompts to evaluate on")
+        if self.rollout.temperature == 0 and self.eval.num_samples > 1:
+            raise ValueError(
+                f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "
+                f"lower the other"
+            )
+
+
+def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
     """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here."""
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
     try:
-        layers = [OmegaConf.structured(Config), OmegaConf.from_dotlist(list(map(_with_value, overrides)))]
+        layers = [OmegaConf.structured(schema), OmegaConf.from_dotlist(list(map(_with_value, overrides)))]
         if path is not None:
             layers.insert(1, OmegaConf.load(path))
         found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))
@@ -243,11 +343,11 @@ def _with_value(override: str) -> str:
     return f"{override}''" if override.endswith("=") else override
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config | SftConfig | EvalConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def to_record(config: Config) -> dict[str, Any]:
+def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     """Every setting as it is used, for RUN/config.json."""
     record: Any = OmegaConf.to_container(OmegaConf.structured(config))
     return record

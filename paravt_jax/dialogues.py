@@ -51,7 +51,7 @@ def dialogues_of(
     ledgers = episode.ledgers if subagent_loss else [episode.ledger]
     masks = [structural, *(np.zeros(len(ledger.ids), bool) for ledger in ledgers[1:])]
     found = [
-        _dialogue(ledger, number, credit, mask, chat, token_px) for ledger, mask in zip(ledgers, masks, strict=True)
+        dialogue_of(ledger, number, credit, mask, chat, token_px) for ledger, mask in zip(ledgers, masks, strict=True)
     ]
     return [dialogue for dialogue in found if dialogue.loss_mask.any()]
 
@@ -85,9 +85,10 @@ def _ends(turn: Turn, ids: np.ndarray, chat: Chat) -> bool:
     return end > begin and int(ids[end - 1]) in chat.stop_ids
 
 
-def _dialogue(
+def dialogue_of(
     ledger: Ledger, number: int, credit: Credit, structural: np.ndarray, chat: Chat, token_px: int
 ) -> Dialogue:
+    """One agent's dialogue, placeholders expanded; its sampled tokens are those to learn from."""
     ids, sampled = ledger.ids, ledger.sampled_mask
     # A placeholder that the policy sampled shows nothing, and nothing after it can be computed as the engine did.
     wrong = np.flatnonzero(sampled & np.isin(ids, list(chat.visual_ids)))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from model_port.convert import is_checkpoint
+from model_port.model import Qwen3VL
 from model_port.processing import settled_size
 from paravt_jax.checkpoint import Checkpoints
-from paravt_jax.config import SYNTHETIC, Config, to_record
+from paravt_jax.config import SYNTHETIC, Config, EvalConfig, SftConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
@@ -56,6 +57,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             config.loss,
             temperature=config.rollout.temperature,
             num_classes=len(CLASSES),
+            num_steps=config.train.num_steps * config.train.updates_per_step,
             mesh=policy.mesh,
         )
         checkpoints = Checkpoints(directory / "checkpoints", policy.hf_files, config.checkpoint, say)
@@ -77,8 +79,15 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             log.say(remark)
         if step:
             log.say(f"going on after step {step} of {config.train.num_steps} in {directory}")
-        frames = await stack.enter_async_context(_frame_reader(config, policy))
-        engine = await _open_engine(config, policy, learner, log.phase)
+        frames = await stack.enter_async_context(frame_reader(config, policy))
+        engine = await open_engine(
+            config,
+            policy,
+            sampling_model(learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
+            int(learner.state.step),
+            log.phase,
+            trainable_vision=config.optim.train_vision,
+        )
         stack.push_async_callback(engine.close)
         agent = Agent(engine, frames, policy.chat, config.rollout)
         rollouts = Rollouts(agent, visits, cursor, judge, config, log.phase)
@@ -116,11 +125,20 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         log.say(f"{run.step} of {config.train.num_steps} steps are done, {checkpoints.latest}{goes_on}")
 
 
-async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: Callable[[str], None]) -> Engine:
-    version, settings = int(learner.state.step), config.engine
+async def open_engine(
+    config: Config | EvalConfig,
+    policy: Policy,
+    model: Qwen3VL,
+    version: int,
+    phase: Callable[[str], None],
+    *,
+    trainable_vision: bool = False,
+) -> Engine:
+    """`model` is what the embedded engine samples from."""
+    settings = config.engine
     if settings.kind == "jax":
         return EmbeddedEngine(
-            sampling_model(learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
+            model,
             policy.contract,
             version,
             mesh=policy.mesh,
@@ -141,7 +159,7 @@ async def _open_engine(config: Config, policy: Policy, learner: Learner, phase: 
         dtype=config.model.dtype,
         context_length=config.rollout.max_context_tokens,
         memory_frac=settings.memory_frac,
-        trainable_vision=config.optim.train_vision,
+        trainable_vision=trainable_vision,
     )
     phase("starting SGLang")
     return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
@@ -180,7 +198,7 @@ def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequenc
     return train, held_out[: config.validation.max_prompts], remarks
 
 
-def _frame_reader(config: Config, policy: Policy) -> FrameReader:
+def frame_reader(config: Config | SftConfig | EvalConfig, policy: Policy) -> FrameReader:
     video = config.video
     return FrameReader(
         lambda height, width: settled_size(height, width, policy.contract),

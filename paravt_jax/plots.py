@@ -80,6 +80,7 @@ MISMATCH = (
 )
 LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
 LOSSES = {
+    "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
     "policy loss": Quantity("loss/policy", "", NEUTRAL),
     "KL to the reference policy, nats per token": Quantity("loss/kl_ref", "", NEUTRAL),
     "clipped tokens, fraction": Quantity("loss/clip_frac", "", NEUTRAL),

@@ -15,7 +15,7 @@ from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.config import TINY, Config
+from paravt_jax.config import TINY, Config, EvalConfig, SftConfig
 from rollout.chat import Chat
 
 
@@ -31,7 +31,7 @@ class Policy:
     source: Path  # a Hugging Face directory or a converted checkpoint
 
 
-def open_policy(config: Config, run_dir: Path) -> Policy:
+def open_policy(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
     source = _source(config.model.path, config.seed, run_dir)
     hf_dir = source / HF_DIR if is_checkpoint(source) else source
     contract = replace(

@@ -16,14 +16,14 @@ from typing import NoReturn, TypeVar
 
 import jax
 
-from paravt_jax.config import Config, to_record
+from paravt_jax.config import Config, EvalConfig, SftConfig, to_record
 
 Result = TypeVar("Result")
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 LOCK_FILE = ".lock"
 
 
-def write_settings(config: Config, directory: Path) -> None:
+def write_settings(config: Config | SftConfig | EvalConfig, directory: Path) -> None:
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40"],
         cwd=Path(__file__).parent,

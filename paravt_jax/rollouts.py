@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.advantages import GroupAdvantages, group_advantages
-from paravt_jax.config import Config
+from paravt_jax.config import Config, EvalConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
@@ -43,7 +43,7 @@ class Member:
 class Group:
     """The episodes of one visit of a prompt, all with the same frames to begin with."""
 
-    visit: Visit
+    visit: Visit[Prompt]
     frame_budget: int
     members: list[Member]
     advantages: GroupAdvantages
@@ -59,7 +59,7 @@ class Rollouts:
     def __init__(
         self,
         agent: Agent,
-        visits: Visits,
+        visits: Visits[Prompt],
         cursor: Cursor,
         judge: Judge | None,
         config: Config,
@@ -101,7 +101,7 @@ class Rollouts:
             groups += [task.result() for task in begun]
         return groups
 
-    async def _group(self, visit: Visit, frame_budget: int) -> Group:
+    async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
         config = self._config
         name = f"{visit.number:06d}-{visit.prompt.id}"
         # Synchronous rollouts are of one version, or they are missing.
@@ -141,7 +141,7 @@ async def play(
     number: int,
     version: int | None,
     judge: Judge | None,
-    config: Config,
+    config: Config | EvalConfig,
 ) -> Member:
     """One episode, played and scored."""
     name = f"{overview.task.id}/{number}"
@@ -161,18 +161,30 @@ async def play(
     return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
 
 
-async def validate(agent: Agent, prompts: Sequence[Prompt], judge: Judge | None, config: Config) -> list[Member]:
-    """One episode of every prompt; `agent` is a greedy one."""
+async def evaluate(
+    agent: Agent,
+    prompts: Sequence[Prompt],
+    frame_budget: int,
+    judge: Judge | None,
+    config: Config | EvalConfig,
+    num_samples: int = 1,
+    on_done: Callable[[], object] = lambda: None,
+) -> list[Member]:
+    """So many episodes of every prompt, in the order of the prompts; `on_done` is called when a prompt is."""
 
-    async def one(prompt: Prompt) -> Member:
+    async def one(prompt: Prompt) -> list[Member]:
         name = f"validation-{prompt.id}"
         try:
-            overview = await agent.look(_task(name, prompt, config.video.overview_frames))
+            overview = await agent.look(_task(name, prompt, frame_budget))
         except VideoError as problem:
-            return Member(f"{name}/0", problem=f"overview: {problem}")
-        return await play(agent, overview, prompt, 0, None, judge, config)
+            found = [Member(f"{name}/{n}", problem=f"overview: {problem}") for n in range(num_samples)]
+        else:
+            playing = (play(agent, overview, prompt, n, None, judge, config) for n in range(num_samples))
+            found = await asyncio.gather(*playing)
+        on_done()
+        return found
 
-    return await asyncio.gather(*map(one, prompts))
+    return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
 def advantages_of(members: Sequence[Member], config: Config, kl_penalties: np.ndarray | None = None) -> GroupAdvantages:
@@ -200,7 +212,7 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "frame_budget": group.frame_budget,
             "answer": group.visit.prompt.answer,
             "question_type": group.visit.prompt.question_type,
-            **_record(member),
+            **member_record(member),
             "advantage": {
                 "sequence": float(group.advantages.sequence[number]),
                 "anchor": float(group.advantages.anchor[number]),
@@ -212,7 +224,7 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
     ]
 
 
-def _record(member: Member) -> dict[str, Any]:
+def member_record(member: Member) -> dict[str, Any]:
     record: dict[str, Any] = {"id": member.id} if member.episode is None else member.episode.to_record()
     record |= {"missing": member.missing, "problem": member.problem}
     if member.terms is not None:

@@ -22,7 +22,7 @@ from paravt_jax.losses import mismatch_decision
 from paravt_jax.policy import Policy
 from paravt_jax.process import Compiles, in_thread
 from paravt_jax.publish import ModelWeights, sampling_model
-from paravt_jax.rollouts import Group, Rollouts, records, validate
+from paravt_jax.rollouts import Group, Rollouts, evaluate, records
 from paravt_jax.run_log import RunLog
 from paravt_jax.step_metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
 from paravt_jax.teach import Teacher
@@ -100,7 +100,8 @@ class Run:
         if not self.held_out or not self._due(self.config.validation.every_steps):
             return
         self.log.phase("validation")
-        members = await validate(self.greedy, self.held_out, self.judge, self.config)
+        budget = self.config.video.overview_frames
+        members = await evaluate(self.greedy, self.held_out, budget, self.judge, self.config)
         metrics = {f"validation/{name}": value for name, value in member_metrics(members).items()}
         self.log.validation(self.step, metrics | {"policy_version": self.version})
 

@@ -27,7 +27,12 @@ VALIDATION_FILE = "validation.jsonl"
 EPISODES_DIR = "episodes"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
-SHOWN = {"reward": "rollout/reward_mean", "f_tau": "rollout/format_reward", "kappa": "rollout/tool_calls_mean"}
+SHOWN = {
+    "reward": "rollout/reward_mean",
+    "f_tau": "rollout/format_reward",
+    "kappa": "rollout/tool_calls_mean",
+    "loss": "loss/imitation",
+}
 ETA_STEPS = 20  # the newest ones say best how long the next ones will take
 
 
@@ -55,12 +60,13 @@ class RunLog:
                 f"will be done again"
             )
 
-    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]]) -> None:
-        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too."""
+    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
+        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too, if it has any."""
         if step != self._last_step + 1:
             raise ValueError(f"step {step} was logged after step {self._last_step}, expected {self._last_step + 1}")
-        with whole_file(self._run_dir / EPISODES_DIR / f"{step:06d}.jsonl") as file:
-            file.writelines(map(_json_line, episodes))
+        if episodes is not None:
+            with whole_file(self._run_dir / EPISODES_DIR / f"{step:06d}.jsonl") as file:
+                file.writelines(map(_json_line, episodes))
         self._write(METRICS_FILE, step, metrics)
         self._last_step = step
         self._progress.step(step, metrics)

@@ -5,10 +5,10 @@ with the vision tower frozen its output is computed once per distinct frame of a
 reference. Every sum is over the whole step and divided once, so how a step is cut into batches changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -27,11 +27,14 @@ from paravt_jax.losses import LossConfig, LossSums, MismatchSums, kl_penalties, 
 from paravt_jax.packing import TrainBatch
 
 LANGUAGE = nnx.PathContains("text")
+Schedule = Literal["constant", "cosine"]
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: float = 2e-6
+    schedule: Schedule = "constant"  # cosine: down to 0 at the last step
+    warmup_frac: float = 0.0  # of the steps, in which the rate rises from 0
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
@@ -48,6 +51,15 @@ class OptimConfig:
         for name in ("head_chunk_tokens", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.warmup_frac < 1:
+            raise ValueError(f"optim.warmup_frac={self.warmup_frac} must be 0 or more and below 1")
+
+    def rate(self, num_steps: int) -> float | optax.Schedule:
+        """The learning rate, for a run of so many steps."""
+        rate, num_warmup = self.learning_rate, round(self.warmup_frac * num_steps)
+        if self.schedule == "cosine":
+            return optax.warmup_cosine_decay_schedule(0.0, rate, num_warmup, max(num_steps, num_warmup + 1))
+        return optax.warmup_constant_schedule(0.0, rate, num_warmup) if num_warmup else rate
 
 
 @flax.struct.dataclass
@@ -77,9 +89,13 @@ class Learner:
         *,
         temperature: float,
         num_classes: int,
+        num_steps: int = 1,
         mesh: Mesh | None = None,
     ):
-        """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution."""
+        """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution.
+
+        `num_steps` are those of the whole run, for a learning rate that changes.
+        """
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._num_classes = num_classes
         self._graphdef, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)
@@ -88,7 +104,7 @@ class Learner:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(optim.max_grad_norm),
-            optax.adamw(optim.learning_rate, optim.beta1, optim.beta2, optim.eps, weight_decay=optim.weight_decay),
+            optax.adamw(optim.rate(num_steps), optim.beta1, optim.beta2, optim.eps, weight_decay=optim.weight_decay),
         )
         step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
@@ -99,6 +115,7 @@ class Learner:
         self._add = jax.jit(
             partial(self._add_gradients, temperature), donate_argnums=2, static_argnames=("num_dialogues", "loss")
         )
+        self._add_imitation = jax.jit(partial(self._add_imitation_gradients, temperature), donate_argnums=2)
         self._apply = jax.jit(self._update, donate_argnums=0)
 
     @property
@@ -121,20 +138,46 @@ class Learner:
         them the policy's are those of this very pass, and the reference's are computed here. `geometric_mask` turns the
         mask of that name on for this step.
         """
+        loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
+
+        def add(number: int, batch: TrainBatch, grads: nnx.State) -> tuple[nnx.State, Any]:
+            before = Known() if known is None else known[number]
+            return self._gradients(grads, batch, denominator, num_dialogues, before, loss)
+
+        (sums, mismatch), grad_norm = self._step(batches, add)
+        return self._metrics(sums, mismatch, denominator) | self._optim_metrics(grad_norm)
+
+    def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
+        """One step of maximum likelihood of the scored tokens, whose number is `denominator`."""
+
+        def add(number: int, batch: TrainBatch, grads: nnx.State) -> tuple[nnx.State, Any]:
+            visual = None if self.optim.train_vision else self._shown(batch, self.state.trainable)
+            state = self.state
+            return self._add_imitation(state.trainable, state.frozen, grads, batch, visual, np.float32(denominator))
+
+        total, grad_norm = self._step(batches, add)
+        return {
+            "loss/imitation": float(total) / denominator,
+            "loss/num_tokens": float(denominator),
+            **self._optim_metrics(grad_norm),
+        }
+
+    def _step(
+        self,
+        batches: Sequence[TrainBatch],
+        add: Callable[[int, TrainBatch, nnx.State], tuple[nnx.State, Any]],
+    ) -> tuple[Any, float]:
+        """Gradients of all batches, then one step of the optimizer; what `add` summed up, and the gradient's norm."""
         if not batches:
             raise ValueError("a step needs at least one batch")
-        loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
         totals = None
         grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
         with on_mesh(self.mesh):
             for number, batch in enumerate(batches):
-                on_devices = placed(batch, self.mesh)
-                before = Known() if known is None else known[number]
-                grads, sums = self._gradients(grads, on_devices, denominator, num_dialogues, before, loss)
+                grads, sums = add(number, placed(batch, self.mesh), grads)
                 totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
             self.state, grad_norm = self._apply(self.state, grads)
-        sums, mismatch = jax.device_get(totals)
-        return self._metrics(sums, mismatch, float(grad_norm), denominator)
+        return jax.device_get(totals), float(grad_norm)
 
     def skip(self) -> None:
         """A step that has nothing to learn from: the same weights under the next version."""
@@ -232,10 +275,7 @@ class Learner:
         loss: LossConfig,
     ) -> tuple[nnx.State, tuple[LossSums, MismatchSums]]:
         def objective(trainable: nnx.State) -> tuple[Float[Array, ""], tuple[LossSums, MismatchSums]]:
-            seen = visual
-            if seen is None and batch.vision is not None:
-                seen = self._see_frames(trainable, frozen, batch.vision)
-            policy_logp = self._score(temperature, trainable, frozen, batch, seen)
+            policy_logp = self._policy_logp(temperature, trainable, frozen, batch, visual)
             # In the first update on fresh rollouts, the log-probs from before it are those of this very pass.
             prox_logp = jax.lax.stop_gradient(policy_logp) if known_prox_logp is None else known_prox_logp
             tokens = jax.tree.map(
@@ -258,6 +298,32 @@ class Learner:
         own, sums = jax.grad(objective, has_aux=True)(trainable)
         return jax.tree.map(jnp.add, grads, own), sums
 
+    def _add_imitation_gradients(
+        self,
+        temperature: float,
+        trainable: nnx.State,
+        frozen: nnx.State,
+        grads: nnx.State,
+        batch: TrainBatch,
+        visual: Visual | None,
+        denominator: Float[Array, ""],
+    ) -> tuple[nnx.State, Float[Array, ""]]:
+        def objective(trainable: nnx.State) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            policy_logp = self._policy_logp(temperature, trainable, frozen, batch, visual)
+            total = -jnp.where(jnp.asarray(batch.loss_mask), policy_logp, 0.0).sum()
+            return total / denominator, total
+
+        own, total = jax.grad(objective, has_aux=True)(trainable)
+        return jax.tree.map(jnp.add, grads, own), total
+
+    def _policy_logp(
+        self, temperature: float, trainable: nnx.State, frozen: nnx.State, batch: TrainBatch, visual: Visual | None
+    ) -> Float[Array, "B A"]:
+        """`visual` is None where frames are seen within the gradient, or where there are none."""
+        if visual is None and batch.vision is not None:
+            visual = self._see_frames(trainable, frozen, batch.vision)
+        return self._score(temperature, trainable, frozen, batch, visual)
+
     def _update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, Float[Array, ""]]:
         """Skips an update whose gradients are not finite: one bad token must not end a policy."""
         grad_norm = optax.tree.norm(grads)
@@ -277,15 +343,16 @@ class Learner:
         )
         return state, grad_norm
 
-    def _metrics(
-        self, sums: LossSums, mismatch: MismatchSums, grad_norm: float, denominator: float
-    ) -> dict[str, float]:
+    def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
         num_bad = int(self.state.num_bad)
         if num_bad >= self.optim.max_bad_steps:
             raise RuntimeError(
                 f"gradients were not finite in {num_bad} updates in a row (optim.max_bad_steps); the weights are those "
                 f"of step {int(self.state.step) - num_bad}"
             )
+        return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(num_bad)}
+
+    def _metrics(self, sums: LossSums, mismatch: MismatchSums, denominator: float) -> dict[str, float]:
         num_tokens = max(float(sums.num_tokens), 1.0)
         metrics = {
             "loss/total": float(sums.loss) / denominator,
@@ -296,8 +363,6 @@ class Learner:
             "loss/geometric_masked_frac": float(sums.num_geometric_masked) / num_tokens,
             "loss/num_tokens": float(sums.num_tokens),
             "mismatch/behavior_kl": float(sums.behavior_kl) / num_tokens,
-            "optim/grad_norm": grad_norm,
-            "optim/num_bad_steps": float(num_bad),
         }
         for number, count in enumerate(mismatch.num_tokens.tolist()):
             metrics[f"mismatch/behavior_kl_class_{number}"] = float(mismatch.behavior_kl[number]) / max(count, 1.0)

@@ -67,9 +67,9 @@ class Chat:
         self._added_text = {
             token: added.content.encode() for token, added in tokenizer.get_added_tokens_decoder().items()
         }
-        # Longest first, as the tokenizer matches them.
-        added = sorted((token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len)
-        self._added = re.compile("|".join(re.escape(token) for token in reversed(added)))
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        self._added = _any_of(added)
+        self._control = _any_of([token for token in added if token.startswith("<|")])
         self._check_template()
 
     @classmethod
@@ -113,16 +113,23 @@ class Chat:
 
     def harmless(self, text: str) -> str:
         """The text with a space in every name of an added token, so that its ids are ordinary ones."""
-        return self._added.sub(lambda match: match.group()[0] + " " + match.group()[1:], text)
+        return self._added.sub(_broken, text)
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """A dialogue up to where the assistant begins to speak. Its texts must be ours or `harmless`."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
+    def said(self, text: str) -> np.ndarray:
+        """A turn that somebody else wrote for the assistant: its tags are tokens, but it shows and ends nothing."""
+        return self.encode(self._control.sub(_broken, text))
+
     def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
         """What follows the assistant's turn: its end, if cut off before, tool responses, and the assistant's header."""
-        tool_messages = [{"role": "tool", "content": self.harmless(response)} for response in responses]
-        after = self._after_spoken(tool_messages)
+        return self.after(ids, [{"role": "tool", "content": self.harmless(response)} for response in responses])
+
+    def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
+        """The same for any messages up to where the assistant speaks again; their texts must be ours or `harmless`."""
+        after = self._after_spoken(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 
     def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
@@ -156,6 +163,15 @@ class Chat:
             raise ValueError(
                 f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
             )
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Longest first, as the tokenizer matches them."""
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+
+def _broken(token: re.Match[str]) -> str:
+    return token.group()[0] + " " + token.group()[1:]
 
 
 def _compile(chat_template: str) -> jinja2.Template:

@@ -9,21 +9,18 @@ not bad.
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Generation, Request, Sampling
 from rollout.ledger import Ledger
-from rollout.picture import Picture
-from rollout.prompts import Prompts, main_messages, subagent_messages
-from rollout.tools import CROP_VIDEO_SCHEMA, BadCall, Outcome, ToolCall, Window, find_calls, video_of, window_of
-from rollout.video.reader import TimedPicture, VideoError, VideoInfo, VideoTimeout
-from rollout.video.times import crop_times, overview_times
+from rollout.prompter import Frames, Overview, Prompter, Task
+from rollout.prompts import Prompts
+from rollout.tools import BadCall, Outcome, ToolCall, Window, find_calls, video_of, window_of
+from rollout.video.reader import VideoError, VideoTimeout
 
 Dispatch = Literal["parallel", "sequential", "none"]
 MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not begun
@@ -61,35 +58,20 @@ class EpisodeConfig:
     def calls_per_turn(self) -> int:
         return {"parallel": self.max_parallel, "sequential": 1, "none": 0}[self.dispatch]
 
+    def prompter(self, frames: Frames, chat: Chat) -> Prompter:
+        return Prompter(
+            frames,
+            chat,
+            self.prompts,
+            calls_per_turn=self.calls_per_turn,
+            subagent_max_frames=self.subagent_max_frames,
+            deadline_s=self.video_deadline_s,
+        )
+
     @property
     def tool_turns(self) -> int:
         """As many calls in all, whether they are made together or one by one."""
         return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
-
-
-@dataclass(frozen=True)
-class Task:
-    id: str
-    question: str
-    videos: tuple[str, ...]  # paths
-    frame_budget: int  # frames of the overview, of all videos together
-
-    def __post_init__(self) -> None:
-        if not self.videos:
-            raise ValueError(f"task {self.id} has no video")
-        if self.frame_budget < len(self.videos):
-            raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
-
-
-@dataclass(frozen=True, eq=False)
-class Overview:
-    """What a whole group begins with: one prompt, its frames decoded once."""
-
-    task: Task
-    videos: dict[str, VideoInfo]  # by path
-    names: dict[str, str]  # what the model may call them -> path
-    ids: np.ndarray
-    pictures: tuple[Picture, ...]
 
 
 @dataclass(eq=False)
@@ -174,50 +156,17 @@ class Episode:
         }
 
 
-class Frames(Protocol):
-    """Where frames come from: `rollout.video.reader.FrameReader`, or something that answers like it."""
-
-    async def info(self, path: str, deadline_s: float) -> VideoInfo: ...
-
-    async def frames(self, path: str, times_s: Sequence[float], deadline_s: float) -> list[TimedPicture]: ...
-
-
 class Agent:
     """Runs episodes of one engine over one source of frames."""
 
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
         self.engine, self.frames, self.chat = engine, frames, chat
         self.config = config or EpisodeConfig()
+        self.prompter = self.config.prompter(frames, chat)
         self._forced = chat.encode(self.config.forced_prefix)
-        self._tools = [CROP_VIDEO_SCHEMA] if self.config.calls_per_turn else None
 
     async def look(self, task: Task) -> Overview:
-        """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
-        videos = dict(zip(task.videos, await asyncio.gather(*(self._info(path) for path in task.videos)), strict=True))
-        share, extra = divmod(task.frame_budget, len(task.videos))
-        shown = await asyncio.gather(
-            *(
-                self.frames.frames(
-                    path,
-                    overview_times(videos[path].duration_s, share + (number < extra)),
-                    self.config.video_deadline_s,
-                )
-                for number, path in enumerate(task.videos)
-            )
-        )
-        called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
-        names = dict(zip(called, task.videos, strict=True))
-        messages = main_messages(
-            self.config.prompts,
-            [
-                (name, videos[path].duration_s, [frame.time_s for frame in frames])
-                for (name, path), frames in zip(names.items(), shown, strict=True)
-            ],
-            self.chat.harmless(task.question.replace("<video>", "").strip()),
-            self.config.calls_per_turn,
-        )
-        pictures = tuple(frame.picture for frames in shown for frame in frames)
-        return Overview(task, videos, names | _own_names(task.videos), self._prompt(messages, pictures), pictures)
+        return await self.prompter.overview(task)
 
     async def run(self, overview: Overview, number: int = 0, seed: int = 0, version: int | None = None) -> Episode:
         """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
@@ -247,18 +196,6 @@ class Agent:
             episode.ledger.add("environment", self.chat.after_last_turn(episode.ledger.ids))
         episode.seconds = time.monotonic() - started_s
         return episode
-
-    async def _info(self, path: str) -> VideoInfo:
-        return await self.frames.info(path, self.config.video_deadline_s)
-
-    def _prompt(self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: bool = True) -> np.ndarray:
-        ids = self.chat.prompt(messages, self._tools if tools else None)
-        if np.count_nonzero(ids == self.chat.image_id) != len(pictures):
-            raise ValueError(
-                f"the chat template of {self.chat.source} shows {np.count_nonzero(ids == self.chat.image_id)} pictures "
-                f"of a message with {len(pictures)}"
-            )
-        return ids
 
 
 @dataclass(eq=False)
@@ -331,13 +268,9 @@ class _Run:
             raise result.call.problem
         path = video_of(result.call.arguments, self.overview.names)
         result.window = window = window_of(result.call.arguments, self.overview.videos[path].duration_s)
-        times_s = crop_times(window.start_s, window.end_s, config.subagent_max_frames)
-        frames = await agent.frames.frames(path, times_s, config.video_deadline_s)
-        pictures = tuple(frame.picture for frame in frames)
-        question = agent.chat.harmless(self.overview.task.question)
-        messages = subagent_messages(config.prompts, window, [frame.time_s for frame in frames], question)
+        closeup = await agent.prompter.closeup(path, window, self.overview.task.question)
         result.report = report = Ledger()
-        report.add("prompt", agent._prompt(messages, pictures, tools=False), pictures)
+        report.add("prompt", closeup.ids, closeup.pictures)
         generation = await self._generate(
             report,
             config.subagent_new_tokens,
@@ -400,13 +333,6 @@ class _Run:
     def _fail(self, result: Call, outcome: Outcome, message: str, problem: Exception) -> None:
         result.outcome, result.problem = outcome, f"{type(problem).__name__}: {problem}"
         result.response = self.agent.config.prompts.error.format(message=message)
-
-
-def _own_names(paths: Sequence[str]) -> dict[str, str]:
-    """A data set may have taught the model its own names: the path as written there, or the file's name if unique."""
-    file_names = [Path(path).name for path in paths]
-    unique = {name: path for name, path in zip(file_names, paths, strict=True) if file_names.count(name) == 1}
-    return unique | {path: path for path in paths}
 
 
 def derived_seed(*parts: object) -> int:

@@ -12,6 +12,7 @@ class Prompts:
     """The texts. A model trained with one wording should be served and evaluated with the same."""
 
     system: str = "You are a helpful assistant who answers questions about long videos."
+    frame_time: str = "<{time_s:.1f} seconds>"  # before every frame
     overview: str = "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:"
     with_tool: str = (
         "Think first, between <think> and </think>. Where the frames do not show enough, call "
@@ -31,11 +32,11 @@ class Prompts:
     error: str = "Error: {message}."
 
 
-def frame_parts(times_s: Sequence[float]) -> list[dict[str, Any]]:
+def frame_parts(prompts: Prompts, times_s: Sequence[float]) -> list[dict[str, Any]]:
     """Content parts of a message: every frame's time as text, then its picture."""
     parts = []
     for time_s in times_s:
-        parts += [{"type": "text", "text": f"<{time_s:.1f} seconds>"}, {"type": "image"}]
+        parts += [text_part(prompts.frame_time.format(time_s=time_s)), {"type": "image"}]
     return parts
 
 
@@ -53,7 +54,7 @@ def main_messages(
     content = []
     for name, duration_s, times_s in videos:
         intro = prompts.overview.format(name=name, duration_s=duration_s, num_frames=len(times_s))
-        content += [text_part(f"{intro}\n"), *frame_parts(times_s), text_part("\n")]
+        content += [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part("\n")]
     task = prompts.with_tool.format(max_parallel=max_parallel) if max_parallel else prompts.without_tool
     content.append(text_part(f"{question}\n\n{task}"))
     return [{"role": "system", "content": prompts.system}, {"role": "user", "content": content}]
@@ -64,5 +65,5 @@ def subagent_messages(
 ) -> list[dict[str, Any]]:
     intro = prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=len(times_s))
     instruction = prompts.subagent_instruction.replace("{question}", question)
-    content = [text_part(f"{intro}\n"), *frame_parts(times_s), text_part(f"\n{instruction}")]
+    content = [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part(f"\n{instruction}")]
     return [{"role": "system", "content": prompts.subagent_system}, {"role": "user", "content": content}]

@@ -3,7 +3,7 @@
 `branches` is what the learner does: the prompt once with all responses behind it, and every frame seen once. `rows`
 repeats the prompt for every episode, `own frames` repeats the vision tower as well, `torch` is the same update there.
 Each way is a process of its own, so that its memory is nobody else's. Turns of the two that are compared alternate,
-so that a slow minute of the machine hits both, and in every turn they must agree on the loss and on the gradient's norm.
+so that a slow minute of the machine hits both, and in every turn they must agree on loss and norm of the gradient.
 """
 
 import statistics

@@ -54,7 +54,7 @@ def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
     (directory / "videos").mkdir(parents=True, exist_ok=True)
     for scene in scenes:
         if not (directory / scene.video).exists():
-            _appear(directory / scene.video, lambda path, scene=scene: _write_video(path, scene))
+            appear(directory / scene.video, lambda path, scene=scene: write_video(path, frames(scene), FPS))
     num_train = num_videos - max(1, num_videos // 4)
     _write_rows(directory / "validation.jsonl", scenes[num_train:])
     return _write_rows(directory / "train.jsonl", scenes[:num_train])
@@ -88,12 +88,13 @@ def questions(scene: Scene) -> Iterator[tuple[str, str, str]]:
     yield "oe", "Name the colour of the square that is shown in the video.", scene.colour
 
 
-def _write_video(path: Path, scene: Scene) -> None:
+def write_video(path: Path, pictures: Iterator[UInt8[np.ndarray, "height width 3"]], fps: int) -> None:
     with av.open(str(path), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast"})
-        stream.height, stream.width, stream.pix_fmt = HEIGHT_PX, WIDTH_PX, "yuv420p"
+        stream = container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
         stream.thread_count = 1
-        for pixels in frames(scene):
+        for number, pixels in enumerate(pictures):
+            if not number:
+                stream.height, stream.width, stream.pix_fmt = *pixels.shape[:2], "yuv420p"
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
 
@@ -110,11 +111,11 @@ def _write_rows(path: Path, scenes: Sequence[Scene]) -> Path:
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:
-        _appear(path, lambda partial: partial.write_text(text))
+        appear(path, lambda partial: partial.write_text(text))
     return path
 
 
-def _appear(path: Path, write: Callable[[Path], object]) -> None:
+def appear(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     write(partial)
     partial.replace(path)

@@ -5,7 +5,8 @@ A row of a parquet or JSON-lines file has
     messages    [{role, content}], as a list or as its JSON; content is text, or parts of it:
                 {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url likewise
 
-A video may have "start_time" and "end_time" beside its url: then the dialogue is a sub-agent's, about that part of it.
+A video may have more beside its url: "start_time" and "end_time", then the dialogue is a sub-agent's, about that part
+of it; or "nframes", the number of frames in its overview, for traces that are true only of so many.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ class Media:
     kind: Literal["video", "image"]
     path: str  # absolute
     window_s: tuple[float, float] | None = None  # the part of a video that is shown
+    num_frames: int | None = None  # of a video's overview; None: as many as the run says
 
 
 @dataclass(frozen=True)
@@ -126,18 +128,25 @@ def _parts(parts: list[Any], root: Path) -> Iterator[str | Media]:
             where = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
             if not isinstance(where.get("url"), str) or not where["url"]:
                 raise BadRow("wrong schema", f"a {kind} has no url")
-            yield Media(kind, found_file(where["url"], root), _window(where))
+            yield Media(kind, found_file(where["url"], root), _window(where), _num_frames(where))
         else:
             raise BadRow("wrong schema", f"a part of type {part.get('type')!r} cannot be read")
 
 
 def _window(where: dict[str, Any]) -> tuple[float, float] | None:
-    times = [where.get("start_time"), where.get("end_time")]
+    times: list[Any] = [where.get("start_time"), where.get("end_time")]
     if times == [None, None]:
         return None
     if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or not 0 <= times[0] < times[1]:
         raise BadRow("bad window", f"start_time and end_time of a video are {times}")
     return float(times[0]), float(times[1])
+
+
+def _num_frames(where: dict[str, Any]) -> int | None:
+    count: Any = where.get("nframes")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise BadRow("wrong schema", f"nframes of a video is {count!r}, expected a number of at least 1")
+    return count
 
 
 def _check_turns(messages: tuple[Message, ...]) -> None:
@@ -161,7 +170,7 @@ def _check_turns(messages: tuple[Message, ...]) -> None:
 def _content_id(messages: tuple[Message, ...]) -> str:
     """Of files only the names count: where they lie differs between hosts."""
     content = [
-        [message.role, [part if isinstance(part, str) else [Path(part.path).name, part.window_s]]]
+        [message.role, [part if isinstance(part, str) else [Path(part.path).name, part.window_s, part.num_frames]]]
         for message in messages
         for part in message.parts
     ]

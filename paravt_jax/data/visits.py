@@ -6,39 +6,60 @@ without what came before, so all that a resume needs is the numbers of the visit
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grain
 
-from paravt_jax.data.prompts import Prompt
 from rollout.episode import derived_seed
 
 
+@runtime_checkable
+class Shown(Protocol):
+    """What can be visited: a prompt, or a trace."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def videos(self) -> tuple[str, ...]: ...
+
+
+Item = TypeVar("Item", bound=Shown)
+
+
 @dataclass(frozen=True)
-class Visit:
+class Visit(Generic[Item]):
     number: int
     epoch: int
-    prompt: Prompt
+    prompt: Item
 
 
-class Visits:
-    """Endless: every epoch has all prompts once, in an order of its own."""
+class Visits(Generic[Item]):
+    """Endless: every epoch has all prompts once, in an order of its own.
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int):
+    Of several hosts each makes every `num_hosts`-th visit, so that together they make each one once.
+    """
+
+    def __init__(self, prompts: Sequence[Item], seed: int, host: int = 0, num_hosts: int = 1):
         if not prompts:
             raise ValueError("there are no prompts to visit")
+        if not 0 <= host < num_hosts:
+            raise ValueError(f"host {host} is none of {num_hosts} hosts, counted from 0")
         self.num_prompts = len(prompts)
+        self._host, self._num_hosts = host, num_hosts
         # Grain adds the epoch to the seed: of neighbouring seeds, one would repeat the other's epochs.
         order_seed = derived_seed("visits", seed) % 2**32
         self.fingerprint = f"{derived_seed(seed, [prompt.id for prompt in prompts]):016x}"  # equal: equal visits
         self._prompts = grain.MapDataset.source(prompts).shuffle(order_seed).repeat()
 
-    def __getitem__(self, number: int) -> Visit:
+    def __getitem__(self, number: int) -> Visit[Item]:
+        """The visit of this number among the host's own."""
         if number < 0:
             raise IndexError(f"visit {number} does not exist, the first is 0")
-        prompt = self._prompts[number]
+        place = number * self._num_hosts + self._host  # among those of all hosts
+        prompt = self._prompts[place]
         assert prompt is not None  # only grain's filters leave gaps
-        return Visit(number, number // self.num_prompts, prompt)
+        return Visit(number, place // self.num_prompts, prompt)
 
 
 class Cursor:

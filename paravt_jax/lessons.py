@@ -1,0 +1,155 @@
+"""One step of imitation after another: traces shown, and packed until the rows of a step are full.
+
+Steps are made ahead, in the order of the visits, so that frames are decoded while the learner is at an earlier step.
+Which traces a step holds follows from the number of its first visit alone: that is all that a resume needs.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from model_port.config import ModelConfig
+from model_port.processing import VisionContract
+from paravt_jax.config import SftConfig
+from paravt_jax.data.budget import budgets_of
+from paravt_jax.data.traces import Trace
+from paravt_jax.data.visits import Visit, Visits
+from paravt_jax.demonstrations import Demonstrator
+from paravt_jax.engine import frame_of
+from paravt_jax.packing import Shape, TrainBatch, pack
+from rollout.ledger import Ledger
+from rollout.video.errors import VideoError
+
+SHOWN_AHEAD = 32  # traces whose frames are decoded at the same time
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """The batches of one step. The next one begins with the visit `next`."""
+
+    batches: list[TrainBatch]
+    num_traces: int
+    num_tokens: int  # of all traces, as if nothing were shared
+    num_loss_tokens: int
+    next: int
+    problems: list[str]  # traces that could not be shown, or did not fit
+
+
+class Lessons:
+    def __init__(
+        self,
+        demonstrator: Demonstrator,
+        visits: Visits[Trace],
+        first: int,
+        model: ModelConfig,
+        contract: VisionContract,
+        config: SftConfig,
+    ):
+        """`first` is the number of the first visit."""
+        self._demonstrator, self._visits, self._config = demonstrator, visits, config
+        self._model, self._contract = model, contract
+        self._shown: deque[asyncio.Task[Ledger]] = deque()  # from visit `_next` on
+        self._next = first
+        self._made: asyncio.Queue[Lesson] = asyncio.Queue(config.sft.steps_ahead)
+        self._maker: asyncio.Task[None] | None = None
+
+    async def take(self) -> Lesson:
+        if self._maker is None:
+            self._maker = asyncio.create_task(self._make_all())
+        taking = asyncio.create_task(self._made.get())
+        try:
+            await asyncio.wait({taking, self._maker}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                self._maker.result()  # raises why it ended
+            return await taking
+        finally:
+            taking.cancel()
+
+    async def of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
+        """Batches of these traces, a few traces at a time; those that cannot be shown are left out."""
+        visits = [Visit(number, 0, trace) for number, trace in enumerate(traces)]
+        for first in range(0, len(visits), SHOWN_AHEAD):
+            found = await asyncio.gather(*map(self._show, visits[first : first + SHOWN_AHEAD]), return_exceptions=True)
+            for problem in found:
+                if isinstance(problem, BaseException) and not isinstance(problem, VideoError):
+                    raise problem
+            ledgers = [ledger for ledger in found if isinstance(ledger, Ledger)]
+            ledgers = [ledger for ledger in ledgers if self._num_tokens(ledger) <= self._config.pack.row_tokens]
+            if ledgers:
+                yield await asyncio.to_thread(self._batches, ledgers)
+
+    async def close(self) -> None:
+        tasks = [*self._shown, *([self._maker] if self._maker is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _make_all(self) -> None:
+        while True:
+            await self._made.put(await self._make())
+
+    async def _make(self) -> Lesson:
+        """Takes visits in order, until one has no room in any row; that one begins the next step."""
+        row_tokens = self._config.pack.row_tokens
+        rooms = [row_tokens] * self._config.sft.rows_per_step
+        ledgers: list[Ledger] = []
+        problems: list[str] = []
+        num_tokens = 0
+        while True:
+            visit = self._visits[self._next]
+            self._show_ahead()
+            try:
+                ledger = await asyncio.shield(self._shown[0])
+            except VideoError as problem:
+                self._problem(problems, f"{visit.prompt.id}: {problem}")
+                continue
+            length = self._num_tokens(ledger)
+            if length > row_tokens:
+                self._problem(
+                    problems, f"{visit.prompt.id}: {length} tokens are more than pack.row_tokens={row_tokens}"
+                )
+                continue
+            row = next((number for number, room in enumerate(rooms) if room >= length), None)
+            if row is None:
+                break
+            rooms[row] -= length
+            num_tokens += length
+            ledgers.append(ledger)
+            self._pass()
+        return await asyncio.to_thread(self._lesson, ledgers, num_tokens, problems)
+
+    def _problem(self, problems: list[str], problem: str) -> None:
+        """A run in which no trace can be shown must not look for one forever."""
+        problems.append(problem)
+        self._pass()
+        if len(problems) >= max(self._visits.num_prompts, 1):
+            raise RuntimeError(f"not one of {len(problems)} traces in a row can be used; the last one: {problem}")
+
+    def _pass(self) -> None:
+        self._shown.popleft()
+        self._next += 1
+
+    def _show_ahead(self) -> None:
+        while len(self._shown) < SHOWN_AHEAD:
+            self._shown.append(asyncio.create_task(self._show(self._visits[self._next + len(self._shown)])))
+
+    async def _show(self, visit: Visit[Trace]) -> Ledger:
+        (budget,) = budgets_of([visit], self._config.video, self._config.seed)
+        return await self._demonstrator.ledger(visit.prompt, budget)
+
+    def _num_tokens(self, ledger: Ledger) -> int:
+        return len(self._demonstrator.dialogue(ledger, 0).ids)
+
+    def _lesson(self, ledgers: list[Ledger], num_tokens: int, problems: list[str]) -> Lesson:
+        batches = self._batches(ledgers)
+        num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+        return Lesson(batches, len(ledgers), num_tokens, num_loss_tokens, self._next, problems)
+
+    def _batches(self, ledgers: list[Ledger]) -> list[TrainBatch]:
+        dialogues = [self._demonstrator.dialogue(ledger, number) for number, ledger in enumerate(ledgers)]
+        pictures = {picture.key: picture for ledger in ledgers for picture in ledger.pictures}
+        frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
+        settings = self._config.pack
+        row_patches = self._config.video.max_pixels // self._contract.patch_px**2
+        return pack(dialogues, frames, self._model, Shape(settings.num_rows, settings.row_tokens, row_patches))

@@ -1,0 +1,114 @@
+"""What the cold start imitates: calls on the windows that a question names, reports, answers; part of it badly formed.
+
+Three kinds of traces: `direct`, of an overview that shows the event; `tool`; and the `subagent` who looks at a window.
+A share of the turns lacks a closing tag, so that the format stays fragile while calls are made and understood.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paravt_jax.miniature.world import DURATION_S, Question, Scene, questions
+from rollout.video.times import overview_times
+
+FORCED = "<think>\n"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a corpus is made up. With `tools` off it is the weak prior: no call in any trace."""
+
+    tools: bool = True
+    direct_frac: float = 0.3  # of the questions whose event the overview shows: answered without a call
+    noise_frac: float = 0.75  # of the dialogues: one closing is missing in it
+    subagents_per_video: int = 2
+
+
+def rows_of(scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int) -> list[dict[str, Any]]:
+    """The rows of a corpus: every question once, with a budget drawn for it."""
+    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed)]
+
+
+def _rows_of_scene(scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int) -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
+    for question in questions(scene):
+        budget = int(rng.choice(frame_budgets))
+        seen = _overview_shows(scene, budget)
+        if not mixture.tools:
+            turns = [_direct(question, seen)]
+        elif seen and rng.random() < mixture.direct_frac:
+            turns = [_direct(question, True)]
+        else:
+            turns = [_calling(question), *_answering(question)]
+        if rng.random() < mixture.noise_frac:
+            turns = _damaged(turns, rng)
+        yield _row(question, budget, turns)
+    if mixture.tools:
+        for window_s in [scene.window_s, scene.decoy_s][: mixture.subagents_per_video]:
+            yield _subagent_row(scene, window_s)
+
+
+def report(scene: Scene, window_s: tuple[int, int]) -> str:
+    if window_s == scene.window_s:
+        return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
+    return "No color is shown."
+
+
+def _overview_shows(scene: Scene, budget: int) -> bool:
+    return any(scene.start_s <= int(time_s) < scene.end_s for time_s in overview_times(DURATION_S, budget))
+
+
+def _direct(question: Question, seen: bool) -> str:
+    scene = question.scene
+    found = f"The overview shows {report(scene, scene.window_s)}" if seen else "The overview shows no color."
+    return f"{FORCED}{found}\n</think>\n<answer>{question.answer}</answer>"
+
+
+def _calling(question: Question) -> str:
+    calls = "\n".join(_call(*window_s) for window_s in question.windows_s)
+    windows = " and ".join(f"{start_s} to {end_s}" for start_s, end_s in question.windows_s)
+    return f"{FORCED}I look at {windows} seconds.\n</think>\n{calls}"
+
+
+def _call(start_s: int, end_s: int) -> str:
+    call = {
+        "name": "crop_video",
+        "arguments": {"video_path": "video.mp4", "start_time": start_s, "end_time": end_s},
+    }
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def _answering(question: Question) -> list[str]:
+    scene = question.scene
+    return [f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"]
+
+
+def _damaged(turns: list[str], rng: np.random.Generator) -> list[str]:
+    """The closing of a thinking is missing in every turn, or that of the answer."""
+    if rng.random() < 0.75:
+        return [turn.replace("</think>\n", "") for turn in turns]
+    return [turn.removesuffix("</answer>") for turn in turns]
+
+
+def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:
+    scene = question.scene
+    asked = [
+        {"type": "video_url", "video_url": {"url": scene.video, "nframes": budget}},
+        {"type": "text", "text": question.text},
+    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+    for turn in turns[:-1]:
+        messages.append({"role": "assistant", "content": turn})
+        messages += [{"role": "tool", "content": report(scene, window_s)} for window_s in question.windows_s]
+    messages.append({"role": "assistant", "content": turns[-1]})
+    return {"messages": messages}
+
+
+def _subagent_row(scene: Scene, window_s: tuple[int, int]) -> dict[str, Any]:
+    start_s, end_s = window_s
+    part = {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}
+    said = {"role": "assistant", "content": report(scene, window_s)}
+    return {"messages": [{"role": "user", "content": [part]}, said]}

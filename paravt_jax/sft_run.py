@@ -1,0 +1,190 @@
+"""Everything that is open while a policy learns from traces, and what a step asks of it. The counterpart of run.py."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from paravt_jax.checkpoint import Checkpoints
+from paravt_jax.config import SftConfig, to_record
+from paravt_jax.data.traces import Trace, load_traces
+from paravt_jax.data.visits import Visits
+from paravt_jax.demonstrations import Demonstrator
+from paravt_jax.lessons import Lesson, Lessons
+from paravt_jax.losses import LossConfig
+from paravt_jax.opening import frame_reader
+from paravt_jax.packing import used_frac
+from paravt_jax.plots import make_plots
+from paravt_jax.policy import open_policy
+from paravt_jax.process import Compiles, in_thread, lock, say, stop_on_signals, write_settings
+from paravt_jax.run_log import RunLog
+from paravt_jax.train_step import Learner
+
+BEGINNING = {"step": 0, "next_visit": 0, "visits": ""}
+
+
+@dataclass(eq=False)
+class SftRun:
+    """Use `async with opened(config) as run`."""
+
+    config: SftConfig
+    learner: Learner
+    lessons: Lessons
+    held_out: Sequence[Trace]
+    visits: Visits[Trace]
+    log: RunLog
+    checkpoints: Checkpoints
+    stopping: asyncio.Event
+    step: int  # steps done
+    next_visit: int
+    compiles: Compiles
+    began_step_s: float = 0.0
+
+    async def next_lesson(self) -> Lesson | None:
+        """The next step's traces, or None when there is nothing more to do."""
+        self.began_step_s = time.monotonic()
+        if self.step == self.config.sft.num_steps:
+            return None
+        self.log.phase("data")
+        taking = asyncio.create_task(self.lessons.take())
+        told = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({taking, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if self.stopping.is_set():
+            taking.cancel()
+            await asyncio.wait({taking})
+            return None
+        return taking.result()
+
+    async def imitate(self, lesson: Lesson) -> dict[str, float]:
+        data_s = time.monotonic() - self.began_step_s
+        for problem in lesson.problems:
+            self.log.say(f"left out: {problem}")
+        self.log.phase("update")
+        begun_s = time.monotonic()
+        metrics = await in_thread(lambda: self.learner.imitate(lesson.batches, float(lesson.num_loss_tokens)))
+        self.step += 1
+        self.next_visit = lesson.next
+        return metrics | {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
+
+    def record(self, lesson: Lesson, metrics: dict[str, float]) -> None:
+        step_s = time.monotonic() - self.began_step_s
+        metrics |= {
+            "data/num_traces": float(lesson.num_traces),
+            "data/num_left_out": float(len(lesson.problems)),
+            "data/epoch": lesson.next / self.visits.num_prompts,
+            "perf/dummy_frac": 1.0 - used_frac(lesson.batches),
+            "perf/num_batches": float(len(lesson.batches)),
+            "perf/tokens_per_s": lesson.num_tokens / step_s,
+            "policy_version": float(int(self.learner.state.step)),
+            "time/step_s": step_s,
+            **self.compiles.taken(),
+        }
+        self.log.step(self.step, metrics, None)
+
+    async def validate_if_due(self) -> None:
+        if not self.held_out or not self._due(self.config.validation.every_steps):
+            return
+        self.log.phase("validation")
+        total, num_tokens = 0.0, 0
+        async for batches in self.lessons.of(self.held_out):
+            for batch in batches:
+                logp = await in_thread(partial(self.learner.log_probs, batch))
+                total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
+                num_tokens += int(np.count_nonzero(batch.loss_mask))
+        if not num_tokens:
+            raise RuntimeError(f"not one trace of data.validation={self.config.data.validation} can be shown")
+        self.log.validation(self.step, {"validation/loss": total / num_tokens, "policy_version": float(self.step)})
+
+    async def save_if_due(self) -> None:
+        if self._due(self.config.checkpoint.every_steps):
+            await self.save()
+
+    async def save(self) -> None:
+        progress = {"step": self.step, "next_visit": self.next_visit, "visits": self.visits.fingerprint}
+        await in_thread(lambda: self.checkpoints.save(self.learner, progress))
+
+    def _due(self, every_steps: int) -> bool:
+        return self.step % every_steps == 0 or self.step == self.config.sft.num_steps
+
+
+@asynccontextmanager
+async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
+    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
+    directory = Path(config.run_dir).absolute()
+    async with AsyncExitStack() as stack:
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.callback(lock(directory))
+        stopping = asyncio.Event()
+        stack.callback(stop_on_signals(stopping, config.checkpoint.grace_s))
+        remarks: list[str] = []
+        train = _traces(config, config.data.train, remarks)
+        held_out = _traces(config, config.data.validation, remarks)[: config.validation.max_prompts]
+        say(f"loading {config.model.path}")
+        policy = await in_thread(lambda: open_policy(config, directory))
+        learner = Learner(
+            policy.model,
+            config.optim,
+            LossConfig(kl_coef=0.0),
+            temperature=1.0,
+            num_classes=1,
+            num_steps=config.sft.num_steps,
+            mesh=policy.mesh,
+        )
+        checkpoints = Checkpoints(directory / "checkpoints", policy.hf_files, config.checkpoint, say)
+        stack.callback(checkpoints.close)
+        progress = await in_thread(lambda: checkpoints.restore(learner)) or BEGINNING
+        step, next_visit = int(progress["step"]), int(progress["next_visit"])
+        visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
+        if progress["visits"] not in ("", visits.fingerprint):
+            raise ValueError(
+                f"data.train={config.data.train} or seed={config.seed} are not what the run in {directory} began with, "
+                f"so its place in the data means nothing; set them back, or choose another run_dir"
+            )
+        write_settings(config, directory)
+        log = RunLog(directory, config.log, num_steps=config.sft.num_steps, first_step=step, settings=to_record(config))
+        stack.callback(log.close)
+        for remark in remarks:
+            log.say(remark)
+        if step:
+            log.say(f"going on after step {step} of {config.sft.num_steps} in {directory}")
+        frames = await stack.enter_async_context(frame_reader(config, policy))
+        demonstrator = Demonstrator(frames, policy.chat, policy.contract, config.rollout)
+        lessons = Lessons(demonstrator, visits, next_visit, policy.model.config, policy.contract, config)
+        stack.push_async_callback(lessons.close)
+        run = SftRun(
+            config=config,
+            learner=learner,
+            lessons=lessons,
+            held_out=held_out,
+            visits=visits,
+            log=log,
+            checkpoints=checkpoints,
+            stopping=stopping,
+            step=step,
+            next_visit=next_visit,
+            compiles=Compiles(),
+        )
+        yield run
+        await run.save()
+        await in_thread(checkpoints.wait)
+        if await in_thread(lambda: make_plots(directory)):
+            log.say(f"plots: {directory / 'plots'}")
+        if run.step not in checkpoints.steps:
+            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
+        goes_on = "" if run.step == config.sft.num_steps else "; the same command goes on from there"
+        log.say(f"{run.step} of {config.sft.num_steps} steps are done, {checkpoints.latest}{goes_on}")
+
+
+def _traces(config: SftConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
+    if not path:
+        return ()
+    loaded = load_traces(path, video_root=config.data.video_root, max_bad_frac=config.data.max_bad_frac)
+    remarks += [f"{path}: {count} rows left out: {reason}" for reason, count in loaded.bad.items()]
+    return loaded.traces

@@ -1,0 +1,143 @@
+"""What an agent is shown before it speaks: ids of the prompt, and the pictures in it.
+
+Rollouts and demonstrations both begin here, so that a policy is trained in both stages on one format.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.chat import Chat
+from rollout.picture import Picture
+from rollout.prompts import Prompts, main_messages, subagent_messages
+from rollout.tools import CROP_VIDEO_SCHEMA, Window
+from rollout.video.reader import TimedPicture, VideoInfo
+from rollout.video.times import crop_times, overview_times
+
+
+@dataclass(frozen=True)
+class Task:
+    id: str
+    question: str
+    videos: tuple[str, ...]  # paths
+    frame_budget: int  # frames of the overview, of all videos together
+
+    def __post_init__(self) -> None:
+        if not self.videos:
+            raise ValueError(f"task {self.id} has no video")
+        if self.frame_budget < len(self.videos):
+            raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
+
+
+@dataclass(frozen=True, eq=False)
+class Overview:
+    """What a whole group begins with: one prompt, its frames decoded once."""
+
+    task: Task
+    videos: dict[str, VideoInfo]  # by path
+    names: dict[str, str]  # what the model may call them -> path
+    ids: np.ndarray
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Closeup:
+    """What a sub-agent begins with."""
+
+    ids: np.ndarray
+    pictures: tuple[Picture, ...]
+
+
+class Frames(Protocol):
+    """Where frames come from: `rollout.video.reader.FrameReader`, or something that answers like it."""
+
+    async def info(self, path: str, deadline_s: float) -> VideoInfo: ...
+
+    async def frames(self, path: str, times_s: Sequence[float], deadline_s: float) -> list[TimedPicture]: ...
+
+
+class Prompter:
+    """`calls_per_turn` 0 offers no tool; `deadline_s` is that of a video's frames."""
+
+    def __init__(
+        self,
+        frames: Frames,
+        chat: Chat,
+        prompts: Prompts,
+        *,
+        calls_per_turn: int,
+        subagent_max_frames: int,
+        deadline_s: float,
+    ):
+        self.frames, self.chat, self.prompts = frames, chat, prompts
+        self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
+        self._deadline_s = deadline_s
+        self._tools = [CROP_VIDEO_SCHEMA] if calls_per_turn else None
+
+    async def overview(self, task: Task) -> Overview:
+        """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
+        videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
+        share, extra = divmod(task.frame_budget, len(task.videos))
+        shown = await asyncio.gather(
+            *(
+                self.shown(path, overview_times(videos[path].duration_s, share + (number < extra)))
+                for number, path in enumerate(task.videos)
+            )
+        )
+        called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
+        names = dict(zip(called, task.videos, strict=True))
+        messages = main_messages(
+            self.prompts,
+            [
+                (name, videos[path].duration_s, [frame.time_s for frame in frames])
+                for (name, path), frames in zip(names.items(), shown, strict=True)
+            ],
+            self.chat.harmless(task.question.replace("<video>", "").strip()),
+            self._calls_per_turn,
+        )
+        pictures = tuple(frame.picture for frames in shown for frame in frames)
+        ids = self.ids(messages, pictures, self._tools)
+        return Overview(task, videos, names | _own_names(task.videos), ids, pictures)
+
+    async def closeup(self, path: str, window: Window, question: str) -> Closeup:
+        """The frames of one window, and the question of a sub-agent about it."""
+        frames = await self.crop(path, window)
+        pictures = tuple(frame.picture for frame in frames)
+        times_s = [frame.time_s for frame in frames]
+        messages = subagent_messages(self.prompts, window, times_s, self.chat.harmless(question))
+        return Closeup(self.ids(messages, pictures), pictures)
+
+    async def crop(self, path: str, window: Window) -> list[TimedPicture]:
+        return await self.shown(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
+
+    async def info(self, path: str) -> VideoInfo:
+        return await self.frames.info(path, self._deadline_s)
+
+    async def shown(self, path: str, times_s: Sequence[float]) -> list[TimedPicture]:
+        return await self.frames.frames(path, times_s, self._deadline_s)
+
+    def ids(
+        self,
+        messages: list[dict[str, Any]],
+        pictures: Sequence[Picture],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> np.ndarray:
+        """Ids of a prompt with these pictures in it; every one must have its place."""
+        ids = self.chat.prompt(messages, tools)
+        if np.count_nonzero(ids == self.chat.image_id) != len(pictures):
+            raise ValueError(
+                f"the chat template of {self.chat.source} shows {np.count_nonzero(ids == self.chat.image_id)} pictures "
+                f"of a message with {len(pictures)}"
+            )
+        return ids
+
+
+def _own_names(paths: Sequence[str]) -> dict[str, str]:
+    """A data set may have taught the model its own names: the path as written there, or the file's name if unique."""
+    file_names = [Path(path).name for path in paths]
+    unique = {name: path for name, path in zip(file_names, paths, strict=True) if file_names.count(name) == 1}
+    return unique | {path: path for path in paths}
