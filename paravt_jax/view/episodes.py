@@ -13,7 +13,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
-import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -52,7 +51,10 @@ def load_sample(run_dir: Path, max_episodes: int, settings: Mapping[str, Any]) -
     for place, path in enumerate(paths[number] for number in _evenly(len(paths), num_steps)):
         quota = max_episodes // num_steps + (place < max_episodes % num_steps)
         with path.open("rb") as file:
-            chosen[path] = set(_evenly(sum(1 for _ in file), quota))
+            num_lines = sum(1 for _ in file)
+        # Beginning elsewhere in every step, or it would always be the same members of the same groups.
+        quota = min(quota, num_lines)
+        chosen[path] = {(place + num_lines * number // quota) % num_lines for number in range(quota)}
     reader = _Reader(run_dir, settings)
     share_bytes = max(MIN_EPISODE_BYTES, PAGE_BYTES // max(1, sum(map(len, chosen.values()))))
     found = [
@@ -238,7 +240,7 @@ def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
         found.append(
             {
                 "num_sampled": sum(len(segment["ids"]) for segment in sampled),
-                "mean_logp": round(float(np.mean(logps)), 4) if logps else None,
+                "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
                 "versions": sorted({segment["version"] for segment in sampled}),
             }
         )
@@ -275,7 +277,8 @@ def _pattern(template: str) -> re.Pattern[str] | None:
     return re.compile("".join(parts))
 
 
-def _evenly(length: int, count: int) -> Iterator[int]:
-    """`count` of `length` places, or all of them, the first and the last included."""
-    count = min(length, count)
-    return (int(place) for place in np.linspace(0, length - 1, count).round()) if count else iter(())
+def _evenly(length: int, count: int) -> list[int]:
+    """`count` of `length` places, the first and the last included; of one, the last."""
+    if count < 2:
+        return [length - 1] * count
+    return [(length - 1) * number // (count - 1) for number in range(count)]

@@ -396,7 +396,7 @@
 
   const item = (episode, place) => {
     const calls = allCalls(episode).length, result = resultOf(episode);
-    const says = { right: "right", partly: `${number(episode.reward ? episode.reward.accuracy : null)} right`, wrong: "wrong", missing: "missing" }[result];
+    const says = { right: "right", partly: `${fixed(episode.reward ? episode.reward.accuracy : null)} right`, wrong: "wrong", missing: "missing" }[result];
     return h("button", { type: "button", "data-place": place, "aria-current": place === current, onclick: () => open(place, false) },
       h("span", { class: `reward ${result === "missing" ? "missing" : ""}` }, fixed(episode.reward ? episode.reward.total : null)),
       h("span", { class: "q" }, episode.question.split("\n")[0] || episode.id),
