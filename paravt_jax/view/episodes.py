@@ -8,7 +8,7 @@ say: they are read with the run's own tokenizer.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple

@@ -71,7 +71,7 @@
     if (facts.length) head.append(h("dl", { class: "facts" }, facts.map(([label, text]) => h("div", {}, h("dt", {}, label), h("dd", {}, text)))));
     const packages = Object.entries(about.packages).map(([name, version]) => [name, String(version)]);
     const commit = about.commit ? [["git commit", about.commit]] : [];
-    const rows = (pairs) => h("dl", { class: "settings" }, pairs.map(([key, text]) => h("div", {}, h("dt", {}, key), h("dd", {}, text))));
+    const rows = (pairs) => h("dl", { class: "settings" }, pairs.map(([key, text]) => h("div", { class: text.length > 44 ? "long" : null }, h("dt", {}, key), h("dd", {}, text))));
     if (about.settings.length) head.append(h("details", { class: "more" }, h("summary", {}, `All ${about.settings.length} settings`), rows(about.settings)));
     if (packages.length || commit.length) head.append(h("details", { class: "more" }, h("summary", {}, "Versions"), rows([...commit, ...packages])));
   };
