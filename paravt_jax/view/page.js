@@ -228,14 +228,17 @@
       }
       const stepTicks = niceTicks(first, last, Math.max(3, Math.floor(width / 80))).filter(Number.isInteger);
       for (const step of first === last ? [first] : stepTicks) parts.push(s("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step.toLocaleString("en")));
-      let labelY = Infinity, labelX = 0;
+      let labelY = Infinity, labelX = 0, labelWidth = 0;
+      const names = [];
       for (const [level, name] of [...spec.levels].sort(([one], [other]) => one - other)) {
         const text = `${name} ${number(level)}`, at = y(level);
-        labelX = labelY - at < 13 ? labelX - 7 * text.length - 14 : width - right; // beside the one below it where both have no room
+        labelX = labelY - at < 13 ? labelX - labelWidth - 14 : width - right; // beside the one below it where both have no room
         labelY = at;
+        labelWidth = 5.8 * text.length;
         parts.push(s("line", { class: "level", x1: left, x2: width - right, y1: at, y2: at }));
-        parts.push(s("text", { x: labelX, y: at - 4, "text-anchor": "end" }, text));
+        names.push(s("text", { class: "name", x: labelX, y: at - 4, "text-anchor": "end" }, text));
       }
+      parts.push(...names);
       if (stack) {
         const floor = steps.map((step) => [x(step), y(0)]);
         let below = floor;
