@@ -1,0 +1,43 @@
+"""python -m paravt_jax.view RUN_DIR [--out FILE] [--max-episodes N] [--force]"""
+
+import argparse
+from pathlib import Path
+
+from model_port.cli import add_debug_flag, run_cli
+from paravt_jax.run_log import whole_file
+from paravt_jax.view.page import is_page, make_page
+
+DEFAULT_OUT = "report.html"
+MAX_EPISODES = 200  # what a page of a few MB holds in full
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m paravt_jax.view",
+        description="Writes one offline HTML page of a run, finished or not: figures, charts, episodes.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's run_dir")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page to write (default RUN_DIR/{DEFAULT_OUT})")
+    parser.add_argument(
+        "--max-episodes",
+        type=int,
+        default=MAX_EPISODES,
+        metavar="N",
+        help=f"at most this many, evenly over the steps (default {MAX_EPISODES})",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE also where it is no page of this command")
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    if args.max_episodes < 0:
+        raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
+    out: Path = args.out or args.run_dir / DEFAULT_OUT
+    if out.exists() and not args.force and not is_page(out):
+        raise ValueError(f"{out} is there and was not written by this command; choose another --out, or add --force")
+    page = make_page(args.run_dir, args.max_episodes)
+    with whole_file(out) as file:
+        file.write(page)
+    print(out)
+
+
+if __name__ == "__main__":
+    run_cli(main)

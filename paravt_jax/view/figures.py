@@ -1,0 +1,237 @@
+"""The numbers of a run as its page shows them: what a run is, first against last, and charts over its steps.
+
+Quantities, their names and colours are those of `paravt_jax.plots`. A chart is made of the keys there are, so that a
+run of another kind, with keys of its own, shows what it has.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from paravt_jax import plots
+from paravt_jax.plots import ACCURACY, CALLS, FORMAT, LOSSES, MISMATCH, REWARD_TERMS, TOTAL, Quantity, Run, Table
+
+HEADLINE_FRAC = 0.1  # of the steps, at either end
+HEADLINES = (  # symbol, name
+    (FORMAT, "f_τ", "format reward"),
+    (CALLS, "κ", "tool calls per episode"),
+    (ACCURACY, "R_acc", "accuracy"),
+    (TOTAL, "R", "reward"),
+)
+MAX_POINTS = 600  # of a line; a screen shows no more, and more steps are drawn as means
+MAX_OTHER = 80  # charts of keys that nobody here knows
+COLOURS = {
+    plots.INK: "ink",
+    plots.NEUTRAL: "neutral",
+    plots.BLUE: "blue",
+    plots.SKY: "sky",
+    plots.GREEN: "green",
+    plots.ORANGE: "orange",
+    plots.RED: "red",
+    plots.PINK: "pink",
+}
+TIMES = (
+    Quantity("time/rollout_s", "rollout", plots.BLUE),
+    Quantity("time/update_s", "update", plots.ORANGE),
+    Quantity("time/publish_s", "publish", plots.PINK),
+    Quantity("time/other_s", "other", plots.NEUTRAL),  # derived: the rest of time/step_s
+)
+FACTS = {  # of the config: label -> keys, whose values are joined by a multiplication sign
+    "Model": ("model.path",),
+    "Activations": ("model.dtype",),
+    "Engine": ("engine.kind",),
+    "Episodes a step": ("train.prompts_per_step", "train.group_size"),
+    "Dispatch": ("rollout.dispatch",),
+    "Frame budgets K": ("video.frame_budgets",),
+    "Anchor credit": ("advantage.credit",),
+    "Learning rate": ("optim.learning_rate",),
+    "KL coefficient": ("loss.kl_coef",),
+    "Staleness, at most": ("train.max_staleness",),
+    "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),
+    "Seed": ("seed",),
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    lines: tuple[Quantity, ...]
+    kind: str = "line"  # or `log`, or `stack`: areas on top of each other
+    section: str = "learned"
+    from_zero: bool = False
+
+
+CHARTS = (
+    Chart("Reward and its terms", REWARD_TERMS),
+    Chart("Accuracy", (ACCURACY,), from_zero=True),
+    Chart("Format reward f_τ", (FORMAT,), from_zero=True),
+    Chart("Tool calls per episode κ", (CALLS,), from_zero=True),
+    *(Chart(title[0].upper() + title[1:], (quantity,), section="learner") for title, quantity in LOSSES.items()),
+    Chart("KL of engine and learner, nats per token", MISMATCH, "log", "learner"),
+    Chart("Time of a step, seconds", TIMES, "stack", "machine", from_zero=True),
+    Chart("Tokens per second", (Quantity("perf/tokens_per_s", "", plots.NEUTRAL),), section="machine", from_zero=True),
+)
+OWN_SECTION = ("loss/", "optim/")  # keys under these are charted whatever their name
+HIDDEN = ("step", "policy_version", "time/step_s", *(quantity.key for quantity in TIMES))
+
+
+def load_settings(run_dir: Path) -> dict[str, Any]:
+    """What RUN/config.json says; empty where there is none."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is no JSON ({problem}); restore the file, or remove it") from None
+    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+
+
+def about(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of the page: name, steps done and planned, commit, versions, settings."""
+    config = dict(_flat(settings.get("config", {})))
+    planned = [value for key, value in config.items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)]
+    return {
+        "name": run.path.resolve().name,
+        "steps_done": int(max(run.metrics.rows, default=0)),
+        "steps_planned": planned[0] if planned else None,
+        "commit": settings.get("git_commit"),
+        "packages": settings.get("packages", {}),
+        "facts": [[label, text] for label, keys in FACTS.items() if (text := _fact(config, keys))],
+        "settings": [[key, _text(value)] for key, value in config.items()],
+    }
+
+
+def headlines(run: Run) -> list[dict[str, Any]]:
+    """First against last; of a run without episodes, its losses."""
+    known = [headline for headline in HEADLINES if run.metrics.has(headline[0].key)]
+    if not known:
+        names = sorted(key for key in _keys(run.metrics) if key.startswith("loss/"))[: len(HEADLINES)]
+        known = [(Quantity(key, "", plots.NEUTRAL), key.removeprefix("loss/"), key) for key in names]
+    return [_headline(run, *headline) for headline in known]
+
+
+def charts(run: Run) -> dict[str, Any]:
+    """Charts, and the columns they draw."""
+    table = _with_rest_of_time(run.metrics)
+    found = [(chart, lines) for chart in CHARTS if (lines := [line for line in chart.lines if table.has(line.key)])]
+    drawn = {line.key for _, lines in found for line in lines}
+    others = [key for key in sorted(_keys(table)) if key not in drawn and key not in HIDDEN]
+    own = [key for key in others if key.startswith(OWN_SECTION)]
+    rest = [key for key in others if key not in own]
+    for section, keys in (("learner", own), ("other", rest[:MAX_OTHER])):
+        for key in keys:
+            line = Quantity(key, "", plots.NEUTRAL)
+            found.append((Chart(key, (line,), section=section), [line]))
+    keys = sorted({line.key for _, lines in found for line in lines})
+    validation = {key: f"validation/{key.removeprefix('rollout/')}" for key in keys if key.startswith("rollout/")}
+    validation = {key: held_out for key, held_out in validation.items() if run.validation.has(held_out)}
+    bins = _bins(len(table.steps))
+    return {
+        "steps": [int(table.steps[part[-1]]) for part in bins],
+        "steps_a_point": max(map(len, bins), default=1),
+        "columns": {key: _numbers(_means(table.column(key), bins)) for key in keys},
+        "validation": {
+            "steps": [int(step) for step in run.validation.steps],
+            "columns": {key: _numbers(run.validation.column(held_out)) for key, held_out in validation.items()},
+        },
+        "charts": [
+            {
+                "title": chart.title,
+                "kind": chart.kind,
+                "section": chart.section,
+                "from_zero": chart.from_zero,
+                "lines": [[line.key, line.label, COLOURS[line.colour]] for line in lines],
+                "levels": [[level, name] for level, name in run.kl_levels.items()] if chart.kind == "log" else [],
+            }
+            for chart, lines in found
+        ],
+        "num_left_out": len(rest[MAX_OTHER:]),
+        "floor": plots.KL_FLOOR,
+    }
+
+
+def _headline(run: Run, quantity: Quantity, symbol: str, name: str) -> dict[str, Any]:
+    values = run.metrics.column(quantity.key)
+    size = max(1, round(HEADLINE_FRAC * len(values)))
+    held_out = run.validation.column(f"validation/{quantity.key.removeprefix('rollout/')}")
+    held_out = held_out[np.isfinite(held_out)]
+    return {
+        "key": quantity.key,
+        "symbol": symbol,
+        "name": name,
+        "colour": COLOURS[quantity.colour],
+        "first": _number(_mean(values[:size])),
+        "last": _number(_mean(values[-size:])),
+        "num_steps": size,
+        "validation": _numbers(held_out[[0, -1]]) if len(held_out) else None,
+        "line": _numbers(_means(values, _bins(len(values), max_bins=80))),
+    }
+
+
+def _with_rest_of_time(table: Table) -> Table:
+    """Adds `time/other_s`, what of a step no other part accounts for."""
+    rows = {}
+    for step, row in table.rows.items():
+        parts = [row.get(quantity.key) for quantity in TIMES[:-1]]
+        whole = row.get("time/step_s")
+        if isinstance(whole, float | int) and any(isinstance(part, float | int) for part in parts):
+            rest = whole - sum(part for part in parts if isinstance(part, float | int))
+            row = row | {TIMES[-1].key: max(0.0, rest)}
+        rows[step] = row
+    return Table(rows)
+
+
+def _keys(table: Table) -> list[str]:
+    """Those with a number in some step."""
+    keys = dict.fromkeys(key for row in table.rows.values() for key in row)
+    return [key for key in keys if table.has(key)]
+
+
+def _bins(length: int, max_bins: int = MAX_POINTS) -> list[np.ndarray]:
+    """Of one size, the last may be smaller: means over unequal ones would beat against whatever repeats."""
+    size = max(1, -(-length // max_bins))
+    return np.split(np.arange(length), range(size, length, size)) if length else []
+
+
+def _means(values: Float[np.ndarray, " n"], bins: list[np.ndarray]) -> Float[np.ndarray, " m"]:
+    return np.array([_mean(values[part]) for part in bins])
+
+
+def _mean(values: np.ndarray) -> float:
+    """Of the values there are; NaN of none."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> float | None:
+    """Short enough to be written thousands of times; JSON has no NaN."""
+    return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys, as the command line takes them."""
+    if not isinstance(settings, dict) or (not settings and prefix):
+        yield prefix, settings
+        return
+    for key, value in settings.items():
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _fact(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    return " × ".join(_text(config[key]) for key in keys) if all(key in config for key in keys) else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)

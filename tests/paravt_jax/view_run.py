@@ -1,0 +1,226 @@
+"""A run that never was, as a trainer would have left it: real records and files of episodes that are written here.
+
+`python view_run.py DIR [STEPS]` makes one to look at with paravt_jax.view. As steps go by, answers get better, as they
+do in a run that goes well.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from paravt_jax.config import Config, LogConfig
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Visit
+from paravt_jax.process import write_settings
+from paravt_jax.rewards import RewardConfig, reward_terms
+from paravt_jax.rollouts import Group, Member, advantages_of, records
+from paravt_jax.run_log import RunLog
+from paravt_jax.step_metrics import member_metrics, rollout_metrics
+from rollout.episode import Call, Episode, Task, Turn
+from rollout.ledger import Ledger, Segment
+from rollout.picture import Picture
+from rollout.tools import BadCall, find_calls, window_of
+from rollout.video.times import overview_times
+
+DURATION_S = 1284.0
+QUESTIONS = (
+    (
+        "mcq",
+        "<video>\nWhat does the potter do right after the bowl cracks?\nA. Throws it away\nB. Wets the rim and presses "
+        "the crack shut\nC. Starts over with new clay\nD. Puts it in the kiln",
+        "B",
+    ),
+    (
+        "tvg",
+        "<video>\nWhen does the cyclist repair the tyre? Answer with [start, end] in seconds.",
+        "[512, 561]",
+    ),
+    ("oe", "<video>\nWhich instrument joins last before the refrain?", "a cello"),
+)
+RIGHT = {"mcq": "B", "tvg": "[508, 559]", "oe": "the cello"}
+WRONG = {"mcq": "C", "tvg": "[90, 140]", "oe": "a violin"}
+REPORTS = (
+    "Nothing of the kind is visible between 240 and 300 seconds: the camera stays on the shelf, and the hands leave "
+    "the picture at 288 seconds.",
+    "At 509 seconds both hands come into the picture. From 514 to 553 seconds the work is done close to the camera; at "
+    "559 seconds the hands are wiped on a cloth and the shot changes.",
+    "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
+)
+PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
+
+
+def called(start_s: float, end_s: float) -> str:
+    arguments = {"video_path": "video.mp4", "start_time": start_s, "end_time": end_s}
+    return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+
+
+def answered(answer: str) -> str:
+    return (
+        "<think>\nThe second report settles it: the times there agree with what the overview shows at 512 seconds, and "
+        f"nothing in the other two speaks against it.\n</think>\n<answer>{answer}</answer>"
+    )
+
+
+def looked(*windows: tuple[float, float]) -> str:
+    return (
+        "<think>\nThe overview has a frame every few minutes. Around 512 seconds something is held up to the camera, "
+        "and it may begin earlier. I look at the time before, at the moment itself, and at what follows, all at once.\n"
+        "</think>\n" + "\n".join(called(*window) for window in windows)
+    )
+
+
+STORIES = {  # name -> the turns, for an answer
+    "parallel": lambda answer: [looked((240, 300), (500, 565), (700, 760)), answered(answer)],
+    "two calls": lambda answer: [looked((480, 540), (530, 590)), answered(answer)],
+    "bad window": lambda answer: [looked((565, 500), (500, 565)), answered(answer)],
+    "no tool": lambda answer: [
+        f"<think>\nThe frames at 480 and 540 seconds are enough to tell.\n</think>\n<answer>{answer}</answer>"
+    ],
+    "unclosed": lambda answer: [f"<think>\nI think that it is {answer}, because of the frame at 512 seconds."],
+    "leak": lambda answer: [
+        "<think>\nHere I need a closer look.\n</think>\n<tool_code>crop_video('video.mp4', 480, 560)</tool_code>",
+        f"So it must be <answer>{answer}</answer>",
+    ],
+}
+
+
+def make_run(
+    run_dir: Path, num_steps: int = 3, *, num_planned: int = 5, tokenizer: bool = True, texts: Sequence[str] = ()
+) -> Path:
+    """A run directory. `texts` are of turns that further episodes of the first step consist of, one each."""
+    config = Config(run_dir=str(run_dir))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_settings(config, run_dir)
+    settings = json.loads((run_dir / "config.json").read_text())
+    settings["config"]["train"]["num_steps"] = num_planned
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    chance = np.random.default_rng(0)
+    prompts: dict[str, int] = {"": 0}
+    log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=num_planned, first_step=0, settings={})
+    for step in range(1, num_steps + 1):
+        skill = (step - 1) / max(1, num_planned - 1)
+        groups = [_group(3 * step + n, config, skill, chance, prompts) for n in range(3)]
+        if step == 1 and texts:
+            groups.append(_group_of(99, [[text] for text in texts], 4, config, prompts, chance))
+        log.step(step, _metrics(groups, step, skill, chance), records(groups, step))
+        if step % max(1, num_planned // 5) == 0:
+            members = [member for group in groups for member in group.members]
+            log.validation(step, {f"validation/{name}": value for name, value in member_metrics(members).items()})
+    log.close()
+    if tokenizer:
+        (run_dir / "hf").mkdir()
+        Tokenizer(WordLevel(prompts, unk_token="")).save(str(run_dir / "hf" / "tokenizer.json"))
+    return run_dir
+
+
+def _group(number: int, config: Config, skill: float, chance: np.random.Generator, prompts: dict[str, int]) -> Group:
+    names = list(STORIES)
+    wishes = np.array([0.15 + 4 * skill, 0.3 + 2 * skill, 0.5, 1.2, 2.4 * (1 - skill), 1.5 * (1 - skill)])
+    question_type, _, _ = QUESTIONS[number % len(QUESTIONS)]
+    turns = []
+    for name in chance.choice(names, config.train.group_size, p=wishes / wishes.sum()):
+        answers = RIGHT if chance.random() < 0.3 + 0.5 * skill else WRONG
+        turns.append(STORIES[name](answers[question_type]))
+    budget = int(chance.choice(config.video.frame_budgets))
+    return _group_of(number, turns, budget, config, prompts, chance, one_missing=number % 5 == 0)
+
+
+def _group_of(
+    number: int,
+    stories: Sequence[Sequence[str]],
+    frame_budget: int,
+    config: Config,
+    prompts: dict[str, int],
+    chance: np.random.Generator,
+    one_missing: bool = False,
+) -> Group:
+    question_type, question, answer = QUESTIONS[number % len(QUESTIONS)]
+    prompt = Prompt(f"{number:016x}", question, ("/videos/studio.mp4",), answer, question_type)
+    name = f"{number:06d}-{prompt.id}"
+    task = Task(name, question, prompt.videos, frame_budget)
+    members = []
+    for member, turns in enumerate(stories):
+        if one_missing and member == 5:
+            members.append(Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s"))
+            continue
+        episode = _episode(f"{name}/{member}", task, turns, config, prompts, chance)
+        terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward)
+        fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
+        members.append(Member(episode.id, episode, terms, fixed.format))
+    return Group(Visit(number, 0, prompt), frame_budget, members, advantages_of(members, config))
+
+
+def _episode(
+    name: str, task: Task, turns: Sequence[str], config: Config, prompts: dict[str, int], chance: np.random.Generator
+) -> Episode:
+    times_s = overview_times(DURATION_S, task.frame_budget)
+    shown = "".join(f"<{time_s:.1f} seconds><|vision_start|><|image_pad|><|vision_end|>" for time_s in times_s)
+    intro = config.rollout.prompts.overview.format(name="video.mp4", duration_s=DURATION_S, num_frames=len(times_s))
+    prompt = f"{intro}\n{shown}\n{task.question}"
+    episode = Episode(name, task, Ledger(), seconds=float(chance.uniform(20, 60)))
+    ids = np.array([prompts.setdefault(prompt, len(prompts))])
+    episode.ledger.add("prompt", ids, [PICTURE] * len(times_s))
+    for text in turns:
+        begin = len(episode.ledger.ids)
+        episode.ledger.add("forced", np.array([1, 2]))
+        _sampled(episode.ledger, len(text) // 4 + 1, chance)
+        turn = Turn(text, "stop", (begin, len(episode.ledger.ids)), latency_s=float(chance.uniform(2, 9)))
+        for place, call in enumerate(find_calls(text)):
+            turn.calls.append(_call(call, place, chance))
+        episode.turns.append(turn)
+        episode.ledger.add("environment", np.array([3, 4, 5]))
+    return episode
+
+
+def _call(found, place: int, chance: np.random.Generator) -> Call:
+    call = Call(found, "ok", REPORTS[place % len(REPORTS)], latency_s=float(chance.uniform(3, 12)))
+    try:
+        if found.problem is not None:
+            raise found.problem
+        call.window = window_of(found.arguments, DURATION_S)
+    except BadCall as problem:
+        call.outcome, call.response, call.problem = problem.outcome, f"Error: {problem}.", f"BadCall: {problem}"
+        return call
+    call.report = Ledger()
+    call.report.add("prompt", np.array([0]), [PICTURE] * 16)
+    _sampled(call.report, 90, chance)
+    return call
+
+
+def _sampled(ledger: Ledger, num_tokens: int, chance: np.random.Generator) -> None:
+    logps = -chance.exponential(0.4, num_tokens)
+    ledger.segments.append(Segment("sampled", np.full(num_tokens, 7, np.int32), (), logps, 2))
+
+
+def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random.Generator) -> dict[str, float]:
+    rollout_s, update_s = chance.uniform(100, 140), chance.uniform(80, 90)
+    noise = chance.normal(0, 1, 6)
+    return {
+        **rollout_metrics(groups),
+        "policy_version": float(step),
+        "loss/policy": 0.02 * noise[0],
+        "loss/total": 0.02 * noise[0] + 0.001,
+        "loss/kl_ref": 0.4 * skill + 0.01 * abs(noise[1]),
+        "loss/clip_frac": 0.004 * abs(noise[2]),
+        "optim/grad_norm": 0.8 + 0.2 * noise[3] ** 2,
+        "mismatch/behavior_kl": 4e-4 * np.exp(0.3 * noise[4]),
+        "mismatch/behavior_kl_plain": 3e-4 * np.exp(0.3 * noise[4]),
+        "mismatch/behavior_kl_structural": 9e-4 * np.exp(0.4 * noise[5]),
+        "time/rollout_s": rollout_s,
+        "time/update_s": update_s,
+        "time/publish_s": 4.0,
+        "time/step_s": rollout_s + update_s + 6.0,
+        "perf/tokens_per_s": 5200 + 200 * noise[1],
+        "perf/dummy_frac": 0.06,
+    }
+
+
+if __name__ == "__main__":
+    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=120)
+    print(made)
