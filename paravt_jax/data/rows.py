@@ -105,10 +105,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
 def from_json(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as problem:  # a text that nobody vouches for may be nested as deep as it is long
+    except (ValueError, RecursionError) as problem:  # a text may be nested as deep as it is long
         raise BadRow("wrong schema", f"{name} is no JSON: {problem}") from None
 
 
