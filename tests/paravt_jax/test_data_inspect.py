@@ -1,6 +1,7 @@
 """What `inspect` counts is what the rows hold, and a row that a run would leave out is never lost."""
 
 import json
+from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,7 +108,7 @@ def test_every_length_is_in_exactly_one_bin(lengths, max_bins):
     assert sum(bin.count for bin in found) == len(lengths) and len(found) <= max_bins + 1
     for bin in found:
         assert bin.count == sum(bin.start <= length and (bin.end is None or length < bin.end) for length in lengths)
-    assert all(before.end == after.start for before, after in zip(found, found[1:], strict=False))
+    assert all(before.end == after.start for before, after in pairwise(found))
 
 
 def test_a_few_long_rows_do_not_flatten_the_others():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -250,7 +251,5 @@ def test_no_json_is_worse_than_a_bad_row(value):
         {"messages": value},
         row([{"role": "user", "content": value}, *dialogue("Q", ANSWER)[1:]]),
     ):
-        try:
-            read_trace(given_row, lambda name: name)
-        except BadRow as problem:
-            assert problem.reason
+        with suppress(BadRow):
+            assert read_trace(given_row, lambda name: name).messages
