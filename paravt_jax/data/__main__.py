@@ -77,7 +77,8 @@ def _parallelize_arguments(parser: argparse.ArgumentParser) -> None:
         "--summaries",
         metavar="column:NAME|engine:URL",
         help="where the text comes from that replaces frames: a column of the rows, or an OpenAI-compatible engine "
-        "(URL up to /v1); without it, rows with frames stay as they are",
+        "(URL up to /v1), whose summaries are kept in D with the suffix .summaries.jsonl and not asked for twice; "
+        "without it, rows with frames stay as they are",
     )
     parser.add_argument("--model", metavar="NAME", help="of the engine")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the engine's key")
@@ -85,6 +86,9 @@ def _parallelize_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-parallel", type=int, default=5, metavar="N", help="calls in a turn (default 5)")
     parser.add_argument("--max-concurrent", type=int, default=16, metavar="N", help="requests at once (default 16)")
     parser.add_argument("--max-attempts", type=int, default=4, metavar="N", help="of one summary (default 4)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="of a summary, thinking included (default 512)"
+    )
     parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="of an attempt (default 120)")
     parser.add_argument("--video-root", default="", metavar="R", help="what relative paths begin from (default: S)")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+from model_port.hub import bars_only_on_a_terminal
+
 ROW_SUFFIXES = (".parquet", ".jsonl")
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[^/@\\]+)*)(?:@([^@\s]+))?")
 TOKENIZER_FILE = "tokenizer.json"
@@ -55,13 +57,14 @@ def local_source(path: str | Path) -> Path:
     if name.inside.endswith(ROW_SUFFIXES):
         wanted = [glob.escape(name.inside)]
     try:
-        snapshot = snapshot_download(
-            name.repo,
-            repo_type="dataset",
-            revision=name.revision,
-            allow_patterns=wanted,
-            ignore_patterns=[f"{inside}*/*"],  # in patterns of the hub's client a `*` also stands for slashes
-        )
+        with bars_only_on_a_terminal():
+            snapshot = snapshot_download(
+                name.repo,
+                repo_type="dataset",
+                revision=name.revision,
+                allow_patterns=wanted,
+                ignore_patterns=[f"{inside}*/*"],  # in patterns of the hub's client a `*` also stands for slashes
+            )
     except Exception as problem:  # hf_xet raises types that it does not document
         raise RuntimeError(_not_downloaded(str(path), name, problem)) from problem
     found = Path(snapshot) / name.inside
@@ -82,7 +85,8 @@ def tokenizer_file(source: str) -> Path:
             raise ValueError(f"{source} has no {TOKENIZER_FILE}; give the directory of a model, or its id on the hub")
         return file
     try:
-        return Path(hf_hub_download(source, TOKENIZER_FILE))
+        with bars_only_on_a_terminal():
+            return Path(hf_hub_download(source, TOKENIZER_FILE))
     except Exception as problem:
         raise RuntimeError(
             f"{source} is no directory here, and its {TOKENIZER_FILE} could not be downloaded from the hub "

@@ -245,12 +245,14 @@ def parallelize(
             raise ValueError(f"{source} has no column {column}; it has {', '.join(schema.names)}")
     settings = engine(name) if kind == "engine" and engine is not None else None
     report = Report()
+    known = dst.with_suffix(".summaries.jsonl")  # hours of an engine's work must not hang on the last row
+    dst.parent.mkdir(parents=True, exist_ok=True)
 
     async def write(partial: Path) -> None:
         async with AsyncExitStack() as stack:
             texts: Summaries = Column(name) if kind == "column" else Nothing()
             if settings is not None:
-                texts = await stack.enter_async_context(Engine(settings, root_of(source, video_root)))
+                texts = await stack.enter_async_context(Engine(settings, root_of(source, video_root), known))
             total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in _files(source))
             bar = stack.enter_context(tqdm(desc="parallelizing", total=total, unit="row", disable=None))
             await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), bar)
@@ -393,6 +395,9 @@ def _line_batches(source: Path) -> Iterator[tuple[list[str], list[bytes]]]:
 
 def run(args: Any) -> None:
     """The command."""
+    kind = (args.summaries or "").partition(":")[0]
+    if kind != "engine" and (args.model or args.api_key_env):
+        raise ValueError("--model and --api-key-env do nothing without --summaries engine:URL")
     report = parallelize(
         args.src,
         args.dst,
@@ -404,6 +409,7 @@ def run(args: Any) -> None:
             attempt_deadline_s=args.deadline_s,
             max_attempts=args.max_attempts,
             max_concurrent=args.max_concurrent,
+            max_new_tokens=args.max_new_tokens,
         ),
         video_root=args.video_root,
         max_parallel=args.max_parallel,

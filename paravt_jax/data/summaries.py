@@ -6,6 +6,7 @@ tool said: the thinking of the engine and every structural tag are taken out.
 
 import asyncio
 import base64
+import hashlib
 import json
 import mimetypes
 import os
@@ -118,10 +119,9 @@ class EngineSettings:
             raise ValueError(f"--summaries engine:{self.url} must be a URL that begins with http:// or https://")
         if not self.model:
             raise ValueError("--summaries engine:URL needs --model, the name of a model that it serves")
-        if self.max_attempts < 1 or self.max_concurrent < 1:
-            raise ValueError(
-                f"--max-attempts {self.max_attempts} and --max-concurrent {self.max_concurrent} must be at least 1"
-            )
+        for name in ("max_attempts", "max_concurrent", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
         if not 0 < self.attempt_deadline_s < float("inf"):
             raise ValueError(f"--deadline-s {self.attempt_deadline_s} must be positive and finite")
 
@@ -133,10 +133,14 @@ class _Failed(Exception):
 
 
 class Engine:
-    """Use `async with Engine(settings, root) as engine`. Relative paths of frames begin from `root`."""
+    """Use `async with Engine(settings, root, known) as engine`. Relative paths of frames begin from `root`.
 
-    def __init__(self, settings: EngineSettings, root: Path, prompts: Prompts | None = None):
+    `known` is a file of JSON lines to which every summary is added at once: what was paid for is not asked for again.
+    """
+
+    def __init__(self, settings: EngineSettings, root: Path, known: Path, prompts: Prompts | None = None):
         self.settings, self.root, self.prompts = settings, root, prompts or Prompts()
+        self._known_path, self._known = known, load_known(known)
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
         self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
         if settings.api_key_env and not self._key:
@@ -150,6 +154,7 @@ class Engine:
     async def __aenter__(self) -> "Engine":
         timeout = aiohttp.ClientTimeout(total=self.settings.attempt_deadline_s, sock_connect=CONNECT_DEADLINE_S)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._known_file = self._stack.enter_context(self._known_path.open("a", encoding="utf-8"))
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
         return self
 
@@ -170,9 +175,14 @@ class Engine:
                 }
             except (BadRow, VideoError, OSError) as problem:
                 raise NoSummary(FAILED, f"{getattr(problem, 'reason', 'frames cannot be read')}: {problem}") from None
+            key = await asyncio.to_thread(_key, body)
+            if key in self._known:
+                return self._known[key]
             for attempt in range(settings.max_attempts):
                 try:
-                    return await self._attempt(body)
+                    self._known[key] = await self._attempt(body)
+                    print(json.dumps({"key": key, "text": self._known[key]}), file=self._known_file, flush=True)
+                    return self._known[key]
                 except _Failed as problem:
                     if problem.final or attempt == settings.max_attempts - 1:
                         raise NoSummary(FAILED, str(problem)) from None
@@ -265,6 +275,29 @@ class Engine:
             if self._reader is None:
                 self._reader = await self._stack.enter_async_context(FrameReader(frame_size))
         return self._reader
+
+
+def load_known(path: Path) -> dict[str, str]:
+    """Summaries by what was asked; a line that a kill cut short is left out, and ended so that the next is whole."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    known = {}
+    for line in data.splitlines():
+        try:
+            found = json.loads(line)
+            known[found["key"]] = read_summary(found["text"])
+        except (ValueError, RecursionError, LookupError, TypeError):
+            continue
+    return {key: text for key, text in known.items() if isinstance(key, str) and text}
+
+
+def _key(body: dict[str, Any]) -> str:
+    """Of the model and all that it is shown, pictures included."""
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def read_summary(reply: Any) -> str:

@@ -32,7 +32,7 @@ from paravt_jax.data.merging import (
     text_of,
 )
 from paravt_jax.data.parallelize import parallelize
-from paravt_jax.data.summaries import EngineSettings, frame_size, read_summary
+from paravt_jax.data.summaries import EngineSettings, frame_size, load_known, read_summary
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards import reward_terms
 
@@ -402,6 +402,19 @@ def test_an_engine_sees_the_frames_and_its_words_replace_them(here):
     assert shown[0]["text"].startswith("The part of the video from 20.0 to 30.0 seconds, 2 frames")
     assert shown[1]["text"] == "<5.0 seconds>" and fake.bodies[0]["model"] == "m"
     check_grammar(loaded(here / "d.jsonl")[0])
+
+
+def test_what_an_engine_said_is_not_asked_for_twice(here):
+    ask(here, "A dog.", rows=[{"messages": with_frames()}])
+    known = here / "d.summaries.jsonl"
+    with known.open("a") as file:
+        file.write('[3]\n{"key": 1, "text": "x"}\n{"key": "k", "text": ""}\n{"key": "cut')
+    other = dialogue(turn(50, 60), frames("a.png"), turn(0, 10), frames("a.png"))
+    report, found, fake = ask(here, "A cat.", rows=[{"messages": with_frames()}, {"messages": other}])
+    assert report.num_merged == 2 and len(fake.bodies) == 1  # only of the window that is new
+    said = [text_of(message) for messages in found for message in messages if message["role"] == "tool"]
+    assert said == ["A dog.", "A dog.", "A bird.", "A cat.", "A dog."]
+    assert len(load_known(known)) == 3
 
 
 @pytest.mark.parametrize("trouble", ["503", "429", "", "<think>cut off"])
