@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paravt_jax.data import materialize as module
+from paravt_jax.data.__main__ import main
 from paravt_jax.data.materialize import materialize, place_of, rewritten_messages
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
@@ -227,15 +226,20 @@ def test_messages_of_any_shape_come_back_as_they_were(value):
     assert rewritten_messages(value, lambda path: path) == value
 
 
-def test_the_command_warns_and_with_strict_fails(here):
+def test_the_command_warns_and_with_strict_fails(here, monkeypatch, capsys):
     pq.write_table(pa.Table.from_pylist([rl("selfqa/gone.mp4")]), here / "in" / "rl.parquet")
-    command = [sys.executable, "-m", "paravt_jax.data", "materialize", "--root", "root", "--parquet-dir", "in"]
-    command += ["--output-dir", "out", "--strict"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "error: --strict: 1 files are missing" in done.stderr
-    assert "rl.parquet" in done.stdout and "missing files by bucket: selfqa 1" in done.stdout
+    options = ["--root", "root", "--parquet-dir", "in", "--output-dir", "out"]
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("paravt_jax.data.__main__.exit_on_sigterm", lambda: None)
+    monkeypatch.setattr("sys.argv", ["data", "materialize", *options])
+    main()
+    shown = capsys.readouterr()
+    assert "rl.parquet" in shown.out and "missing files by bucket: selfqa 1" in shown.out
+    assert shown.err == "warning: 1 files are missing; out/report.json lists them\n"
     record = json.loads((here / "out" / "report.json").read_text())
     assert record["files"]["rl.parquet"]["missing_files"] == ["selfqa/gone.mp4"] and record["total"]["rows"] == 1
+    (here / "out" / "rl.parquet").unlink()
+    monkeypatch.setattr("sys.argv", ["data", "materialize", *options, "--strict"])
+    with pytest.raises(ValueError, match="--strict: 1 files are missing"):
+        main()
     assert (here / "out" / "rl.parquet").is_file()
-    warning = module.run(str(here / "root"), str(here / "in"), str(here / "out"), None, 2)
-    assert warning == f"1 files are missing; {here}/out/report.json lists them"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_video import at_fps, write_video
 
@@ -175,6 +175,7 @@ def test_turns_with_another_message_between_are_not_merged():
     assert [len(group) for group in plan.groups] == [1, 1] and not plan.merges
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60), st.text(max_size=30), st.text(max_size=40)), max_size=7)
 )
