@@ -60,7 +60,7 @@ def push_to_hub(
     """
     additions = _additions(Path(directory))
     num_uploaded, stage = 0, "creating the repository"
-    with _deadline(answer_deadline_s), _bars_only_on_a_terminal():
+    with _deadline(answer_deadline_s), bars_only_on_a_terminal():
         api = _connect(repo_id, token, endpoint)
         _check_write_access(api, repo_id, private)
         try:
@@ -219,7 +219,8 @@ def _deadline(answer_deadline_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _bars_only_on_a_terminal() -> Iterator[None]:
+def bars_only_on_a_terminal() -> Iterator[None]:
+    """Keeps the client's progress bars off a stderr that is no terminal, unless the environment asks for them."""
     asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
     if sys.stderr.isatty() or asked_for or are_progress_bars_disabled():
         yield

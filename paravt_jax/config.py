@@ -59,7 +59,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = SYNTHETIC  # a parquet or JSON-lines file of prompts, a directory of parquet files, or `synthetic`
+    # A parquet or JSON-lines file of prompts, a directory of parquet files, a data set on the hub as
+    # OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.
+    train: str = SYNTHETIC
     validation: str = ""  # held-out prompts, of the same kinds; empty: no validation
     video_root: str = ""  # what relative video paths begin from; empty: the prompt file's directory
     max_bad_frac: float = 0.01  # of rows that cannot be used; more refuse to start, fewer are reported and left out

@@ -12,11 +12,13 @@ not read: the agent has a system prompt of its own.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paravt_jax.data.rows import BadRow, found_file, object_of, own_id, read_rows, root_of, unique_id
+from paravt_jax.data.hub import local_source
+from paravt_jax.data.rows import BadRow, encodable, found_file, object_of, own_id, read_rows, root_of, unique_id
 from paravt_jax.rewards import check_ground_truth
 
 COLUMNS = ("prompt", "videos", "extra_info")
@@ -42,17 +44,21 @@ class PromptSet:
 def load_prompts(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> PromptSet:
     """The prompts of a .parquet or .jsonl file, or of all .parquet files of a directory, in the order of their names.
 
+    `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
     Relative video paths begin from `video_root`, or where that is empty from where the rows are.
     """
-    source = Path(path)
+    source = local_source(path)
     root = root_of(source, video_root)
-    found, bad = read_rows(source, COLUMNS, lambda row: _prompt(row, root), max_bad_frac)
+    found, bad = read_rows(
+        source, COLUMNS, lambda row: read_prompt(row, lambda name: found_file(name, root)), max_bad_frac
+    )
     ids: set[str] = set()
     prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in found)
     return PromptSet(prompts, bad)
 
 
-def _prompt(row: Any, root: Path) -> Prompt:
+def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
+    """The prompt of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")
     question, names = _question(row.get("prompt")), _video_names(row.get("videos"))
     if question.count(PLACEHOLDER) > len(names):
@@ -68,7 +74,7 @@ def _prompt(row: Any, root: Path) -> Prompt:
         check_ground_truth(answer, question_type)
     except ValueError as problem:
         raise BadRow("unreadable ground truth", str(problem)) from None
-    videos = tuple(found_file(name, root) for name in names)
+    videos = tuple(map(find, names))
     content_id = _content_id(question, names, answer, question_type)
     return Prompt(own_id(row) or content_id, question, videos, answer, question_type)
 
@@ -81,7 +87,7 @@ def _question(messages: Any) -> str:
         raise BadRow("wrong schema", "prompt has no user message whose content is text")
     if not said[-1].replace(PLACEHOLDER, "").strip():
         raise BadRow("empty question", repr(said[-1]))
-    return said[-1]
+    return encodable(said[-1], "prompt")
 
 
 def _video_names(videos: Any) -> list[str]:

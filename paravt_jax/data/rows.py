@@ -102,13 +102,26 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
         raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
 
 
+def from_json(text: str | bytes, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:  # a text may be nested as deep as it is long
+        raise BadRow("wrong schema", f"{name} is no JSON: {problem}") from None
+
+
+def encodable(text: str, name: str) -> str:
+    """The text, if a tokenizer can read it: JSON can spell halves of characters that no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise BadRow("wrong schema", f"{name} is no Unicode text: {problem}") from None
+    return text
+
+
 def object_of(value: Any, name: str) -> dict[str, Any]:
     """A JSON object, whether it was already read or not."""
     if isinstance(value, str | bytes):
-        try:
-            value = json.loads(value)
-        except ValueError as problem:
-            raise BadRow("wrong schema", f"{name} is no JSON: {problem}") from None
+        value = from_json(value, name)
     if not isinstance(value, dict):
         raise BadRow("wrong schema", f"{name} is {type(value).__name__}, expected an object")
     return value

@@ -11,18 +11,29 @@ of it; or "nframes", the number of frames in its overview, for traces that are t
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from paravt_jax.data.hub import local_source
 from paravt_jax.data.prompts import PLACEHOLDER
-from paravt_jax.data.rows import BadRow, found_file, object_of, own_id, read_rows, root_of, unique_id
+from paravt_jax.data.rows import (
+    BadRow,
+    encodable,
+    found_file,
+    from_json,
+    object_of,
+    own_id,
+    read_rows,
+    root_of,
+    unique_id,
+)
 
 COLUMNS = ("messages",)
 MEDIA = ("video", "image")
+MAX_TIME_S = 1e9  # a JSON integer can be too large for a float
 ROLES = ("system", "user", "assistant", "tool")
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -73,31 +84,37 @@ class TraceSet:
 def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> TraceSet:
     """The traces of a .parquet or .jsonl file, or of all .parquet files of a directory, in the order of their names.
 
+    `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
     Relative paths begin from `video_root`, or where that is empty from where the rows are.
     """
-    source = Path(path)
+    source = local_source(path)
     root = root_of(source, video_root)
-    found, bad = read_rows(source, COLUMNS, lambda row: _trace(row, root), max_bad_frac)
+    found, bad = read_rows(
+        source, COLUMNS, lambda row: read_trace(row, lambda name: found_file(name, root)), max_bad_frac
+    )
     ids: set[str] = set()
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in found), bad)
 
 
-def _trace(row: Any, root: Path) -> Trace:
+def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
+    """The trace of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")
-    said = row.get("messages")
-    if isinstance(said, str | bytes):
-        try:
-            said = json.loads(said)
-        except ValueError as problem:
-            raise BadRow("wrong schema", f"messages is no JSON: {problem}") from None
-    if not isinstance(said, list):
-        raise BadRow("wrong schema", f"messages is {type(said).__name__}, expected a list of {{role, content}}")
-    messages = tuple(_message(object_of(message, "a message"), root) for message in said)
+    messages = tuple(_message(message, find) for message in said_in(row))
     _check_turns(messages)
     return Trace(own_id(row) or _content_id(messages), messages)
 
 
-def _message(message: dict[str, Any], root: Path) -> Message:
+def said_in(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row as it has them, whether they were already read or not."""
+    said = row.get("messages")
+    if isinstance(said, str | bytes):
+        said = from_json(said, "messages")
+    if not isinstance(said, list):
+        raise BadRow("wrong schema", f"messages is {type(said).__name__}, expected a list of {{role, content}}")
+    return [object_of(message, "a message") for message in said]
+
+
+def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise BadRow("wrong schema", f"the role {role!r} is none of {', '.join(ROLES)}")
@@ -105,7 +122,7 @@ def _message(message: dict[str, Any], root: Path) -> Message:
         raise BadRow("wrong schema", "calls stand in tool_calls, expected <tool_call> in the text")
     if not isinstance(content, str | list):
         raise BadRow("wrong schema", f"the content of a message is {type(content).__name__}, expected text or parts")
-    parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, root))
+    parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, find))
     read = Message(role, parts)
     num_videos = sum(part.kind == "video" for part in read.media)
     if read.text.count(PLACEHOLDER) > num_videos:
@@ -117,18 +134,21 @@ def _message(message: dict[str, Any], root: Path) -> Message:
     return read
 
 
-def _parts(parts: list[Any], root: Path) -> Iterator[str | Media]:
+def _parts(parts: list[Any], find: Callable[[str], str]) -> Iterator[str | Media]:
     for part in parts:
         part = object_of(part, "a part of a message")
-        kind = str(part.get("type")).removesuffix("_url")
-        value = part.get(part.get("type", ""))
-        if kind == "text" and isinstance(value, str):
-            yield value
+        named = str(part.get("type"))
+        kind, value = named.removesuffix("_url"), part.get(named)
+        if named == "text" and isinstance(value, str):
+            yield encodable(value, "a part of a message")
         elif kind in MEDIA:
             where = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
             if not isinstance(where.get("url"), str) or not where["url"]:
                 raise BadRow("wrong schema", f"a {kind} has no url")
-            yield Media(kind, found_file(where["url"], root), _window(where), _num_frames(where))
+            if kind == "image":
+                yield Media(kind, find(where["url"]))
+            else:
+                yield Media(kind, find(where["url"]), _window(where), _num_frames(where))
         else:
             raise BadRow("wrong schema", f"a part of type {part.get('type')!r} cannot be read")
 
@@ -137,14 +157,16 @@ def _window(where: dict[str, Any]) -> tuple[float, float] | None:
     times: list[Any] = [where.get("start_time"), where.get("end_time")]
     if times == [None, None]:
         return None
-    if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or not 0 <= times[0] < times[1]:
-        raise BadRow("bad window", f"start_time and end_time of a video are {times}")
+    if not all(isinstance(time, int | float) and not isinstance(time, bool) for time in times) or not (
+        0 <= times[0] < times[1] < MAX_TIME_S
+    ):
+        raise BadRow("bad window", f"start_time and end_time of a video are {str(times)[:100]}")
     return float(times[0]), float(times[1])
 
 
 def _num_frames(where: dict[str, Any]) -> int | None:
     count: Any = where.get("nframes")
-    if count is not None and (not isinstance(count, int) or count < 1):
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise BadRow("wrong schema", f"nframes of a video is {count!r}, expected a number of at least 1")
     return count
 
@@ -170,8 +192,13 @@ def _check_turns(messages: tuple[Message, ...]) -> None:
 def _content_id(messages: tuple[Message, ...]) -> str:
     """Of files only the names count: where they lie differs between hosts."""
     content = [
-        [message.role, [part if isinstance(part, str) else [Path(part.path).name, part.window_s, part.num_frames]]]
+        [
+            message.role,
+            [
+                part if isinstance(part, str) else [part.kind, Path(part.path).name, part.window_s, part.num_frames]
+                for part in message.parts
+            ],
+        ]
         for message in messages
-        for part in message.parts
     ]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

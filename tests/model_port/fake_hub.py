@@ -390,15 +390,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 REPO = r"(?P<repo_id>[^/]+/[^/]+)"
+KIND = "(?:models|datasets)"  # one name is one repository here, whatever its kind
 OID = r"(?P<oid>[0-9a-f]{64})"
 ROUTES = [
     ("GET", "/api/whoami-v2", "whoami"),
     ("POST", "/api/repos/create", "create_repo"),
     ("POST", "/api/validate-yaml", "validate_yaml"),
-    ("GET", f"/api/models/{REPO}", "repo_info"),
-    ("GET", f"/api/models/{REPO}/revision/(?P<revision>[^/]+)", "repo_info"),
+    ("GET", f"/api/{KIND}/{REPO}", "repo_info"),
+    ("GET", f"/api/{KIND}/{REPO}/revision/(?P<revision>[^/]+)", "repo_info"),
     ("GET", f"/api/models/{REPO}/auth-check/write", "auth_check"),
-    ("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+)", "tree"),
+    ("GET", f"/api/{KIND}/{REPO}/tree/(?P<revision>[^/]+)", "tree"),
     ("POST", f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", "create_branch"),
     ("POST", f"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
     ("POST", f"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
@@ -407,5 +408,5 @@ ROUTES = [
     ("PUT", f"/lfs/part/{OID}/(?P<number>[0-9]+)", "put_part"),
     ("POST", f"/lfs/complete/{REPO}/{OID}", "complete_parts"),
     ("POST", f"/lfs/verify/{REPO}", "verify_object"),
-    ("GET HEAD", f"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+    ("GET HEAD", f"(?:/datasets)?/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
 ]

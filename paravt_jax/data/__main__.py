@@ -1,0 +1,97 @@
+"""python -m paravt_jax.data materialize | inspect | parallelize [options]"""
+
+import argparse
+import sys
+
+from model_port.cli import add_debug_flag, run_cli
+from model_port.output_dir import exit_on_sigterm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m paravt_jax.data", description="Prepares and looks at data.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|parallelize")
+    summaries = {
+        "materialize": "joins the published sentinel paths to a local directory, as file:// URIs",
+        "inspect": "what a file of rows holds: columns, questions or calls, bad rows, missing files, lengths",
+        "parallelize": "merges sequential tool turns that are independent, and makes frames text",
+    }
+    by_name = {name: commands.add_parser(name, help=text, description=text) for name, text in summaries.items()}
+    _materialize_arguments(by_name["materialize"])
+    _inspect_arguments(by_name["inspect"])
+    _parallelize_arguments(by_name["parallelize"])
+    for command in by_name.values():
+        add_debug_flag(command)
+    args = parser.parse_args()
+    exit_on_sigterm()
+    if args.command == "materialize":
+        from paravt_jax.data import materialize
+
+        warning = materialize.run(args.root, args.parquet_dir, args.output_dir, args.report, args.num_workers)
+        if warning and args.strict:
+            raise ValueError(f"--strict: {warning}")
+        if warning:
+            sys.stdout.flush()
+            print(f"warning: {warning}", file=sys.stderr)
+    elif args.command == "inspect":
+        from paravt_jax.data import inspect
+
+        inspect.run(args.path, args.tokenizer, args.png, args.video_root, args.json)
+    else:
+        from paravt_jax.data import parallelize
+
+        parallelize.run(args)
+
+
+def _materialize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, metavar="R", help="where the archives of videos were unpacked")
+    parser.add_argument("--parquet-dir", required=True, metavar="P", help="the published *.parquet files")
+    parser.add_argument("--output-dir", required=True, metavar="O", help="gets a file of the same name for each")
+    parser.add_argument(
+        "--report", metavar="FILE", help="what was rewritten and what is missing (default O/report.json)"
+    )
+    parser.add_argument(
+        "--num-workers", type=int, default=8, metavar="N", help="threads that look for files (default 8)"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 when a file is missing; all is written before"
+    )
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a .parquet or .jsonl file, a directory, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "--tokenizer",
+        default="tiny",
+        metavar="HF_DIR_OR_ID",
+        help="what lengths are counted with (default: that of the tiny model, whose numbers mean little)",
+    )
+    parser.add_argument("--png", metavar="FILE", help="also draw the lengths there")
+    parser.add_argument("--video-root", default="", metavar="R", help="what relative paths begin from (default: PATH)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything there")
+
+
+def _parallelize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--src", required=True, metavar="S", help="SFT rows: a file, a directory, or OWNER/NAME")
+    parser.add_argument("--dst", required=True, metavar="D", help="where to write them, .parquet or .jsonl")
+    parser.add_argument(
+        "--summaries",
+        metavar="column:NAME|engine:URL",
+        help="where the text comes from that replaces frames: a column of the rows, or an OpenAI-compatible engine "
+        "(URL up to /v1), whose summaries are kept in D with the suffix .summaries.jsonl and not asked for twice; "
+        "without it, rows with frames stay as they are",
+    )
+    parser.add_argument("--model", metavar="NAME", help="of the engine")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the engine's key")
+    parser.add_argument("--report", metavar="FILE", help="counts and reasons (default: D with the suffix .report.json)")
+    parser.add_argument("--max-parallel", type=int, default=5, metavar="N", help="calls in a turn (default 5)")
+    parser.add_argument("--max-concurrent", type=int, default=16, metavar="N", help="requests at once (default 16)")
+    parser.add_argument("--max-attempts", type=int, default=4, metavar="N", help="of one summary (default 4)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="of a summary, thinking included (default 512)"
+    )
+    parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="of an attempt (default 120)")
+    parser.add_argument("--video-root", default="", metavar="R", help="what relative paths begin from (default: S)")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,154 @@
+"""What `inspect` counts is what the rows hold, and a row that a run would leave out is never lost."""
+
+import json
+from itertools import pairwise
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from model_port.tiny import tiny_tokenizer
+from paravt_jax.data.__main__ import main
+from paravt_jax.data.inspect import bars, bins, inspect, plot, text
+
+CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
+ANSWER = "<think>\nIt is red.\n</think>\n<answer>B</answer>"
+
+
+def rl(question_type="mcq", answer="B", video="a.mp4") -> dict:
+    return {
+        "prompt": [{"role": "user", "content": "<video>\nWhich one?"}],
+        "videos": [{"video": video}],
+        "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
+    }
+
+
+def sft(*num_calls: int, question="Which one?") -> dict:
+    said = [("user", question)]
+    for number in num_calls:
+        said += [("assistant", f"<think>\nLook.\n</think>\n{CALL * number}"), *[("tool", "It is red.")] * number]
+    return {"messages": [{"role": role, "content": words} for role, words in [*said, ("assistant", ANSWER)]]}
+
+
+def write_lines(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rl_rows_are_counted_by_question_type_and_bad_ones_by_reason(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"frames")
+    rows = [rl(), rl(), rl("tvg", "[1, 2]"), rl("oe", "red"), rl(video="gone.mp4"), rl("quiz"), rl(answer="a man")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rl.parquet")
+    found = inspect(str(tmp_path / "rl.parquet"))
+    assert (found.kind, found.num_rows) == ("RL", 7)
+    assert found.question_types == {"mcq": 3, "tvg": 1, "oe": 1}  # one with a missing file, whose text can be read
+    assert found.bad == {"missing file": 1, "unknown question type": 1, "unreadable ground truth": 1}
+    assert found.missing == {"gone.mp4"}
+    assert found.columns["extra_info"] == "string" and found.columns["videos"].startswith("list<")
+    assert len(found.lengths) == 5
+
+
+def test_sft_rows_are_counted_by_turns_and_calls(tmp_path):
+    path = write_lines(tmp_path / "sft.jsonl", [sft(), sft(1), sft(1, 3), sft(3), "{\n", sft(question="")])
+    found = inspect(str(path))
+    assert (found.kind, found.num_rows, found.num_rows_with_calls) == ("SFT", 6, 3)
+    assert found.turns == {1: 2, 2: 2, 3: 1}
+    assert found.calls_of_row == {0: 2, 1: 1, 4: 1, 3: 1} and found.calls_of_turn == {1: 2, 3: 2}
+    assert found.num_faulty_calls == 0 and found.bad == {"wrong schema": 1}
+    assert found.columns == {"messages": "list, absent in 1 rows"}
+
+
+def test_lengths_are_those_of_the_text_alone(tmp_path):
+    shown = [{"type": "image_url", "image_url": {"url": "gone.png"}}, {"type": "text", "text": "What is red?"}]
+    messages = [{"role": "user", "content": shown}, {"role": "assistant", "content": ANSWER}]
+    found = inspect(str(write_lines(tmp_path / "sft.jsonl", [{"messages": json.dumps(messages)}])))
+    assert found.lengths == [len(tiny_tokenizer().encode(f"What is red?\n{ANSWER}", add_special_tokens=False).ids)]
+    assert "pictures, videos and the chat template are not counted" in text(found)
+
+
+def test_another_tokenizer_counts_differently(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["Which one?"])
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    path = str(write_lines(tmp_path / "sft.jsonl", [sft()]))
+    assert inspect(path, tokenizer=str(tmp_path / "model")).lengths[0] < inspect(path).lengths[0]
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        inspect(path, tokenizer=str(tmp_path))
+
+
+def test_columns_of_lines_say_what_they_hold_and_where_they_are_absent(tmp_path):
+    rows = [{**sft(), "id": 1}, {**sft(), "id": "x"}, sft()]
+    assert inspect(str(write_lines(tmp_path / "sft.jsonl", rows))).columns == {
+        "messages": "list",
+        "id": "number or text, absent in 1 rows",
+    }
+
+
+@pytest.mark.parametrize("kind", ["RL", "SFT"])
+def test_terminal_record_and_picture_tell_the_same(tmp_path, kind):
+    rows = [rl(video="gone.mp4"), rl("oe", "red", "lost.mp4")] if kind == "RL" else [sft(1), sft(2, 1)]
+    found = inspect(str(write_lines(tmp_path / "rows.jsonl", rows)))
+    record = json.loads(json.dumps(found.to_record()))
+    assert record["kind"] == kind and record["rows"] == 2
+    assert sum(count for _, _, count in record["tokens"]["histogram"]) == len(found.lengths) == 2
+    shown = text(found)
+    assert f"2 {kind} rows" in shown and f"max {max(found.lengths)}" in shown
+    plot(found, tmp_path / "plots" / "rows.png")
+    with Image.open(tmp_path / "plots" / "rows.png") as image:
+        assert image.width > image.height > 300 and len(image.getcolors(1 << 24)) > 10
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=1), st.integers(1, 40))
+def test_every_length_is_in_exactly_one_bin(lengths, max_bins):
+    found = bins(lengths, max_bins)
+    assert sum(bin.count for bin in found) == len(lengths) and len(found) <= max_bins + 1
+    for bin in found:
+        assert bin.count == sum(bin.start <= length and (bin.end is None or length < bin.end) for length in lengths)
+    assert all(before.end == after.start for before, after in pairwise(found))
+
+
+def test_a_few_long_rows_do_not_flatten_the_others():
+    found = bins([100] * 500 + [200] * 498 + [90_000] * 2, 12)
+    assert [(bin.start, bin.end, bin.count) for bin in (found[0], found[-1])] == [(100, 120, 500), (220, None, 2)]
+
+
+def test_bars_are_as_long_as_their_counts_and_what_is_there_can_be_seen():
+    lines = bars([("a", 1000), ("bb", 500), ("c", 1), ("d", 0)])
+    assert lines[0] == f"   a  1,000  {'█' * 40}" and lines[1] == f"  bb    500  {'█' * 20}"
+    assert lines[2] == "   c      1  ▏" and lines[3] == "   d      0"
+
+
+def test_what_is_no_data_is_refused_in_one_sentence(tmp_path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "other.parquet")
+    (tmp_path / "cut.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
+    write_lines(tmp_path / "none.jsonl", [])
+    write_lines(tmp_path / "other.jsonl", [{"text": 1}])
+    for name, problem in {
+        "other.parquet": "holds neither RL rows .* nor SFT rows .* its columns are text",
+        "other.jsonl": "its columns are text",
+        "none.jsonl": "its columns are none",
+        "cut.parquet": "cannot be read as parquet",
+        "empty": r"without \*\.parquet files",
+        "gone.parquet": "does not exist",
+        "rows.csv": "does not exist",
+    }.items():
+        with pytest.raises(ValueError, match=problem) as raised:
+            inspect(str(tmp_path / name))
+        assert "\n" not in str(raised.value)
+
+
+def test_the_command_prints_writes_and_draws(tmp_path, monkeypatch, capsys):
+    path = write_lines(tmp_path / "sft.jsonl", [sft(2), sft()])
+    options = [str(path), "--json", str(tmp_path / "i.json"), "--png", str(tmp_path / "i.png")]
+    monkeypatch.setattr("sys.argv", ["data", "inspect", *options])
+    monkeypatch.setattr("paravt_jax.data.__main__.exit_on_sigterm", lambda: None)
+    main()
+    shown = capsys.readouterr()
+    assert "sft.jsonl: 2 SFT rows" in shown.out and "rows with tool calls: 1 of 2" in shown.out and shown.err == ""
+    assert json.loads((tmp_path / "i.json").read_text())["calls_per_turn"] == {"2": 1}
+    assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
