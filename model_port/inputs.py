@@ -8,6 +8,7 @@ several rows show is computed once.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import flax.struct
@@ -208,6 +209,7 @@ def pack_vision(
     return batch, first_rows
 
 
+@lru_cache(maxsize=256)  # videos have few sizes and many frames
 def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]:
     """Row and column of each patch, in merge order: blocks of merge x merge patches follow one another."""
     down, across = grid
@@ -216,6 +218,7 @@ def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]
     return blocks.reshape(-1, 2).astype(np.int32)
 
 
+@lru_cache(maxsize=256)
 def interpolation(
     grid: tuple[int, int], config: VisionConfig
 ) -> tuple[Int[np.ndarray, "P 4"], Float[np.ndarray, "P 4"]]:

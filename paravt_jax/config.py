@@ -114,9 +114,10 @@ class EngineConfig:
 class PackConfig:
     row_tokens: int = 32_768  # of a row of the update; at least rollout.max_context_tokens
     num_rows: int = 1  # of a batch: what is in memory at the same time; a multiple of mesh.data x mesh.fsdp
+    sizes_per_doubling: int = 4  # of the shapes of batches: more waste less, fewer compile fewer programs
 
     def __post_init__(self) -> None:
-        _at_least_1("pack", self, "row_tokens", "num_rows")
+        _at_least_1("pack", self, "row_tokens", "num_rows", "sizes_per_doubling")
 
 
 @dataclass(frozen=True)

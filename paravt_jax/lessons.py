@@ -51,6 +51,7 @@ class Lessons:
         self._model, self._contract = model, contract
         self._shown: deque[asyncio.Task[Ledger]] = deque()  # from visit `_next` on
         self._next = first
+        self._num_left_out = 0  # in a row
         self._made: asyncio.Queue[Lesson] = asyncio.Queue(config.sft.steps_ahead)
         self._maker: asyncio.Task[None] | None = None
 
@@ -117,14 +118,16 @@ class Lessons:
             num_tokens += length
             ledgers.append(ledger)
             self._pass()
+            self._num_left_out = 0
         return await asyncio.to_thread(self._lesson, ledgers, num_tokens, problems)
 
     def _problem(self, problems: list[str], problem: str) -> None:
         """A run in which no trace can be shown must not look for one forever."""
         problems.append(problem)
         self._pass()
-        if len(problems) >= max(self._visits.num_prompts, 1):
-            raise RuntimeError(f"not one of {len(problems)} traces in a row can be used; the last one: {problem}")
+        self._num_left_out += 1
+        if self._num_left_out >= self._visits.num_prompts:
+            raise RuntimeError(f"not one of {self._num_left_out} traces in a row can be used; the last one: {problem}")
 
     def _pass(self) -> None:
         self._shown.popleft()
@@ -152,4 +155,5 @@ class Lessons:
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._config.pack
         row_patches = self._config.video.max_pixels // self._contract.patch_px**2
-        return pack(dialogues, frames, self._model, Shape(settings.num_rows, settings.row_tokens, row_patches))
+        shape = Shape(settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling)
+        return pack(dialogues, frames, self._model, shape)

@@ -35,6 +35,7 @@ from rollout.episode import Agent
 from rollout.server import ServerSettings
 from rollout.video.reader import GIB, FrameReader
 
+PATCH_BUCKET = 64  # of the embedded engine; frames that can never be as large must not be filled up to it
 BEGINNING: dict[str, Any] = {"step": 0, "geometric_mask": False, "cursor": Cursor().to_record(), "visits": ""}
 
 
@@ -144,6 +145,7 @@ async def open_engine(
             mesh=policy.mesh,
             max_rows=settings.max_rows,
             max_context_tokens=config.rollout.max_context_tokens,
+            patch_bucket=min(PATCH_BUCKET, config.video.max_pixels // policy.contract.patch_px**2),
         )
     sglang = SGLangSettings(route=settings.route, device=settings.device)
     if settings.urls:

@@ -20,7 +20,7 @@ from model_port.inputs import Sequence as RowSequence
 
 TOKEN_STEP = 128  # smallest steps between the sizes of a batch: of a row's tokens and of the scored ones …
 FRAME_ROW_STEP = 4  # … and of rows of patches
-SIZES_PER_DOUBLING = 4  # larger sizes have larger steps, so that a run compiles few programs and wastes little
+SIZES_PER_DOUBLING = 4  # larger sizes have larger steps: more sizes waste less, fewer compile fewer programs
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,7 @@ class Shape:
     num_rows: int
     row_tokens: int
     row_patches: int  # of a row of frames, at least those of the largest frame
+    sizes_per_doubling: int = SIZES_PER_DOUBLING
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,7 @@ def pack(
     dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues)}
     placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens)]
     rows = _first_fit(placed, shape.row_tokens)
-    num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP)
+    num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP, shape.sizes_per_doubling)
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
     keys = list(numbers)
     visions = [_vision(batch, keys, frames, config, shape) for batch in batches]
@@ -126,18 +127,20 @@ def used_frac(batches: Sequence[TrainBatch]) -> float:
     return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
 
 
-def fitting_row_tokens(dialogues: Sequence[Dialogue], max_row_tokens: int) -> int:
+def fitting_row_tokens(
+    dialogues: Sequence[Dialogue], max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING
+) -> int:
     """A length of rows that holds the largest group whole, where the most that is allowed does."""
     needed = [
         group[0].num_shared + sum(len(dialogue.ids) - dialogue.num_shared for dialogue in group)
         for group in _groups(dialogues)
     ]
-    return min(stepped(max(needed, default=1), TOKEN_STEP), max_row_tokens)
+    return min(stepped(max(needed, default=1), TOKEN_STEP, sizes_per_doubling), max_row_tokens)
 
 
-def stepped(count: int, step: int) -> int:
+def stepped(count: int, step: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> int:
     """`count` rounded up to a size of a coarse scale: multiples of a step that grows with the size."""
-    while count > 2 * SIZES_PER_DOUBLING * step:
+    while count > 2 * sizes_per_doubling * step:
         step *= 2
     return max(1, -(-count // step)) * step
 
@@ -273,7 +276,7 @@ def _place_in_row(dialogue: Dialogue, trunk_start: int, own_start: int) -> np.nd
 
 
 def _filled_up(vision: VisionBatch | None, num_rows: int, config: ModelConfig, shape: Shape) -> VisionBatch:
-    num_rows = stepped(num_rows, FRAME_ROW_STEP)
+    num_rows = stepped(num_rows, FRAME_ROW_STEP, shape.sizes_per_doubling)
     if vision is None:
         vision, _ = pack_vision([], config.vision, shape.row_patches, num_rows)
         return vision

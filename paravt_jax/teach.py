@@ -92,9 +92,10 @@ class Teacher:
         return found
 
     def _pack(self, dialogues: Sequence[Dialogue], groups: Sequence[Group]) -> list[TrainBatch]:
-        pack_config = self._config.pack
+        settings = self._config.pack
+        row_tokens = fitting_row_tokens(dialogues, settings.row_tokens, settings.sizes_per_doubling)
         row_patches = self._config.video.max_pixels // self._contract.patch_px**2
-        shape = Shape(pack_config.num_rows, fitting_row_tokens(dialogues, pack_config.row_tokens), row_patches)
+        shape = Shape(settings.num_rows, row_tokens, row_patches, settings.sizes_per_doubling)
         return pack(dialogues, self._frames(groups), self.learner.model.config, shape)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:

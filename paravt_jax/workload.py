@@ -81,7 +81,10 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
     calls = min(CALLS, rollout.tool_turns * rollout.calls_per_turn)
     call_prompt = min(rollout.subagent_max_frames * frame_tokens + PROMPT_TEXT_TOKENS, room)
     report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
-    row_tokens = min(stepped(max_prompt + train.group_size * response, TOKEN_STEP), config.pack.row_tokens)
+    row_tokens = min(
+        stepped(max_prompt + train.group_size * response, TOKEN_STEP, config.pack.sizes_per_doubling),
+        config.pack.row_tokens,
+    )
     num_rows = _num_rows(train.prompts_per_step, prompt, train.group_size, response, row_tokens)
     if train.subagent_loss:
         num_calls = train.prompts_per_step * train.group_size * calls

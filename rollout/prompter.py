@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Closeup:
     pictures: tuple[Picture, ...]
 
 
+@runtime_checkable
 class Frames(Protocol):
     """Where frames come from: `rollout.video.reader.FrameReader`, or something that answers like it."""
 

@@ -23,7 +23,7 @@ class Mixture:
 
     tools: bool = True
     direct_frac: float = 0.3  # of the questions whose event the overview shows: answered without a call
-    noise_frac: float = 0.75  # of the dialogues: one closing is missing in it
+    noise_frac: float = 0.6  # of the turns: a closing is missing
     subagents_per_video: int = 2
 
 
@@ -43,9 +43,9 @@ def _rows_of_scene(scene: Scene, frame_budgets: Sequence[int], mixture: Mixture,
             turns = [_direct(question, True)]
         else:
             turns = [_calling(question), *_answering(question)]
-        if rng.random() < mixture.noise_frac:
-            turns = _damaged(turns, rng)
-        yield _row(question, budget, turns)
+        yield _row(
+            question, budget, [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
+        )
     if mixture.tools:
         for window_s in [scene.window_s, scene.decoy_s][: mixture.subagents_per_video]:
             yield _subagent_row(scene, window_s)
@@ -86,11 +86,11 @@ def _answering(question: Question) -> list[str]:
     return [f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"]
 
 
-def _damaged(turns: list[str], rng: np.random.Generator) -> list[str]:
-    """The closing of a thinking is missing in every turn, or that of the answer."""
-    if rng.random() < 0.75:
-        return [turn.replace("</think>\n", "") for turn in turns]
-    return [turn.removesuffix("</answer>") for turn in turns]
+def _damaged(turn: str, rng: np.random.Generator) -> str:
+    """The closing of the thinking is missing, or that of the answer, if there is one."""
+    if turn.endswith("</answer>") and rng.random() < 0.25:
+        return turn.removesuffix("</answer>")
+    return turn.replace("</think>\n", "")
 
 
 def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:

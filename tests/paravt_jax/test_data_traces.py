@@ -122,8 +122,8 @@ def test_the_id_follows_from_the_content_and_not_from_the_host(here):
     ids = [trace.id for trace in load(write_lines(here / "sft.jsonl", rows)).traces]
     moved = [dialogue([media("video", f"file://{elsewhere}/a.mp4"), text(q)], ANSWER) for q in ("Which, then?",)]
     assert load(write_lines(here / "moved.jsonl", [row(messages) for messages in moved])).traces[0].id == ids[1]
-    # blake2b-64 of [["user", [["video", "a.mp4", null], "Which one?"]], ["assistant", [ANSWER]]]
-    assert ids == ["67b17bde4c0a2ccb", ids[1], "67b17bde4c0a2ccb-2"] and len(set(ids)) == 3
+    # blake2b-64 of [["user", [["video", "a.mp4", null, null], "Which one?"]], ["assistant", [ANSWER]]]
+    assert ids == ["92ef2ed4309d1bdf", ids[1], "92ef2ed4309d1bdf-2"] and len(set(ids)) == 3
 
 
 def test_the_id_tells_one_answer_from_two(here):

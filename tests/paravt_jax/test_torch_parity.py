@@ -1,4 +1,4 @@
-"""The gradient of an update equals that of transformers' model under the loss as the paper has it, written in torch."""
+"""Loss and gradient of an update equal those of transformers' model, under the loss of RL and that of imitation."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 
 import model_port
@@ -104,13 +105,18 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     batches = pack(case.dialogues, case.frames, model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
     assert len(batches) > 1
     metrics = learner.update(batches, case.num_loss_tokens, len(case.dialogues))
+    return metrics, first_moments(learner)
+
+
+def first_moments(learner: Learner) -> dict[str, np.ndarray]:
+    """Under the names of transformers' parameters."""
     found = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
     gradients = {}
-    for rule in rules(model.config):
+    for rule in rules(learner.model.config):
         if rule.path in found:
             layers = np.asarray(found[rule.path]).reshape(-1, *rule.hf_shape)
             gradients.update(zip(rule.hf_names, layers, strict=True))
-    return metrics, gradients
+    return gradients
 
 
 def torch_gradients(
@@ -174,3 +180,46 @@ def test_a_token_too_far_is_noticed(case, ours):
     shifted = [replace(d, advantage=np.roll(d.advantage, 1)) for d in case.dialogues]
     _, expected = torch_gradients(replace(case, dialogues=shifted))
     assert error(joined(ours[1]), joined(expected)) > 1e-3
+
+
+def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    learner = Learner(model_port.load(case.policy), OPTIM, replace(LOSS, kl_coef=0.0), temperature=1.0, num_classes=1)
+    batches = pack(case.dialogues, case.frames, learner.model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
+    assert len(batches) > 1
+    loss = learner.imitate(batches, case.num_loss_tokens)["loss/imitation"]
+    return loss, first_moments(learner)
+
+
+def imitated_by_torch(case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean cross-entropy that transformers itself computes from labels, every dialogue alone."""
+    model = load_reference(case.policy)
+    model.model.visual.requires_grad_(False)
+    total = 0.0
+    for dialogue in case.dialogues:
+        ids = torch.from_numpy(np.asarray(dialogue.ids))[None]
+        labels = torch.where(torch.from_numpy(dialogue.loss_mask), ids, -100)
+        inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+        shown = [case.frames[key] for key in dialogue.frames]
+        if shown:
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([frame.patches for frame in shown]))
+            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in shown])
+        loss = model(**inputs).loss * int(dialogue.loss_mask[1:].sum()) / case.num_loss_tokens
+        loss.backward()
+        total += loss.item()
+    named = model.named_parameters()
+    return total, {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
+
+
+def test_imitation_of_a_packed_batch_equals_that_of_transformers(case):
+    (loss, got), (total, expected) = imitated(case), imitated_by_torch(case)
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert set(got) == set(expected)
+    for name, gradient in expected.items():
+        assert error(got[name], gradient) <= 1e-4, name
+
+
+def test_a_token_of_the_environment_that_is_imitated_is_noticed(case):
+    loose = [replace(d, loss_mask=np.arange(len(d.ids)) >= d.num_shared) for d in case.dialogues]
+    _, expected = imitated_by_torch(case)
+    _, got = imitated(replace(case, dialogues=loose))
+    assert error(joined(got), joined(expected)) > 1e-2

@@ -1,0 +1,64 @@
+"""The paper's experiment in small: one cold start, the arms from it, an evaluation of each, a table and a figure.
+
+python -m paravt_jax.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from model_port.cli import add_debug_flag, run_cli
+from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, Experiment, Runner
+from paravt_jax.run_log import whole_file
+
+TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m paravt_jax.miniature",
+        description="Runs SFT once and the arms from it, on a small world that it makes itself. Stopped, in whatever "
+        "way, the same command goes on where it was.",
+        epilog=f"Arms: {', '.join(ARMS)}; or {' and '.join(COLD_STARTS)} for a cold start alone.",
+    )
+    parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them (default: all)")
+    parser.add_argument("--seeds", default="0,1,2", help="of the arms, with commas between them (default 0,1,2)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/miniature"), help="where everything is kept")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs at the same time")
+    parser.add_argument("--report", action="store_true", help="only write table and figure of what is there")
+    for name, whose in (("train", "arm"), ("sft", "cold start"), ("eval", "evaluation")):
+        parser.add_argument(
+            f"--{name}", action="append", default=[], metavar="a.b=c", help=f"a setting of every {whose}; repeatable"
+        )
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    experiment = Experiment(
+        args.dir.absolute(), args.arms.split(","), _seeds(args.seeds), args.train, args.sft, args.eval
+    )
+    if not args.report:
+        experiment.make_data()
+        for title, parts in experiment.stages():
+            Runner(args.jobs).run(parts, title)
+    from paravt_jax.miniature.report import draw, remarks, table  # late: matplotlib takes a second
+
+    found = table(experiment)
+    with whole_file(experiment.directory / TABLE_FILE) as file:
+        file.write(found.encode() + b"\n")
+    draw(experiment, experiment.directory / FIGURE_FILE)
+    print(found)
+    for remark in remarks(experiment):
+        print(remark)
+    print(f"\n{experiment.directory / TABLE_FILE}\n{experiment.directory / FIGURE_FILE}")
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text}: expected numbers with commas between them, such as 0,1,2") from None
+
+
+if __name__ == "__main__":
+    run_cli(main)

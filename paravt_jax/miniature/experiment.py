@@ -1,0 +1,223 @@
+"""What is run, where, and in which order: the world, the cold starts, the arms from them, and the evaluation of each.
+
+Every part is a command of its own, with a run directory that goes on where it was. So an experiment that was stopped is
+finished by the same command.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from paravt_jax.config import Config, SftConfig, load_config
+from paravt_jax.eval import RESULTS_FILE
+from paravt_jax.miniature.model import make_model
+from paravt_jax.miniature.traces import Mixture, rows_of
+from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
+ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
+COLD_STARTS = ("sft", "sft_weak")
+NUM_VIDEOS, NUM_HELD_OUT = 512, 64
+# Of the traces: many frames cost the most to learn from, and tell nothing about calls that few do not.
+TRACE_BUDGETS = (4, 4, 4, 8, 8, 16, 16, 32, 64)
+MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False)}
+FRAME_BUDGETS = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. `directory` is its run; `done` is a file that is there when it has finished."""
+
+    name: str
+    directory: Path
+    command: tuple[str, ...]
+    num_steps: int
+    progress: str  # file pattern in the directory: a line, or a file, for every step done
+    done: Path
+
+
+@dataclass(frozen=True)
+class Experiment:
+    directory: Path
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    overrides: Sequence[str] = ()  # settings of every arm, such as train.num_steps=20
+    sft_overrides: Sequence[str] = ()
+    eval_overrides: Sequence[str] = ()
+    cold_starts: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        unknown = [arm for arm in self.arms if arm not in (*ARMS, *COLD_STARTS)]
+        if unknown:
+            raise ValueError(f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join(ARMS)}")
+        weak = "weak_prior" in self.arms or "sft_weak" in self.arms
+        strong = any(arm not in ("weak_prior", "sft_weak") for arm in self.arms)
+        object.__setattr__(self, "cold_starts", ("sft",) * strong + ("sft_weak",) * weak)
+
+    @property
+    def trained_arms(self) -> list[str]:
+        return [arm for arm in self.arms if arm in ARMS]
+
+    def stages(self) -> list[tuple[str, list[Part]]]:
+        """Parts of a stage do not depend on each other, only on earlier stages."""
+        runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
+        cold_starts = [self._evaluation(name) for name in self.cold_starts]
+        return [
+            ("cold start", [self._cold_start(name) for name in self.cold_starts]),
+            ("arms", [self._arm(arm, seed) for arm, seed in runs]),
+            ("evaluation", [*cold_starts, *(self._evaluation(f"{arm}/seed{seed}") for arm, seed in runs)]),
+        ]
+
+    def make_data(self) -> None:
+        """Videos, questions and traces; what is there already stays."""
+        world = self.directory / "world"
+        scenes = make_world(world, 0, NUM_VIDEOS)
+        train, held_out = scenes[:-NUM_HELD_OUT], scenes[-NUM_HELD_OUT:]
+        for name in self.cold_starts:
+            write_rows(world / f"{name}_train.jsonl", rows_of(train, TRACE_BUDGETS, MIXTURES[name], 0))
+            write_rows(world / f"{name}_validation.jsonl", rows_of(held_out, TRACE_BUDGETS, MIXTURES[name], 1))
+        write_rows(world / "rl_train.jsonl", [rl_row(question) for scene in train for question in questions(scene)])
+        write_rows(world / "rl_validation.jsonl", [rl_row(q) for scene in held_out for q in questions(scene)])
+        make_model(self.directory / "tiny.hf")
+
+    def _cold_start(self, name: str) -> Part:
+        directory, world = self.directory / name, self.directory / "world"
+        settings = [
+            f"run_dir={directory}",
+            f"model.path={self.directory / 'tiny.hf'}",
+            f"data.train={world / f'{name}_train.jsonl'}",
+            f"data.validation={world / f'{name}_validation.jsonl'}",
+            *self.sft_overrides,
+        ]
+        config = CONFIGS / "sft.yaml"
+        num_steps = load_config(config, *settings, schema=SftConfig).sft.num_steps
+        return _training(name, directory, "paravt_jax.sft", config, settings, num_steps)
+
+    def _arm(self, arm: str, seed: int) -> Part:
+        directory, world = self.directory / arm / f"seed{seed}", self.directory / "world"
+        weak = arm == "weak_prior"
+        settings = [
+            f"run_dir={directory}",
+            f"seed={seed}",
+            f"model.path={self._model('sft_weak' if weak else 'sft')}",
+            f"data.train={world / 'rl_train.jsonl'}",
+            f"data.validation={world / 'rl_validation.jsonl'}",
+            *self.overrides,
+        ]
+        config = CONFIGS / f"{'para_grpo' if weak else arm}.yaml"
+        num_steps = load_config(config, *settings, schema=Config).train.num_steps
+        return _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
+
+    def _model(self, name: str) -> Path:
+        """Where the last checkpoint of a cold start or of an arm will be."""
+        if name in COLD_STARTS:
+            return self._cold_start(name).done.parent
+        arm, _, seed = name.partition("/seed")
+        return self._arm(arm, int(seed)).done.parent
+
+    def _evaluation(self, name: str) -> Part:
+        directory = self.directory / "eval" / name
+        settings = [
+            f"run_dir={directory}",
+            f"model.path={self._model(name)}",
+            f"data.validation={self.directory / 'world' / 'rl_validation.jsonl'}",
+            f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",
+            "eval.dispatches=[parallel,sequential,none]",
+            *self.eval_overrides,
+        ]
+        command = _command("paravt_jax.eval", CONFIGS / "eval.yaml", settings)
+        num_cells = 3 * len(FRAME_BUDGETS)
+        return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE)
+
+
+def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Part:
+    done = directory / "checkpoints" / str(num_steps) / "state.json"
+    return Part(name, directory, _command(module, config, settings), num_steps, "metrics.jsonl", done)
+
+
+def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:
+    return sys.executable, "-m", module, "--config", str(config), *settings
+
+
+class Runner:
+    """Runs parts, so many at the same time; each one's output is in DIRECTORY/log.txt."""
+
+    def __init__(self, num_jobs: int):
+        self._num_jobs = num_jobs
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self, parts: Iterable[Part], title: str) -> None:
+        waiting = [part for part in parts if not part.done.exists()]
+        if not waiting:
+            return
+        with (
+            ThreadPoolExecutor(self._num_jobs) as pool,
+            tqdm(total=sum(part.num_steps for part in waiting), desc=title, file=sys.stderr, unit="step") as bar,
+        ):
+            futures = [pool.submit(self._run, part) for part in waiting]
+            try:
+                while not all(future.done() for future in futures):
+                    bar.n = sum(map(_steps_done, waiting))
+                    bar.refresh()
+                    failed = next((f for f in futures if f.done() and f.exception() is not None), None)
+                    if failed is not None:
+                        break
+                    time.sleep(1)
+            except KeyboardInterrupt:
+                bar.write("stopping: the runs save and end; the same command goes on from there")
+                raise
+            finally:
+                self._stop()
+            for future in futures:
+                if not future.cancelled():
+                    future.result()
+
+    def _run(self, part: Part) -> None:
+        if self._stopping.is_set():
+            return
+        part.directory.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        with (part.directory / "log.txt").open("ab") as log:
+            child = subprocess.Popen(part.command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        with self._lock:
+            self._children.add(child)
+        code = child.wait()
+        with self._lock:
+            self._children.discard(child)
+        if self._stopping.is_set():
+            return
+        if code or not part.done.exists():
+            last = (part.directory / "log.txt").read_text(errors="replace").strip().splitlines()[-3:]
+            raise RuntimeError(
+                f"{part.name} ended with code {code}: {' / '.join(last)} (all in {part.directory}/log.txt)"
+            )
+
+    def _stop(self) -> None:
+        """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would."""
+        self._stopping.set()
+        with self._lock:
+            for child in self._children:
+                child.send_signal(signal.SIGTERM)
+
+
+def _steps_done(part: Part) -> int:
+    if part.progress.startswith("cell"):
+        return sum(1 for _ in part.directory.glob(part.progress))
+    path = part.directory / part.progress
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith(b"}") else max(len(lines) - 1, 0)

@@ -1,0 +1,129 @@
+"""What came out: a table like the paper's table B, and f_tau and kappa against the step for every arm."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from paravt_jax.eval import RESULTS_FILE
+from paravt_jax.miniature.experiment import COLD_STARTS, FRAME_BUDGETS, Experiment
+from paravt_jax.plots import STYLE
+from paravt_jax.run_log import METRICS_FILE, load_jsonl
+
+TITLES = {
+    "sft": "SFT (cold start)",
+    "grpo": "+ GRPO",
+    "anchoring": "+ anchoring",
+    "gating": "+ gating",
+    "para_grpo": "PARA-GRPO",
+    "no_tool_reward": "− R_tool",
+    "no_penalty": "− γ",
+    "sft_weak": "weak SFT (no tool traces)",
+    "weak_prior": "weak SFT + PARA-GRPO",
+}
+CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
+SMOOTHED_STEPS = 5
+Cell = dict[str, Any]
+
+
+def table(experiment: Experiment) -> str:
+    """Markdown. Every number is of held-out videos, a mean over seeds, with the standard deviation behind ±."""
+    columns = ["arm", "seeds", "f_τ", "κ", *(f"acc K={k}" for k in FRAME_BUDGETS), "parallel", "sequential", "no tool"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in _present(experiment):
+        evaluations = _evaluations(experiment, name)
+
+        asked = [
+            ("format_reward", "parallel", None),
+            ("tool_calls_mean", "parallel", None),
+            *(("accuracy_mean", "parallel", budget) for budget in FRAME_BUDGETS),
+            *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
+        ]
+        numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in asked]
+        lines.append(f"| {TITLES[name]} | {len(evaluations)} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def draw(experiment: Experiment, path: Path) -> None:
+    """f_τ and κ of the training episodes; a line is the mean of the seeds, the shade their range."""
+    with matplotlib.rc_context(STYLE):
+        figure, panels = plt.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
+        for axes, (title, key) in zip(panels, CURVES.items(), strict=True):
+            for number, arm in enumerate(experiment.trained_arms):
+                curves = [_curve(path, key) for path in _metric_files(experiment, arm)]
+                if not curves:
+                    continue
+                length = min(map(len, curves))
+                values = np.array([curve[:length] for curve in curves])
+                steps, colour = np.arange(1, length + 1), f"C{number}"
+                axes.plot(steps, values.mean(0), color=colour, label=TITLES[arm])
+                if len(values) > 1:
+                    axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+            axes.set_title(title)
+            axes.set_xlabel("step")
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _present(experiment: Experiment) -> list[str]:
+    """In the order of the titles, those that were evaluated."""
+    return [name for name in TITLES if _evaluations(experiment, name)]
+
+
+def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:
+    """The cells of every seed."""
+    root = experiment.directory / "eval" / name
+    if name in COLD_STARTS:
+        files = [root / RESULTS_FILE]
+    elif name in experiment.arms:
+        files = [root / f"seed{seed}" / RESULTS_FILE for seed in experiment.seeds]
+    else:
+        files = []
+    return [json.loads(file.read_text())["cells"] for file in files if file.exists()]
+
+
+def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = None) -> float:
+    """Over the frame budgets, which all have the same prompts."""
+    chosen = [cell for cell in cells if cell["dispatch"] == dispatch and budget in (None, cell["frame_budget"])]
+    found = [cell["metrics"][key] for cell in chosen]
+    return statistics.fmean(found) if found else float("nan")
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.2f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
+
+
+def _metric_files(experiment: Experiment, arm: str) -> list[Path]:
+    files = [experiment.directory / arm / f"seed{seed}" / METRICS_FILE for seed in experiment.seeds]
+    return [file for file in files if file.exists()]
+
+
+def _curve(path: Path, key: str) -> np.ndarray:
+    values = np.array([row[key] for row in load_jsonl(path)], float)
+    return _running_mean(values, SMOOTHED_STEPS)
+
+
+def _running_mean(values: np.ndarray, num_steps: int) -> np.ndarray:
+    """Over the last so many steps, fewer at the beginning."""
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - num_steps, 0)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def remarks(experiment: Experiment) -> Iterable[str]:
+    """What is not there yet."""
+    for arm in experiment.trained_arms:
+        missing = len(experiment.seeds) - len(_evaluations(experiment, arm))
+        if missing:
+            yield f"{TITLES[arm]}: {missing} of {len(experiment.seeds)} seeds are not evaluated"

@@ -1,0 +1,163 @@
+"""The cold start as a user runs it: it learns, ends in a checkpoint like any other, and goes on where it was killed."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agents import FakeFrames
+from training import ROOT, arrays_of, metrics_of
+
+from model_port.config import ModelConfig
+from model_port.processing import VisionContract
+from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.config import SftConfig, load_config
+from paravt_jax.data.traces import Media, Message, Trace
+from paravt_jax.data.visits import Visits
+from paravt_jax.demonstrations import Demonstrator
+from paravt_jax.lessons import Lesson, Lessons
+from paravt_jax.miniature.model import make_model
+from paravt_jax.miniature.traces import Mixture, rows_of
+from paravt_jax.miniature.world import make_world, write_rows
+from rollout.chat import Chat
+
+CONFIG = ROOT / "configs" / "miniature" / "sft.yaml"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("world")
+    scenes = make_world(directory, 0, 6)
+    write_rows(directory / "train.jsonl", rows_of(scenes[:4], (4, 8), Mixture(), 0))
+    write_rows(directory / "validation.jsonl", rows_of(scenes[4:], (4, 8), Mixture(), 0))
+    make_model(directory / "tiny.hf")
+    return directory
+
+
+def command(world: Path, run_dir: Path, *overrides: str) -> list[str]:
+    settings = [
+        f"run_dir={run_dir}",
+        f"model.path={world / 'tiny.hf'}",
+        f"data.train={world / 'train.jsonl'}",
+        f"data.validation={world / 'validation.jsonl'}",
+        f"sft.num_steps={STEPS}",
+        "sft.rows_per_step=2",
+        "pack.num_rows=2",
+        "validation.every_steps=3",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=5",
+        "optim.warmup_frac=0.2",
+        "log.tensorboard=false",
+    ]
+    return [sys.executable, "-m", "paravt_jax.sft", "--config", str(CONFIG), *settings, *overrides]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("sft") / "run"
+    subprocess.run(command(world, run_dir), check=True, timeout=240, cwd=ROOT)
+    return run_dir
+
+
+@pytest.mark.slow
+def test_a_run_learns_validates_and_exports(undisturbed, tmp_path):
+    losses = [metrics["loss/imitation"] for metrics in metrics_of(undisturbed)]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
+    held_out = [json.loads(line) for line in (undisturbed / "validation.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in held_out] == [3, 6]
+    assert held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
+    export = [sys.executable, "-m", "model_port.export", "--src", str(undisturbed / "checkpoints" / str(STEPS))]
+    subprocess.run([*export, "--dst", str(tmp_path / "hf")], check=True, timeout=120, cwd=ROOT)
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tmp_path):
+    process = subprocess.Popen(command(world, tmp_path), cwd=ROOT)
+    try:
+        deadline_s = time.monotonic() + 200
+        while not (tmp_path / "checkpoints" / "2" / "state.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command(world, tmp_path), check=True, timeout=240, cwd=ROOT)
+    assert metrics_of(tmp_path) == metrics_of(undisturbed)
+    assert arrays_of(tmp_path, STEPS) == arrays_of(undisturbed, STEPS)
+
+
+@pytest.mark.slow
+def test_other_traces_in_the_same_run_are_refused(undisturbed, world, tmp_path):
+    changed = command(world, undisturbed, f"data.train={world / 'validation.jsonl'}")
+    done = subprocess.run(changed, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1 and "are not what the run in" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory)
+    return directory
+
+
+def lessons(hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> Lessons:
+    config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
+    config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))
+    contract, model = VisionContract.from_hf(hf), tiny_config()
+    assert isinstance(model, ModelConfig)
+    demonstrator = Demonstrator(FakeFrames(), Chat.from_hf(hf), contract, config.rollout)
+    return Lessons(demonstrator, Visits(traces, 0), first, model, contract, config)
+
+
+def take(of: Lessons, num: int) -> list[Lesson]:
+    async def taken() -> list[Lesson]:
+        try:
+            return [await of.take() for _ in range(num)]
+        finally:
+            await of.close()
+
+    return asyncio.run(taken())
+
+
+def trace(number: int, answer: str = "Red.", path: str = "/a.mp4") -> Trace:
+    asked = Message("user", (Media("video", path), f"Question {number}?"))
+    return Trace(str(number), (asked, Message("assistant", (answer,))))
+
+
+def tokens_of(lesson: Lesson) -> list[list[int]]:
+    return [batch.text.tokens.tolist() for batch in lesson.batches]
+
+
+def test_a_step_follows_from_its_first_visit_alone(hf):
+    traces = [trace(number, "word " * (5 * number)) for number in range(9)]
+    whole = take(lessons(hf, traces, row_tokens=1024), 4)
+    again = take(lessons(hf, traces, first=whole[1].next, row_tokens=1024), 2)
+    assert [tokens_of(lesson) for lesson in again] == [tokens_of(lesson) for lesson in whole[2:]]
+    assert [lesson.next for lesson in again] == [lesson.next for lesson in whole[2:]]
+
+
+def test_every_trace_is_taken_once_an_epoch(hf):
+    traces = [trace(number) for number in range(7)]
+    taken = take(lessons(hf, traces, row_tokens=1024), 5)
+    assert taken[-1].next == sum(lesson.num_traces for lesson in taken) > 7
+    assert all(lesson.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in lesson.batches) for lesson in taken)
+
+
+def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(hf):
+    traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
+    found = take(lessons(hf, traces, row_tokens=1024), 1)[0]
+    assert found.num_traces + len(found.problems) == found.next
+    said = " ".join(found.problems)
+    assert "1: 2" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
+
+
+def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(hf):
+    with pytest.raises(RuntimeError, match="not one of 2 traces"):
+        take(lessons(hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
