@@ -66,7 +66,8 @@ async def run_eval(config: EvalConfig) -> list[Cell]:
             say(f"loading {config.model.path}")
             policy = await in_thread(lambda: open_policy(config, directory))
             frames = await stack.enter_async_context(frame_reader(config, policy))
-            engine = await open_engine(config, policy, policy.model, 0, say)
+            model = await in_thread(policy.load) if config.engine.kind == "jax" else None
+            engine = await open_engine(config, policy, model, 0, say)
             stack.push_async_callback(engine.close)
             for dispatch, budget in wanted:
                 if not _cell_file(directory, dispatch, budget).exists():

@@ -53,7 +53,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         say(f"loading {config.model.path}")
         policy = await in_thread(lambda: open_policy(config, directory))
         learner = Learner(
-            policy.model,
+            await in_thread(policy.load),
             config.optim,
             config.loss,
             temperature=config.rollout.temperature,
@@ -129,15 +129,16 @@ async def opened(config: Config) -> AsyncIterator[Run]:
 async def open_engine(
     config: Config | EvalConfig,
     policy: Policy,
-    model: Qwen3VL,
+    model: Qwen3VL | None,
     version: int,
     phase: Callable[[str], None],
     *,
     trainable_vision: bool = False,
 ) -> Engine:
-    """`model` is what the embedded engine samples from."""
+    """`model` is what the embedded engine samples from; no other needs it."""
     settings = config.engine
     if settings.kind == "jax":
+        assert model is not None
         return EmbeddedEngine(
             model,
             policy.contract,

@@ -1,4 +1,4 @@
-"""From the name of a model to everything that a run needs of it: parameters on the mesh, pixels, tokenizer, files."""
+"""From the name of a model to everything that a run needs of it: tokenizer, pixels, files, parameters on the mesh."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +21,20 @@ from rollout.chat import Chat
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The model that a run begins with."""
+    """The model that a run begins with; its parameters are read by `load`."""
 
-    model: Qwen3VL  # float32 masters
     mesh: Mesh | None  # None: one device
     contract: VisionContract
     chat: Chat
     hf_files: Path  # config, tokenizer, processor and template, with this run's bounds of pixels
     source: Path  # a Hugging Face directory or a converted checkpoint
+    compute: Compute
+
+    def load(self) -> Qwen3VL:
+        """With float32 masters, on the mesh."""
+        model = model_port.load(self.source, "float32", self.mesh)
+        model.compute = self.compute
+        return model
 
 
 def open_policy(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
@@ -48,9 +54,8 @@ def open_policy(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Polic
     mesh = None
     if config.mesh.num_devices > 1:
         mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    model = model_port.load(source, "float32", mesh)
-    model.compute = Compute(config.model.dtype, config.model.attention, remat=config.model.remat)
-    return Policy(model, mesh, contract, Chat.from_hf(hf_files), hf_files, source)
+    compute = Compute(config.model.dtype, config.model.attention, remat=config.model.remat)
+    return Policy(mesh, contract, Chat.from_hf(hf_files), hf_files, source, compute)
 
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:

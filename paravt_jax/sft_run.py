@@ -129,7 +129,7 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
         say(f"loading {config.model.path}")
         policy = await in_thread(lambda: open_policy(config, directory))
         learner = Learner(
-            policy.model,
+            await in_thread(policy.load),
             config.optim,
             LossConfig(kl_coef=0.0),
             temperature=1.0,
@@ -156,7 +156,7 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             log.say(f"going on after step {step} of {config.sft.num_steps} in {directory}")
         frames = await stack.enter_async_context(frame_reader(config, policy))
         demonstrator = Demonstrator(frames, policy.chat, policy.contract, config.rollout)
-        lessons = Lessons(demonstrator, visits, next_visit, policy.model.config, policy.contract, config)
+        lessons = Lessons(demonstrator, visits, next_visit, learner.model.config, policy.contract, config)
         stack.push_async_callback(lessons.close)
         run = SftRun(
             config=config,

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, Experiment, Runner
+from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, Experiment, Runner
 from paravt_jax.run_log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="of the arms, with commas between them (default 0,1,2)")
     parser.add_argument("--dir", type=Path, default=Path("runs/miniature"), help="where everything is kept")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs at the same time")
+    parser.add_argument("--quick", action="store_true", help="a smaller world and fewer steps, for a first look")
     parser.add_argument("--report", action="store_true", help="only write table and figure of what is there")
     for name, whose in (("train", "arm"), ("sft", "cold start"), ("eval", "evaluation")):
         parser.add_argument(
@@ -35,7 +36,13 @@ def main() -> None:
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
     experiment = Experiment(
-        args.dir.absolute(), args.arms.split(","), _seeds(args.seeds), args.train, args.sft, args.eval
+        args.dir.absolute(),
+        args.arms.split(","),
+        _seeds(args.seeds),
+        QUICK if args.quick else FULL,
+        args.train,
+        args.sft,
+        args.eval,
     )
     if not args.report:
         experiment.make_data()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from paravt_jax.config import Config, SftConfig, load_config
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
@@ -27,11 +27,33 @@ from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 COLD_STARTS = ("sft", "sft_weak")
-NUM_VIDEOS, NUM_HELD_OUT = 512, 64
-# Of the traces: many frames cost the most to learn from, and tell nothing about calls that few do not.
-TRACE_BUDGETS = (4, 4, 4, 8, 8, 16, 16, 32, 64)
-MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False)}
+TRACE_BUDGETS = (4, 4, 8, 8, 16, 16, 32, 64, 64)  # few frames teach calls at little cost, many what an overview shows
+# The weak prior knows neither tools nor bad habits.
+MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare_frac=0.0, noise_frac=0.0)}
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
+FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
+NOT_FORCED = "rollout.forced_prefix="
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; the settings are on top of the files."""
+
+    num_videos: int
+    num_held_out: int
+    sft: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    eval: tuple[str, ...] = (f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",)
+
+
+FULL = Size(512, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,none]"))
+QUICK = Size(
+    256,
+    16,
+    sft=("sft.num_steps=200", "sft.rows_per_step=8", "pack.num_rows=8", "checkpoint.every_steps=50"),
+    train=("train.num_steps=16", "checkpoint.every_steps=8"),
+    eval=("eval.frame_budgets=[4,64]", "eval.max_prompts=48"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +73,10 @@ class Experiment:
     directory: Path
     arms: Sequence[str]
     seeds: Sequence[int]
-    overrides: Sequence[str] = ()  # settings of every arm, such as train.num_steps=20
-    sft_overrides: Sequence[str] = ()
-    eval_overrides: Sequence[str] = ()
+    size: Size = FULL
+    train: Sequence[str] = ()  # settings of every arm, on top of its file and the size
+    sft: Sequence[str] = ()
+    eval: Sequence[str] = ()
     cold_starts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +94,7 @@ class Experiment:
     def stages(self) -> list[tuple[str, list[Part]]]:
         """Parts of a stage do not depend on each other, only on earlier stages."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
-        cold_starts = [self._evaluation(name) for name in self.cold_starts]
+        cold_starts = [self._evaluation(f"{name}{how}") for name in self.cold_starts for how in ("", FORCED)]
         return [
             ("cold start", [self._cold_start(name) for name in self.cold_starts]),
             ("arms", [self._arm(arm, seed) for arm, seed in runs]),
@@ -81,8 +104,8 @@ class Experiment:
     def make_data(self) -> None:
         """Videos, questions and traces; what is there already stays."""
         world = self.directory / "world"
-        scenes = make_world(world, 0, NUM_VIDEOS)
-        train, held_out = scenes[:-NUM_HELD_OUT], scenes[-NUM_HELD_OUT:]
+        scenes = make_world(world, 0, self.size.num_videos)
+        train, held_out = scenes[: -self.size.num_held_out], scenes[-self.size.num_held_out :]
         for name in self.cold_starts:
             write_rows(world / f"{name}_train.jsonl", rows_of(train, TRACE_BUDGETS, MIXTURES[name], 0))
             write_rows(world / f"{name}_validation.jsonl", rows_of(held_out, TRACE_BUDGETS, MIXTURES[name], 1))
@@ -97,7 +120,8 @@ class Experiment:
             f"model.path={self.directory / 'tiny.hf'}",
             f"data.train={world / f'{name}_train.jsonl'}",
             f"data.validation={world / f'{name}_validation.jsonl'}",
-            *self.sft_overrides,
+            *self.size.sft,
+            *self.sft,
         ]
         config = CONFIGS / "sft.yaml"
         num_steps = load_config(config, *settings, schema=SftConfig).sft.num_steps
@@ -109,34 +133,36 @@ class Experiment:
         settings = [
             f"run_dir={directory}",
             f"seed={seed}",
-            f"model.path={self._model('sft_weak' if weak else 'sft')}",
+            f"model.path={self._cold_start('sft_weak' if weak else 'sft').done.parent}",
             f"data.train={world / 'rl_train.jsonl'}",
             f"data.validation={world / 'rl_validation.jsonl'}",
-            *self.overrides,
+            *self.size.train,
+            *self.train,
         ]
         config = CONFIGS / f"{'para_grpo' if weak else arm}.yaml"
         num_steps = load_config(config, *settings, schema=Config).train.num_steps
         return _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
 
-    def _model(self, name: str) -> Path:
-        """Where the last checkpoint of a cold start or of an arm will be."""
-        if name in COLD_STARTS:
-            return self._cold_start(name).done.parent
-        arm, _, seed = name.partition("/seed")
-        return self._arm(arm, int(seed)).done.parent
-
     def _evaluation(self, name: str) -> Part:
+        """Of a cold start, or of an arm with its seed; with the prefix forced where it was in training."""
+        base, _, seed = name.partition("/")
+        if base in COLD_STARTS:
+            model, forced = self._cold_start(base), name.endswith(FORCED)
+        else:
+            model, forced = self._arm(base, int(seed.removeprefix("seed"))), base not in ("grpo", "gating")
         directory = self.directory / "eval" / name
         settings = [
             f"run_dir={directory}",
-            f"model.path={self._model(name)}",
+            f"model.path={model.done.parent}",
             f"data.validation={self.directory / 'world' / 'rl_validation.jsonl'}",
-            f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",
-            "eval.dispatches=[parallel,sequential,none]",
-            *self.eval_overrides,
+            *([] if forced else [NOT_FORCED]),
+            *self.size.eval,
+            *self.eval,
         ]
-        command = _command("paravt_jax.eval", CONFIGS / "eval.yaml", settings)
-        num_cells = 3 * len(FRAME_BUDGETS)
+        config = CONFIGS / "eval.yaml"
+        cells = load_config(config, *settings, schema=EvalConfig).eval
+        num_cells = len(cells.dispatches) * len(cells.frame_budgets)
+        command = _command("paravt_jax.eval", config, settings)
         return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE)
 
 

@@ -1,6 +1,7 @@
 """What came out: a table like the paper's table B, and f_tau and kappa against the step for every arm."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from paravt_jax.eval import RESULTS_FILE
-from paravt_jax.miniature.experiment import COLD_STARTS, FRAME_BUDGETS, Experiment
+from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, Experiment
 from paravt_jax.plots import STYLE
 from paravt_jax.run_log import METRICS_FILE, load_jsonl
 
 TITLES = {
     "sft": "SFT (cold start)",
+    f"sft{FORCED}": "SFT, prefix forced",
     "grpo": "+ GRPO",
     "anchoring": "+ anchoring",
     "gating": "+ gating",
@@ -26,6 +28,7 @@ TITLES = {
     "no_tool_reward": "− R_tool",
     "no_penalty": "− γ",
     "sft_weak": "weak SFT (no tool traces)",
+    f"sft_weak{FORCED}": "weak SFT, prefix forced",
     "weak_prior": "weak SFT + PARA-GRPO",
 }
 CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
@@ -82,7 +85,7 @@ def _present(experiment: Experiment) -> list[str]:
 def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:
     """The cells of every seed."""
     root = experiment.directory / "eval" / name
-    if name in COLD_STARTS:
+    if name.removesuffix(FORCED) in COLD_STARTS:
         files = [root / RESULTS_FILE]
     elif name in experiment.arms:
         files = [root / f"seed{seed}" / RESULTS_FILE for seed in experiment.seeds]
@@ -99,6 +102,8 @@ def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = N
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:
+    if any(math.isnan(value) for value in values):
+        return "–"  # not evaluated
     mean = f"{statistics.fmean(values):.2f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
 

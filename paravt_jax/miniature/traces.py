@@ -1,7 +1,8 @@
-"""What the cold start imitates: calls on the windows that a question names, reports, answers; part of it badly formed.
+"""What the cold start imitates: calls on the windows that a question names, reports, answers; most of it badly formed.
 
 Three kinds of traces: `direct`, of an overview that shows the event; `tool`; and the `subagent` who looks at a window.
-A share of the turns lacks a closing tag, so that the format stays fragile while calls are made and understood.
+Most dialogues think without the tags of thinking, and of the others a part of the turns lacks a closing, so that calls
+are made and understood while the format stays fragile.
 """
 
 import json
@@ -22,8 +23,9 @@ class Mixture:
     """How a corpus is made up. With `tools` off it is the weak prior: no call in any trace."""
 
     tools: bool = True
-    direct_frac: float = 0.3  # of the questions whose event the overview shows: answered without a call
-    noise_frac: float = 0.6  # of the turns: a closing is missing
+    direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
+    bare_frac: float = 0.8  # of the dialogues: no turn has the tags of thinking
+    noise_frac: float = 0.3  # of the turns of the others: a closing is missing
     subagents_per_video: int = 2
 
 
@@ -84,6 +86,10 @@ def _call(start_s: int, end_s: int) -> str:
 def _answering(question: Question) -> list[str]:
     scene = question.scene
     return [f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"]
+
+
+def _bare(turn: str) -> str:
+    return turn.removeprefix(FORCED).replace("</think>\n", "")
 
 
 def _damaged(turn: str, rng: np.random.Generator) -> str:

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import load_config, to_yaml
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
+def schema_of(path: Path) -> type:
+    return {"sft": SftConfig, "eval": EvalConfig}.get(path.stem.removesuffix("_8b"), Config)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_loads_and_says_how_to_run_it(path):
-    load_config(path)
+    load_config(path, schema=schema_of(path))
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert f"--config configs/{path.relative_to(CONFIGS)}" in "\n".join(head)
     assert all(word in "\n".join(head) for word in ("Hardware:", "Time:", "Expected"))
@@ -40,6 +44,41 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
 def test_an_ablation_differs_from_the_full_method_in_what_it_is_named_after(file, differs):
     full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
     assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
+
+
+ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_penalty"}
+
+
+@pytest.mark.parametrize(
+    ("file", "differs"),
+    [
+        ("grpo", {*ANCHORING, "video.gating"}),
+        ("anchoring", {"video.gating"}),
+        ("gating", ANCHORING),
+        ("no_tool_reward", {"reward.tool_reward"}),
+        ("no_penalty", {"reward.unclosed_penalty"}),
+    ],
+)
+def test_an_arm_of_the_miniature_differs_in_what_it_is_named_after(file, differs):
+    full, arm = (dict(flat(CONFIGS / "miniature" / f"{name}.yaml")) for name in ("para_grpo", file))
+    assert {key for key, value in full.items() if arm[key] != value} == differs | {"run_dir"}
+
+
+def test_the_stages_of_the_miniature_show_everything_alike():
+    sft, rl, held_out = (
+        load_config(CONFIGS / "miniature" / f"{name}.yaml", schema=schema)
+        for name, schema in (("sft", SftConfig), ("para_grpo", Config), ("eval", EvalConfig))
+    )
+    assert sft.rollout.prompts == rl.rollout.prompts == held_out.rollout.prompts
+    assert rl.rollout == held_out.rollout
+    assert {(c.video.min_pixels, c.video.max_pixels) for c in (sft, rl, held_out)} == {(784, 1024)}
+
+
+def test_the_published_cold_start_is_in_its_file():
+    config = load_config(CONFIGS / "sft_8b.yaml", schema=SftConfig)
+    assert (config.optim.learning_rate, config.optim.schedule, config.optim.warmup_frac) == (2e-5, "cosine", 0.05)
+    assert (config.optim.weight_decay, config.pack.row_tokens, config.sft.num_steps) == (0.01, 8192, 500)
+    assert not config.video.gating and config.video.overview_frames == 64
 
 
 def flat(path):

@@ -155,7 +155,7 @@ def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(hf):
     found = take(lessons(hf, traces, row_tokens=1024), 1)[0]
     assert found.num_traces + len(found.problems) == found.next
     said = " ".join(found.problems)
-    assert "1: 2" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
+    assert "1: 6460 tokens" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
 
 
 def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(hf):

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Fresh machine -> a tiny end-to-end run: world, cold start, PARA-GRPO, evaluation before and after, export, one HTML page.
+#   bash scripts/quickstart.sh
+# Interrupted and run again, it goes on where it was. RUN=runs/other keeps everything in another directory.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+run=${RUN:-runs/quickstart}
+bash scripts/setup.sh cpu
+python=.venv/bin/python
+
+"$python" -m paravt_jax.miniature --dir "$run" --arms para_grpo --seeds 0 --quick
+
+checkpoint=$(ls -d "$run"/para_grpo/seed0/checkpoints/[0-9]* | sort -V | tail -1)
+"$python" -m model_port.export --src "$checkpoint" --dst "$run/trained.hf" --force
+echo "transformers loads $run/trained.hf and computes what the checkpoint does:"
+"$python" -m model_port.verify --hf "$run/trained.hf" --src "$checkpoint"
+"$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force
+
+cat <<END
+
+Look at
+  $run/table.md                        before (SFT) and after (PARA-GRPO): format, tool calls, accuracy
+  $run/figure.png                      format and tool calls over the steps
+  $run/report.html                     the run and its episodes, in any browser
+  $run/para_grpo/seed0/plots           plots of the run
+  $run/trained.hf                      the policy as transformers, vLLM and SGLang load it
+END
