@@ -27,7 +27,7 @@ from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 COLD_STARTS = ("sft", "sft_weak")
-TRACE_BUDGETS = (4, 4, 8, 8, 16, 16, 32, 64, 64)  # few frames teach calls at little cost, many what an overview shows
+TRACE_BUDGETS = (4, 8, 16, 32, 64, 64)  # few frames teach calls at little cost, many what an overview shows
 # The weak prior knows neither tools nor bad habits.
 MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare_frac=0.0, noise_frac=0.0)}
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
@@ -226,10 +226,9 @@ class Runner:
         if self._stopping.is_set():
             return
         if code or not part.done.exists():
-            last = (part.directory / "log.txt").read_text(errors="replace").strip().splitlines()[-3:]
-            raise RuntimeError(
-                f"{part.name} ended with code {code}: {' / '.join(last)} (all in {part.directory}/log.txt)"
-            )
+            log_file = part.directory / "log.txt"
+            last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log_file})")
 
     def _stop(self) -> None:
         """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would."""

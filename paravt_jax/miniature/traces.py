@@ -16,6 +16,7 @@ from paravt_jax.miniature.world import DURATION_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
+NOTHING = "No color is shown."
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Mixture:
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
     bare_frac: float = 0.8  # of the dialogues: no turn has the tags of thinking
     noise_frac: float = 0.3  # of the turns of the others: a closing is missing
-    subagents_per_video: int = 2
+    missed_frac: float = 0.25  # of the events: the sub-agent who looks at them reports nothing
 
 
 def rows_of(scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int) -> list[dict[str, Any]]:
@@ -38,28 +39,31 @@ def _rows_of_scene(scene: Scene, frame_budgets: Sequence[int], mixture: Mixture,
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     for question in questions(scene):
         budget = int(rng.choice(frame_budgets))
-        seen = _overview_shows(scene, budget)
+        seen = overview_shows(scene, budget)
         if not mixture.tools:
             turns = [_direct(question, seen)]
         elif seen and rng.random() < mixture.direct_frac:
             turns = [_direct(question, True)]
         else:
             turns = [_calling(question), *_answering(question)]
-        yield _row(
-            question, budget, [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
-        )
+        if rng.random() < mixture.bare_frac:
+            turns = [_bare(turn) for turn in turns]
+        else:
+            turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
+        yield _row(question, budget, turns)
     if mixture.tools:
-        for window_s in [scene.window_s, scene.decoy_s][: mixture.subagents_per_video]:
-            yield _subagent_row(scene, window_s)
+        missed = rng.random() < mixture.missed_frac
+        yield _subagent_row(scene, scene.window_s, NOTHING if missed else report(scene, scene.window_s))
+        yield _subagent_row(scene, scene.decoy_s, NOTHING)
 
 
 def report(scene: Scene, window_s: tuple[int, int]) -> str:
     if window_s == scene.window_s:
         return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
-    return "No color is shown."
+    return NOTHING
 
 
-def _overview_shows(scene: Scene, budget: int) -> bool:
+def overview_shows(scene: Scene, budget: int) -> bool:
     return any(scene.start_s <= int(time_s) < scene.end_s for time_s in overview_times(DURATION_S, budget))
 
 
@@ -113,8 +117,8 @@ def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def _subagent_row(scene: Scene, window_s: tuple[int, int]) -> dict[str, Any]:
+def _subagent_row(scene: Scene, window_s: tuple[int, int], reported: str) -> dict[str, Any]:
     start_s, end_s = window_s
     part = {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}
-    said = {"role": "assistant", "content": report(scene, window_s)}
+    said = {"role": "assistant", "content": reported}
     return {"messages": [{"role": "user", "content": [part]}, said]}

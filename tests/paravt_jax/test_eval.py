@@ -1,0 +1,90 @@
+"""An evaluation is made of cells that are kept, and counts what is missing apart from what is wrong."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from training import ROOT
+
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.eval import RESULTS_FILE, run_eval, table
+from paravt_jax.miniature.model import make_model
+from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """Two videos, the second of which cannot be decoded."""
+    directory = tmp_path_factory.mktemp("world")
+    scenes = make_world(directory, 0, 2)
+    write_rows(directory / "rl.jsonl", [rl_row(question) for scene in scenes for question in questions(scene)[:3]])
+    (directory / scenes[1].video).write_bytes(b"no video")
+    make_model(directory / "tiny.hf")
+    return directory
+
+
+def config_of(world: Path, *overrides: str) -> EvalConfig:
+    settings = [
+        f"run_dir={world / 'eval'}",
+        f"model.path={world / 'tiny.hf'}",
+        f"data.validation={world / 'rl.jsonl'}",
+        "rollout.max_new_tokens=24",
+        "engine.max_rows=8",
+        "eval.frame_budgets=[2,4]",
+        "eval.dispatches=[parallel,none]",
+        "eval.num_samples=2",
+    ]
+    return load_config(ROOT / "configs" / "miniature" / "eval.yaml", *settings, *overrides, schema=EvalConfig)
+
+
+@pytest.fixture(scope="module")
+def cells(world):
+    return asyncio.run(run_eval(config_of(world)))
+
+
+@pytest.mark.slow
+def test_every_dispatch_and_budget_is_a_cell(cells, world):
+    assert [(cell["dispatch"], cell["frame_budget"]) for cell in cells] == [
+        ("parallel", 2),
+        ("parallel", 4),
+        ("none", 2),
+        ("none", 4),
+    ]
+    assert json.loads((world / "eval" / RESULTS_FILE).read_text())["cells"] == cells
+    assert len(table(cells).splitlines()) == 2 + 4
+    episodes = [json.loads(line) for line in (world / "eval" / "episodes_none_4.jsonl").read_text().splitlines()]
+    assert len(episodes) == 6 * 2 and all("turns" in episode or episode["missing"] for episode in episodes)
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_counted_and_never_wrong(cells):
+    for cell in cells:
+        metrics = cell["metrics"]
+        assert (metrics["num_episodes"], metrics["num_missing"]) == (6, 6)
+        by_type = cell["by_type"].values()
+        assert sum(of_type["num_missing"] for of_type in by_type) == 6
+        assert metrics["accuracy_mean"] == pytest.approx(sum(of_type["accuracy_mean"] for of_type in by_type) / 3)
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_does_only_what_is_not_done(cells, world):
+    (world / "eval" / "cell_none_2.json").unlink()
+    kept = {path: path.stat().st_mtime_ns for path in (world / "eval").glob("cell_*.json")}
+    assert asyncio.run(run_eval(config_of(world))) == cells  # the same again: sampling follows from the seed
+    assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
+
+
+@pytest.mark.slow
+def test_cells_of_other_settings_are_not_mixed(cells, world):
+    with pytest.raises(ValueError, match=r"other settings \(rollout\); choose another run_dir"):
+        asyncio.run(run_eval(config_of(world, "rollout.temperature=0.5")))
+
+
+def test_settings_that_contradict_each_other_are_refused(world):
+    with pytest.raises(ValueError, match=r"eval\.num_samples=2 repeats one answer"):
+        config_of(world, "rollout.temperature=0")
+    with pytest.raises(ValueError, match=r"data\.validation is empty"):
+        config_of(world, "data.validation=")
+    with pytest.raises(ValueError, match=r"eval\.frame_budgets"):
+        config_of(world, "eval.frame_budgets=[0]")
