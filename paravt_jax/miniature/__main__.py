@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, Experiment, Runner
+from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner
 from paravt_jax.run_log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
@@ -19,9 +19,9 @@ def main() -> None:
         prog="python -m paravt_jax.miniature",
         description="Runs SFT once and the arms from it, on a small world that it makes itself. Stopped, in whatever "
         "way, the same command goes on where it was.",
-        epilog=f"Arms: {', '.join(ARMS)}; or {' and '.join(COLD_STARTS)} for a cold start alone.",
+        epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; or {' and '.join(COLD_STARTS)} for a cold start alone.",
     )
-    parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them (default: all)")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"with commas between them (default {','.join(ARMS)})")
     parser.add_argument("--seeds", default="0,1,2", help="of the arms, with commas between them (default 0,1,2)")
     parser.add_argument("--dir", type=Path, default=Path("runs/miniature"), help="where everything is kept")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs at the same time")

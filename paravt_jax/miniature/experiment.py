@@ -26,11 +26,13 @@ from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
+READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
 COLD_STARTS = ("sft", "sft_weak")
 TRACE_BUDGETS = (4, 8, 16, 32, 64, 64)  # few frames teach calls at little cost, many what an overview shows
 # The weak prior knows neither tools nor bad habits.
 MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare_frac=0.0, noise_frac=0.0)}
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
+UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
 
@@ -80,16 +82,18 @@ class Experiment:
     cold_starts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        unknown = [arm for arm in self.arms if arm not in (*ARMS, *COLD_STARTS)]
+        unknown = [arm for arm in self.arms if arm not in (*ARMS, *READINGS, *COLD_STARTS)]
         if unknown:
-            raise ValueError(f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join(ARMS)}")
+            raise ValueError(
+                f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join((*ARMS, *READINGS))}"
+            )
         weak = "weak_prior" in self.arms or "sft_weak" in self.arms
         strong = any(arm not in ("weak_prior", "sft_weak") for arm in self.arms)
         object.__setattr__(self, "cold_starts", ("sft",) * strong + ("sft_weak",) * weak)
 
     @property
     def trained_arms(self) -> list[str]:
-        return [arm for arm in self.arms if arm in ARMS]
+        return [arm for arm in self.arms if arm not in COLD_STARTS]
 
     def stages(self) -> list[tuple[str, list[Part]]]:
         """Parts of a stage do not depend on each other, only on earlier stages."""
@@ -149,7 +153,7 @@ class Experiment:
         if base in COLD_STARTS:
             model, forced = self._cold_start(base), name.endswith(FORCED)
         else:
-            model, forced = self._arm(base, int(seed.removeprefix("seed"))), base not in ("grpo", "gating")
+            model, forced = self._arm(base, int(seed.removeprefix("seed"))), base not in UNFORCED
         directory = self.directory / "eval" / name
         settings = [
             f"run_dir={directory}",

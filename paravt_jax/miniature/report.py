@@ -27,6 +27,8 @@ TITLES = {
     "para_grpo": "PARA-GRPO",
     "no_tool_reward": "− R_tool",
     "no_penalty": "− γ",
+    "grpo_tool_reward": "+ GRPO with R_tool",
+    "sequence_credit": "PARA-GRPO, sequence credit",
     "sft_weak": "weak SFT (no tool traces)",
     f"sft_weak{FORCED}": "weak SFT, prefix forced",
     "weak_prior": "weak SFT + PARA-GRPO",

@@ -52,11 +52,13 @@ ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_p
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        ("grpo", {*ANCHORING, "video.gating"}),
-        ("anchoring", {"video.gating"}),
-        ("gating", ANCHORING),
+        ("grpo", {*ANCHORING, "video.gating", "reward.tool_reward"}),
+        ("grpo_tool_reward", {*ANCHORING, "video.gating"}),
+        ("anchoring", {"video.gating", "reward.tool_reward"}),
+        ("gating", {*ANCHORING, "reward.tool_reward"}),
         ("no_tool_reward", {"reward.tool_reward"}),
         ("no_penalty", {"reward.unclosed_penalty"}),
+        ("sequence_credit", {"advantage.credit"}),
     ],
 )
 def test_an_arm_of_the_miniature_differs_in_what_it_is_named_after(file, differs):
