@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -79,17 +79,19 @@ class Experiment:
     train: Sequence[str] = ()  # settings of every arm, on top of its file and the size
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
-    cold_starts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        unknown = [arm for arm in self.arms if arm not in (*ARMS, *READINGS, *COLD_STARTS)]
+        if not CONFIGS.is_dir():
+            raise ValueError(f"{CONFIGS} is not there; run this from a clone of the repository")
+        known = (*ARMS, *READINGS, *COLD_STARTS)
+        unknown = [arm for arm in self.arms if arm not in known]
         if unknown:
-            raise ValueError(
-                f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join((*ARMS, *READINGS))}"
-            )
-        weak = "weak_prior" in self.arms or "sft_weak" in self.arms
-        strong = any(arm not in ("weak_prior", "sft_weak") for arm in self.arms)
-        object.__setattr__(self, "cold_starts", ("sft",) * strong + ("sft_weak",) * weak)
+            raise ValueError(f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join(known)}")
+
+    @property
+    def cold_starts(self) -> list[str]:
+        needed = {"sft_weak" if arm in ("weak_prior", "sft_weak") else "sft" for arm in self.arms}
+        return [name for name in COLD_STARTS if name in needed]
 
     @property
     def trained_arms(self) -> list[str]:

@@ -20,11 +20,13 @@ TOOLS = """\
 
 
 def make_model(directory: Path, seed: int = 0) -> None:
-    """Writes it where it is not yet."""
+    """Writes it where it is not yet, whole."""
     if directory.exists():
         return
-    make_tiny(directory, seed, min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2)
+    partial = directory.with_name(f".{directory.name}.partial")
+    make_tiny(partial, seed, min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2, force=True)
     before, tools, rest = CHAT_TEMPLATE.partition("{%- if tools %}\n")
     _, otherwise, after = rest.partition("{%- elif system_first %}\n")
     assert tools and otherwise, "the chat template has changed"
-    (directory / "chat_template.jinja").write_text(before + TOOLS + otherwise + after)
+    (partial / "chat_template.jinja").write_text(before + TOOLS + otherwise + after)
+    partial.rename(directory)
