@@ -5,6 +5,7 @@ python -m paravt_jax.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
@@ -45,6 +46,7 @@ def main() -> None:
         args.eval,
     )
     if not args.report:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs save and end
         experiment.make_data()
         for title, parts in experiment.stages():
             Runner(args.jobs).run(parts, title)

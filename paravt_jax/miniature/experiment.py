@@ -196,7 +196,7 @@ class Runner:
             return
         with (
             ThreadPoolExecutor(self._num_jobs) as pool,
-            tqdm(total=sum(part.num_steps for part in waiting), desc=title, file=sys.stderr, unit="step") as bar,
+            tqdm(total=sum(part.num_steps for part in waiting), desc=title, disable=not sys.stderr.isatty()) as bar,
         ):
             futures = [pool.submit(self._run, part) for part in waiting]
             try:
@@ -219,6 +219,7 @@ class Runner:
     def _run(self, part: Part) -> None:
         if self._stopping.is_set():
             return
+        begun_s = time.monotonic()
         part.directory.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -235,6 +236,7 @@ class Runner:
             log_file = part.directory / "log.txt"
             last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
             raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log_file})")
+        tqdm.write(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
 
     def _stop(self) -> None:
         """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would."""
