@@ -52,8 +52,8 @@ FULL = Size(512, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,non
 QUICK = Size(
     256,
     16,
-    sft=("sft.num_steps=200", "sft.rows_per_step=8", "pack.num_rows=8", "checkpoint.every_steps=50"),
-    train=("train.num_steps=16", "checkpoint.every_steps=8"),
+    sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
+    train=("train.num_steps=20", "optim.learning_rate=1e-4", "checkpoint.every_steps=5"),
     eval=("eval.frame_budgets=[4,64]", "eval.max_prompts=48"),
 )
 
