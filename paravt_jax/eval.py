@@ -7,7 +7,6 @@ goes on where it was. The agent loop is that of training. What an engine, a vide
 as missing, and never as a wrong answer.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -19,8 +18,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.config import EvalConfig, load_config, to_record, to_yaml
+from model_port.cli import run_cli
+from paravt_jax.command import config_parser, read_config
+from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.judge import Judge
 from paravt_jax.opening import frame_reader, open_engine
@@ -147,22 +147,14 @@ def _check_same(directory: Path, config: EvalConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.eval",
-        description="Evaluates a policy on held-out prompts. Run again with the same run_dir, it goes on where it was.",
-        epilog="Every setting with its default: --show without a config. Examples are in configs/.",
+    parser = config_parser(
+        "paravt_jax.eval",
+        "Evaluates a policy on held-out prompts. Run again with the same run_dir, it goes on where it was.",
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file; what it leaves out has its default")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
-    parser.add_argument("--show", action="store_true", help="print all settings as they would be used, and exit")
-    add_debug_flag(parser)
-    args = parser.parse_args()
-    if args.config is None and not args.show:
-        parser.error("--config FILE is needed; configs/eval_8b.yaml is an example")
-    overrides = args.overrides if args.config else ["data.validation=FILE", *args.overrides]
-    config = load_config(args.config, *overrides, schema=EvalConfig)
-    if args.show:
-        print(to_yaml(config), end="")
+    config = read_config(
+        parser, parser.parse_args(), EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE"
+    )
+    if config is None:
         return
     use_compilation_cache()
     print(table(asyncio.run(run_eval(config))))

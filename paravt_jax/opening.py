@@ -1,6 +1,5 @@
 """Opens a run: what is cheap to refuse first, then model, checkpoint, engine, and the gate before the first step."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -10,21 +9,19 @@ from typing import Any
 from model_port.convert import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import settled_size
-from paravt_jax.checkpoint import Checkpoints
-from paravt_jax.config import SYNTHETIC, Config, EvalConfig, SftConfig, to_record
+from paravt_jax.config import SYNTHETIC, Config, EvalConfig, SftConfig
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.dialogues import CLASSES
 from paravt_jax.engine import EmbeddedEngine
 from paravt_jax.judge import Judge
-from paravt_jax.plots import make_plots
 from paravt_jax.policy import Policy, open_policy
-from paravt_jax.process import Compiles, in_thread, lock, say, stop_on_signals, write_settings
+from paravt_jax.process import Compiles, in_thread, say
 from paravt_jax.publish import sampling_model
 from paravt_jax.rollouts import Rollouts
 from paravt_jax.run import Run
-from paravt_jax.run_log import RunLog
+from paravt_jax.run_place import RunPlace
 from paravt_jax.score import LearnerScorer
 from paravt_jax.teach import Teacher
 from paravt_jax.train_step import Learner
@@ -42,16 +39,12 @@ BEGINNING: dict[str, Any] = {"step": 0, "geometric_mask": False, "cursor": Curso
 @asynccontextmanager
 async def opened(config: Config) -> AsyncIterator[Run]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
-    directory = Path(config.run_dir).absolute()
     async with AsyncExitStack() as stack:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.callback(lock(directory))
-        stopping = asyncio.Event()
-        stack.callback(stop_on_signals(stopping, config.checkpoint.grace_s))
-        train, held_out, remarks = _prompts(config, directory)
+        place = RunPlace.enter(config, config.train.num_steps, stack)
+        train, held_out, remarks = _prompts(config, place.directory)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
         say(f"loading {config.model.path}")
-        policy = await in_thread(lambda: open_policy(config, directory))
+        policy = await in_thread(lambda: open_policy(config, place.directory))
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -61,25 +54,11 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             num_steps=config.train.num_steps * config.train.updates_per_step,
             mesh=policy.mesh,
         )
-        checkpoints = Checkpoints(directory / "checkpoints", policy.hf_files, config.checkpoint, say)
-        stack.callback(checkpoints.close)
-        progress = await in_thread(lambda: checkpoints.restore(learner)) or BEGINNING
-        step = int(progress["step"])
+        checkpoints, progress = await place.restore(learner, policy)
+        progress = progress or BEGINNING
         visits, cursor = Visits(train, config.seed), Cursor.from_record(progress["cursor"])
-        if progress["visits"] not in ("", visits.fingerprint):
-            raise ValueError(
-                f"data.train={config.data.train} or seed={config.seed} are not what the run in {directory} began with, "
-                f"so its place in the data means nothing; set them back, or choose another run_dir"
-            )
-        write_settings(config, directory)
-        log = RunLog(
-            directory, config.log, num_steps=config.train.num_steps, first_step=step, settings=to_record(config)
-        )
-        stack.callback(log.close)
-        for remark in remarks:
-            log.say(remark)
-        if step:
-            log.say(f"going on after step {step} of {config.train.num_steps} in {directory}")
+        place.check_visits(visits, progress["visits"])
+        log = place.open_log(int(progress["step"]), remarks)
         frames = await stack.enter_async_context(frame_reader(config, policy))
         engine = await open_engine(
             config,
@@ -95,7 +74,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         stack.push_async_callback(rollouts.close)
         run = Run(
             config=config,
-            directory=directory,
+            directory=place.directory,
             policy=policy,
             learner=learner,
             teacher=Teacher(learner, policy.chat, policy.contract, config),
@@ -107,8 +86,8 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             frames=frames,
             log=log,
             checkpoints=checkpoints,
-            stopping=stopping,
-            step=step,
+            stopping=place.stopping,
+            step=int(progress["step"]),
             geometric_mask=bool(progress["geometric_mask"]),
             compiles=Compiles(),
         )
@@ -117,13 +96,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             await _check_parity(engine, run)
         yield run
         await run.save()
-        await in_thread(checkpoints.wait)
-        if await in_thread(lambda: make_plots(directory)):
-            log.say(f"plots: {directory / 'plots'}")
-        if run.version not in checkpoints.steps:
-            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
-        goes_on = "" if run.step == config.train.num_steps else "; the same command goes on from there"
-        log.say(f"{run.step} of {config.train.num_steps} steps are done, {checkpoints.latest}{goes_on}")
+        await place.finish(log, checkpoints, run.step, run.version)
 
 
 async def open_engine(

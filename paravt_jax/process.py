@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -95,6 +95,18 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         with suppress(Exception):
             await task
         raise
+
+
+async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` gives; or None as soon as somebody wants to stop, and then it is cancelled."""
+    working, told = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if stopping.is_set():
+        working.cancel()
+        await asyncio.wait({working})
+        return None
+    return working.result()
 
 
 class Compiles:

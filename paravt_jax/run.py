@@ -20,7 +20,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.judge import Judge
 from paravt_jax.losses import mismatch_decision
 from paravt_jax.policy import Policy
-from paravt_jax.process import Compiles, in_thread
+from paravt_jax.process import Compiles, in_thread, unless_stopped
 from paravt_jax.publish import ModelWeights, sampling_model
 from paravt_jax.rollouts import Group, Rollouts, evaluate, records
 from paravt_jax.run_log import RunLog
@@ -66,15 +66,7 @@ class Run:
         if self.step == self.config.train.num_steps:
             return None
         self.log.phase("rollout")
-        taking = asyncio.create_task(self.rollouts.take(self.step + 1))
-        told = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({taking, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
-        if self.stopping.is_set():
-            taking.cancel()
-            await asyncio.wait({taking})
-            return None
-        return taking.result()
+        return await unless_stopped(self.stopping, self.rollouts.take(self.step + 1))
 
     async def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Teaches the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""

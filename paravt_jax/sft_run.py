@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from paravt_jax.checkpoint import Checkpoints
-from paravt_jax.config import SftConfig, to_record
+from paravt_jax.config import SftConfig
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
 from paravt_jax.demonstrations import Demonstrator
@@ -20,13 +20,13 @@ from paravt_jax.lessons import Lesson, Lessons
 from paravt_jax.losses import LossConfig
 from paravt_jax.opening import frame_reader
 from paravt_jax.packing import used_frac
-from paravt_jax.plots import make_plots
 from paravt_jax.policy import open_policy
-from paravt_jax.process import Compiles, in_thread, lock, say, stop_on_signals, write_settings
+from paravt_jax.process import Compiles, in_thread, say, unless_stopped
 from paravt_jax.run_log import RunLog
+from paravt_jax.run_place import RunPlace
 from paravt_jax.train_step import Learner
 
-BEGINNING = {"step": 0, "next_visit": 0, "visits": ""}
+BEGINNING: dict[str, Any] = {"step": 0, "next_visit": 0, "visits": ""}
 
 
 @dataclass(eq=False)
@@ -52,15 +52,7 @@ class SftRun:
         if self.step == self.config.sft.num_steps:
             return None
         self.log.phase("data")
-        taking = asyncio.create_task(self.lessons.take())
-        told = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({taking, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
-        if self.stopping.is_set():
-            taking.cancel()
-            await asyncio.wait({taking})
-            return None
-        return taking.result()
+        return await unless_stopped(self.stopping, self.lessons.take())
 
     async def imitate(self, lesson: Lesson) -> dict[str, float]:
         data_s = time.monotonic() - self.began_step_s
@@ -117,17 +109,13 @@ class SftRun:
 @asynccontextmanager
 async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
-    directory = Path(config.run_dir).absolute()
     async with AsyncExitStack() as stack:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.callback(lock(directory))
-        stopping = asyncio.Event()
-        stack.callback(stop_on_signals(stopping, config.checkpoint.grace_s))
+        place = RunPlace.enter(config, config.sft.num_steps, stack)
         remarks: list[str] = []
         train = _traces(config, config.data.train, remarks)
         held_out = _traces(config, config.data.validation, remarks)[: config.validation.max_prompts]
         say(f"loading {config.model.path}")
-        policy = await in_thread(lambda: open_policy(config, directory))
+        policy = await in_thread(lambda: open_policy(config, place.directory))
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -137,26 +125,14 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )
-        checkpoints = Checkpoints(directory / "checkpoints", policy.hf_files, config.checkpoint, say)
-        stack.callback(checkpoints.close)
-        progress = await in_thread(lambda: checkpoints.restore(learner)) or BEGINNING
-        step, next_visit = int(progress["step"]), int(progress["next_visit"])
+        checkpoints, progress = await place.restore(learner, policy)
+        progress = progress or BEGINNING
         visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
-        if progress["visits"] not in ("", visits.fingerprint):
-            raise ValueError(
-                f"data.train={config.data.train} or seed={config.seed} are not what the run in {directory} began with, "
-                f"so its place in the data means nothing; set them back, or choose another run_dir"
-            )
-        write_settings(config, directory)
-        log = RunLog(directory, config.log, num_steps=config.sft.num_steps, first_step=step, settings=to_record(config))
-        stack.callback(log.close)
-        for remark in remarks:
-            log.say(remark)
-        if step:
-            log.say(f"going on after step {step} of {config.sft.num_steps} in {directory}")
+        place.check_visits(visits, progress["visits"])
+        log = place.open_log(progress["step"], remarks)
         frames = await stack.enter_async_context(frame_reader(config, policy))
         demonstrator = Demonstrator(frames, policy.chat, policy.contract, config.rollout)
-        lessons = Lessons(demonstrator, visits, next_visit, learner.model.config, policy.contract, config)
+        lessons = Lessons(demonstrator, visits, progress["next_visit"], learner.model.config, policy.contract, config)
         stack.push_async_callback(lessons.close)
         run = SftRun(
             config=config,
@@ -166,20 +142,14 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             visits=visits,
             log=log,
             checkpoints=checkpoints,
-            stopping=stopping,
-            step=step,
-            next_visit=next_visit,
+            stopping=place.stopping,
+            step=progress["step"],
+            next_visit=progress["next_visit"],
             compiles=Compiles(),
         )
         yield run
         await run.save()
-        await in_thread(checkpoints.wait)
-        if await in_thread(lambda: make_plots(directory)):
-            log.say(f"plots: {directory / 'plots'}")
-        if run.step not in checkpoints.steps:
-            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
-        goes_on = "" if run.step == config.sft.num_steps else "; the same command goes on from there"
-        log.say(f"{run.step} of {config.sft.num_steps} steps are done, {checkpoints.latest}{goes_on}")
+        await place.finish(log, checkpoints, run.step, run.step)
 
 
 def _traces(config: SftConfig, path: str, remarks: list[str]) -> Sequence[Trace]:

@@ -3,11 +3,11 @@
 python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
 """
 
-import argparse
 import asyncio
 
-from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.config import Config, load_config, to_yaml
+from model_port.cli import run_cli
+from paravt_jax.command import config_parser, read_config
+from paravt_jax.config import Config
 from paravt_jax.opening import opened
 from paravt_jax.process import use_compilation_cache
 
@@ -24,23 +24,15 @@ async def train(config: Config) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.train",
-        description="Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
-        epilog="Every setting with its default: --show without a config. Examples are in configs/.",
+    parser = config_parser(
+        "paravt_jax.train",
+        "Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file; what it leaves out has its default")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
-    parser.add_argument("--show", action="store_true", help="print all settings as they would be used, and exit")
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
-    add_debug_flag(parser)
     args = parser.parse_args()
-    if args.config is None and not args.show:
-        parser.error("--config FILE is needed; configs/smoke_cpu.yaml runs anywhere")
-    config = load_config(args.config, *args.overrides)
-    if args.show:
-        print(to_yaml(config), end="")
+    config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
+    if config is None:
         return
     if args.plan:
         from paravt_jax.plan import plan_of

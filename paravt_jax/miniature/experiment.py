@@ -28,7 +28,6 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
 COLD_STARTS = ("sft", "sft_weak")
-TRACE_BUDGETS = (4, 8, 16, 32, 64, 64)  # few frames teach calls at little cost, many what an overview shows
 # The weak prior knows neither tools nor bad habits.
 MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare_frac=0.0, noise_frac=0.0)}
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
@@ -43,6 +42,8 @@ class Size:
 
     num_videos: int
     num_held_out: int
+    max_windows: int = 2  # that a question names
+    trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many what an overview shows
     sft: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
     eval: tuple[str, ...] = (f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",)
@@ -52,6 +53,8 @@ FULL = Size(512, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,non
 QUICK = Size(
     256,
     16,
+    max_windows=1,
+    trace_budgets=(4, 4, 8, 16),  # few tokens, so many traces in a step
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
     train=("train.num_steps=20", "optim.learning_rate=1e-4", "checkpoint.every_steps=5"),
     eval=("eval.frame_budgets=[4,64]", "eval.max_prompts=48"),
@@ -112,11 +115,13 @@ class Experiment:
         world = self.directory / "world"
         scenes = make_world(world, 0, self.size.num_videos)
         train, held_out = scenes[: -self.size.num_held_out], scenes[-self.size.num_held_out :]
-        for name in self.cold_starts:
-            write_rows(world / f"{name}_train.jsonl", rows_of(train, TRACE_BUDGETS, MIXTURES[name], 0))
-            write_rows(world / f"{name}_validation.jsonl", rows_of(held_out, TRACE_BUDGETS, MIXTURES[name], 1))
-        write_rows(world / "rl_train.jsonl", [rl_row(question) for scene in train for question in questions(scene)])
-        write_rows(world / "rl_validation.jsonl", [rl_row(q) for scene in held_out for q in questions(scene)])
+        for share, scenes_of_share, seed in (("train", train, 0), ("validation", held_out, 1)):
+            most, budgets = self.size.max_windows, self.size.trace_budgets
+            for name in self.cold_starts:
+                rows = rows_of(scenes_of_share, budgets, MIXTURES[name], seed, most)
+                write_rows(world / f"{name}_{share}.jsonl", rows)
+            asked = [question for scene in scenes_of_share for question in questions(scene, most)]
+            write_rows(world / f"rl_{share}.jsonl", list(map(rl_row, asked)))
         make_model(self.directory / "tiny.hf")
 
     def _cold_start(self, name: str) -> Part:

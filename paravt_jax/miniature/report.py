@@ -12,6 +12,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, Experiment
@@ -73,6 +74,8 @@ def draw(experiment: Experiment, path: Path) -> None:
                     axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             axes.set_title(title)
             axes.set_xlabel("step")
+            axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -30,14 +30,18 @@ class Mixture:
     missed_frac: float = 0.25  # of the events: the sub-agent who looks at them reports nothing
 
 
-def rows_of(scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int) -> list[dict[str, Any]]:
+def rows_of(
+    scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int = 2
+) -> list[dict[str, Any]]:
     """The rows of a corpus: every question once, with a budget drawn for it."""
-    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed)]
+    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, max_windows)]
 
 
-def _rows_of_scene(scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int) -> Iterator[dict[str, Any]]:
+def _rows_of_scene(
+    scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int
+) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
-    for question in questions(scene):
+    for question in questions(scene, max_windows):
         budget = int(rng.choice(frame_budgets))
         seen = overview_shows(scene, budget)
         if not mixture.tools:

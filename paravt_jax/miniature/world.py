@@ -75,11 +75,12 @@ def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
         yield pixels
 
 
-def questions(scene: Scene) -> list[Question]:
-    """In each of the three ways, about one window and about two."""
+def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
+    """In each of the three ways, about one window and about two, if so many are allowed."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
     found = []
-    for windows_s in ((scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))):
+    one, two = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
+    for windows_s in (one, two)[:max_windows]:
         where = " or ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
         for kind, text, answer in (
             ("mcq", f"What color is shown {where}?\n{options}", LETTERS[scene.colour]),

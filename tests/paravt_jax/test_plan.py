@@ -27,7 +27,12 @@ from paravt_jax.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan import DEVICES, make_plan, model_config, plan_of
 from paravt_jax.train_step import OptimConfig
 
-CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
+# Of RL; those of the miniature begin from a checkpoint that is made first.
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+    if path.stem not in ("sft_8b", "eval_8b") and path.parent.name != "miniature"
+]
 H100, CPU = DEVICES["h100"], DEVICES["cpu"]
 # Small enough to compile in seconds, and as at 8B activations outweigh weights.
 MID = ModelConfig(

@@ -12,7 +12,7 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.judge import Judge, JudgeConfig
-from paravt_jax.rollouts import Rollouts, records, validate
+from paravt_jax.rollouts import Rollouts, evaluate, records
 from paravt_jax.step_metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
@@ -209,7 +209,7 @@ def test_validation_plays_every_prompt_once(chat):
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, replace(config.rollout, temperature=0.0))
         bad = replace(PROMPTS[0], videos=("/missing.mp4",), id="bad")
-        return await validate(agent, [*PROMPTS, bad], None, config)
+        return await evaluate(agent, [*PROMPTS, bad], config.video.overview_frames, None, config)
 
     members = asyncio.run(work())
     assert len({member.id for member in members}) == 6
