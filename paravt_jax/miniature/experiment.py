@@ -56,8 +56,14 @@ QUICK = Size(
     max_windows=1,
     trace_budgets=(4, 4, 8, 16),  # few tokens, so many traces in a step
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
-    train=("train.num_steps=20", "optim.learning_rate=1e-4", "checkpoint.every_steps=5"),
-    eval=("eval.frame_budgets=[4,64]", "eval.max_prompts=48"),
+    train=(
+        "train.num_steps=30",
+        "optim.learning_rate=1e-4",
+        "checkpoint.every_steps=5",
+        "video.frame_budgets=[4,8,16]",
+        "video.overview_frames=16",
+    ),
+    eval=("eval.frame_budgets=[4,16]", "eval.max_prompts=48"),
 )
 
 

@@ -89,15 +89,15 @@ def test_an_interrupted_world_is_completed_with_what_is_there(tmp_path, monkeypa
     whole = make_synthetic(tmp_path / "whole", num_videos=3)
     written = []
 
-    def write_until_the_second(path, scene):
+    def write_until_the_second(path, pictures, fps):
         if len(written) == 1:
             path.write_bytes(b"half a vid")
             raise KeyboardInterrupt
         written.append(path)
-        write(path, scene)
+        write(path, pictures, fps)
 
-    write = synthetic._write_video
-    monkeypatch.setattr(synthetic, "_write_video", write_until_the_second)
+    write = synthetic.write_video
+    monkeypatch.setattr(synthetic, "write_video", write_until_the_second)
     with pytest.raises(KeyboardInterrupt):
         make_synthetic(tmp_path / "cut", num_videos=3)
     monkeypatch.undo()
