@@ -198,17 +198,12 @@ class Config:
             raise ValueError("; ".join(problems))
 
     def _contradictions(self) -> Iterable[str]:
-        if (self.reward.oe_mode == "llm") != (self.judge is not None):
-            yield "reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither"
+        yield from _lone_judge(self.reward, self.judge)
         if self.advantage.credit == "sequence" and not self.reward.anchor_weight:
             yield "advantage.credit=sequence does nothing with reward.anchor_weight=0; leave it at token"
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"
-        if self.pack.num_rows % self.mesh.num_row_parts:
-            yield (
-                f"pack.num_rows={self.pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = "
-                f"{self.mesh.num_row_parts}"
-            )
+        yield from _unsplit_rows(self.pack, self.mesh)
         if self.pack.row_tokens < self.rollout.max_context_tokens:
             yield (
                 f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="
@@ -223,6 +218,16 @@ class Config:
             yield f"rollout.temperature={self.rollout.temperature} must be above 0: a group of equal episodes is dead"
         if self.rollout.dispatch == "none" and self.reward.tool_reward:
             yield "rollout.dispatch=none leaves reward.tool_reward=true nothing to reward; set it to false"
+
+
+def _unsplit_rows(pack: PackConfig, mesh: MeshConfig) -> Iterable[str]:
+    if pack.num_rows % mesh.num_row_parts:
+        yield f"pack.num_rows={pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = {mesh.num_row_parts}"
+
+
+def _lone_judge(reward: RewardConfig, judge: JudgeConfig | None) -> Iterable[str]:
+    if (reward.oe_mode == "llm") != (judge is not None):
+        yield "reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither"
 
 
 @dataclass(frozen=True)
@@ -266,11 +271,8 @@ class SftConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if self.pack.num_rows % self.mesh.num_row_parts:
-            raise ValueError(
-                f"pack.num_rows={self.pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = "
-                f"{self.mesh.num_row_parts}"
-            )
+        for problem in _unsplit_rows(self.pack, self.mesh):
+            raise ValueError(problem)
         if self.sft.rows_per_step % self.pack.num_rows:
             raise ValueError(
                 f"sft.rows_per_step={self.sft.rows_per_step} must be a multiple of pack.num_rows={self.pack.num_rows}"
@@ -313,8 +315,8 @@ class EvalConfig:
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        if (self.reward.oe_mode == "llm") != (self.judge is not None):
-            raise ValueError("reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither")
+        for problem in _lone_judge(self.reward, self.judge):
+            raise ValueError(problem)
         if not self.data.validation:
             raise ValueError("data.validation is empty; give the prompts to evaluate on")
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from model_port.config import ModelConfig
 from model_port.processing import VisionContract
@@ -17,11 +18,18 @@ from paravt_jax.data.traces import Trace
 from paravt_jax.data.visits import Visit, Visits
 from paravt_jax.demonstrations import Demonstrator
 from paravt_jax.engine import frame_of
-from paravt_jax.packing import Shape, TrainBatch, pack
-from rollout.ledger import Ledger
+from paravt_jax.packing import Dialogue, Shape, TrainBatch, pack
+from rollout.picture import Picture
 from rollout.video.errors import VideoError
 
 SHOWN_AHEAD = 32  # traces whose frames are decoded at the same time
+
+
+class Shown(NamedTuple):
+    """A trace as it will be packed, and what it shows."""
+
+    dialogue: Dialogue
+    pictures: tuple[Picture, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +57,7 @@ class Lessons:
         """`first` is the number of the first visit."""
         self._demonstrator, self._visits, self._config = demonstrator, visits, config
         self._model, self._contract = model, contract
-        self._shown: deque[asyncio.Task[Ledger]] = deque()  # from visit `_next` on
+        self._shown: deque[asyncio.Task[Shown]] = deque()  # from visit `_next` on
         self._next = first
         self._num_left_out = 0  # in a row
         self._made: asyncio.Queue[Lesson] = asyncio.Queue(config.sft.steps_ahead)
@@ -75,10 +83,13 @@ class Lessons:
             for problem in found:
                 if isinstance(problem, BaseException) and not isinstance(problem, VideoError):
                     raise problem
-            ledgers = [ledger for ledger in found if isinstance(ledger, Ledger)]
-            ledgers = [ledger for ledger in ledgers if self._num_tokens(ledger) <= self._config.pack.row_tokens]
-            if ledgers:
-                yield await asyncio.to_thread(self._batches, ledgers)
+            fitting = [
+                shown
+                for shown in found
+                if isinstance(shown, Shown) and len(shown.dialogue.ids) <= self._config.pack.row_tokens
+            ]
+            if fitting:
+                yield await asyncio.to_thread(self._batches, fitting)
 
     async def close(self) -> None:
         tasks = [*self._shown, *([self._maker] if self._maker is not None else [])]
@@ -94,18 +105,17 @@ class Lessons:
         """Takes visits in order, until one has no room in any row; that one begins the next step."""
         row_tokens = self._config.pack.row_tokens
         rooms = [row_tokens] * self._config.sft.rows_per_step
-        ledgers: list[Ledger] = []
+        taken: list[Shown] = []
         problems: list[str] = []
-        num_tokens = 0
         while True:
             visit = self._visits[self._next]
             self._show_ahead()
             try:
-                ledger = await asyncio.shield(self._shown[0])
+                shown = await asyncio.shield(self._shown[0])
             except VideoError as problem:
                 self._problem(problems, f"{visit.prompt.id}: {problem}")
                 continue
-            length = self._num_tokens(ledger)
+            length = len(shown.dialogue.ids)
             if length > row_tokens:
                 self._problem(
                     problems, f"{visit.prompt.id}: {length} tokens are more than pack.row_tokens={row_tokens}"
@@ -115,11 +125,10 @@ class Lessons:
             if row is None:
                 break
             rooms[row] -= length
-            num_tokens += length
-            ledgers.append(ledger)
+            taken.append(shown)
             self._pass()
             self._num_left_out = 0
-        return await asyncio.to_thread(self._lesson, ledgers, num_tokens, problems)
+        return await asyncio.to_thread(self._lesson, taken, problems)
 
     def _problem(self, problems: list[str], problem: str) -> None:
         """A run in which no trace can be shown must not look for one forever."""
@@ -137,21 +146,20 @@ class Lessons:
         while len(self._shown) < SHOWN_AHEAD:
             self._shown.append(asyncio.create_task(self._show(self._visits[self._next + len(self._shown)])))
 
-    async def _show(self, visit: Visit[Trace]) -> Ledger:
+    async def _show(self, visit: Visit[Trace]) -> Shown:
         (budget,) = budgets_of([visit], self._config.video, self._config.seed)
-        return await self._demonstrator.ledger(visit.prompt, budget)
+        ledger = await self._demonstrator.ledger(visit.prompt, budget)
+        return Shown(self._demonstrator.dialogue(ledger, visit.number), ledger.pictures)
 
-    def _num_tokens(self, ledger: Ledger) -> int:
-        return len(self._demonstrator.dialogue(ledger, 0).ids)
-
-    def _lesson(self, ledgers: list[Ledger], num_tokens: int, problems: list[str]) -> Lesson:
-        batches = self._batches(ledgers)
+    def _lesson(self, taken: list[Shown], problems: list[str]) -> Lesson:
+        batches = self._batches(taken)
+        num_tokens = sum(len(shown.dialogue.ids) for shown in taken)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return Lesson(batches, len(ledgers), num_tokens, num_loss_tokens, self._next, problems)
+        return Lesson(batches, len(taken), num_tokens, num_loss_tokens, self._next, problems)
 
-    def _batches(self, ledgers: list[Ledger]) -> list[TrainBatch]:
-        dialogues = [self._demonstrator.dialogue(ledger, number) for number, ledger in enumerate(ledgers)]
-        pictures = {picture.key: picture for ledger in ledgers for picture in ledger.pictures}
+    def _batches(self, taken: list[Shown]) -> list[TrainBatch]:
+        dialogues = [shown.dialogue for shown in taken]
+        pictures = {picture.key: picture for shown in taken for picture in shown.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._config.pack
         row_patches = self._config.video.max_pixels // self._contract.patch_px**2

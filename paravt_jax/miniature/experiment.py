@@ -4,7 +4,6 @@ Every part is a command of its own, with a run directory that goes on where it w
 finished by the same command.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
+from paravt_jax.run_log import load_jsonl
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
@@ -263,5 +263,4 @@ def _steps_done(part: Part) -> int:
     path = part.directory / part.progress
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines()
-    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith(b"}") else max(len(lines) - 1, 0)
+    return max((int(row["step"]) for row in load_jsonl(path)), default=0)

@@ -43,17 +43,18 @@ def table(experiment: Experiment) -> str:
     """Markdown. Every number is of held-out videos, a mean over seeds, with the standard deviation behind ±."""
     columns = ["arm", "seeds", "f_τ", "κ", *(f"acc K={k}" for k in FRAME_BUDGETS), "parallel", "sequential", "no tool"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name in _present(experiment):
+    asked = [
+        ("format_reward", "parallel", None),
+        ("tool_calls_mean", "parallel", None),
+        *(("accuracy_mean", "parallel", budget) for budget in FRAME_BUDGETS),
+        *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
+    ]
+    for name, title in TITLES.items():
         evaluations = _evaluations(experiment, name)
-
-        asked = [
-            ("format_reward", "parallel", None),
-            ("tool_calls_mean", "parallel", None),
-            *(("accuracy_mean", "parallel", budget) for budget in FRAME_BUDGETS),
-            *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
-        ]
+        if not evaluations:
+            continue
         numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in asked]
-        lines.append(f"| {TITLES[name]} | {len(evaluations)} | {' | '.join(numbers)} |")
+        lines.append(f"| {title} | {len(evaluations)} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -80,11 +81,6 @@ def draw(experiment: Experiment, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
-
-
-def _present(experiment: Experiment) -> list[str]:
-    """In the order of the titles, those that were evaluated."""
-    return [name for name in TITLES if _evaluations(experiment, name)]
 
 
 def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:

@@ -42,8 +42,8 @@ def rl(*paths: str) -> dict:
 @pytest.fixture
 def here(tmp_path):
     for name in FILES:
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_bytes(b"frames")
+        (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / name).write_bytes(b"frames")
     (tmp_path / "in").mkdir()
     return tmp_path
 
@@ -52,7 +52,7 @@ def run(here: Path, rows: list[dict] | pa.Table | None = None, name: str = "rows
     if rows is not None:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
         pq.write_table(table, here / "in" / name)
-    return materialize(here / "root", here / "in", here / "out", **options)
+    return materialize(here / "store", here / "in", here / "out", **options)
 
 
 def read(here: Path, name: str = "rows.parquet") -> list[dict]:
@@ -65,7 +65,7 @@ def urls(messages: list[dict]) -> list[str]:
 
 
 def test_sentinels_are_joined_in_lists_in_json_and_in_videos(here):
-    expected = [f"file://{here}/root/{name}" for name in FILES]
+    expected = [f"file://{here}/store/{name}" for name in FILES]
     run(here, [{"messages": sft(*FILES)}], "list.parquet")
     run(here, [{"messages": json.dumps(sft(*FILES))}], "json.parquet")
     report = run(here, [rl(*FILES)], "rl.parquet")
@@ -80,8 +80,8 @@ def test_sentinels_are_joined_in_lists_in_json_and_in_videos(here):
 def test_a_sentinel_behind_file_is_joined_too(here):
     run(here, [rl(f"file://{FILES[0]}", "file://museg/et_instruct_164k/c%20d.mp4")])
     paths = [video["video"] for video in read(here)[0]["videos"]]
-    assert paths == [f"file://{here}/root/{FILES[0]}", f"file://{here}/root/museg/et_instruct_164k/c%20d.mp4"]
-    assert not materialize(here / "root", here / "in", here / "out").total.missing
+    assert paths == [f"file://{here}/store/{FILES[0]}", f"file://{here}/store/museg/et_instruct_164k/c%20d.mp4"]
+    assert not materialize(here / "store", here / "in", here / "out").total.missing
 
 
 def test_all_else_stays_as_it_is(here):
@@ -105,7 +105,7 @@ def test_all_else_stays_as_it_is(here):
     assert found.schema.equals(pq.read_schema(here / "in" / "rows.parquet"), check_metadata=True)
     assert found.schema.metadata == schema.metadata
     assert found.drop(["messages"]).equals(pq.read_table(here / "in" / "rows.parquet").drop(["messages"]))
-    changed = [text.replace('"selfqa/', f'"file://{here}/root/selfqa/') for text in texts]
+    changed = [text.replace('"selfqa/', f'"file://{here}/store/selfqa/') for text in texts]
     assert found["messages"].to_pylist() == [changed[0].replace("1.50", "1.5"), *changed[1:]]
 
 
@@ -116,14 +116,14 @@ def test_rows_keep_their_order_over_many_batches(here, monkeypatch):
     report = run(here)
     found = read(here)
     assert [row["index"] for row in found] == list(range(11))
-    assert urls(found[7]["messages"]) == [f"file://{here}/root/selfqa/7.mp4"]
+    assert urls(found[7]["messages"]) == [f"file://{here}/store/selfqa/7.mp4"]
     assert report.total.num_rows == 11 and report.total.missing == {"selfqa": {f"selfqa/{n}.mp4" for n in range(11)}}
     assert pq.read_metadata(here / "out" / "rows.parquet").row_group(0).column(0).compression == "ZSTD"
 
 
 def test_missing_files_are_counted_once_in_the_bucket_of_their_longest_prefix(here):
     gone = ["selfqa/x.mp4", "museg/charades/x.mp4", "museg/charades/y.mp4", "longvt_source/x/y.png", "museg/x.mp4"]
-    gone += ["/nowhere/z.mp4", f"file://{here}/root/selfqa/z.mp4", "museg_charades/x.mp4"]
+    gone += ["/nowhere/z.mp4", f"file://{here}/store/selfqa/z.mp4", "museg_charades/x.mp4"]
     report = run(here, [rl(*gone), rl(FILES[0], gone[0])])
     file = report.to_json() and json.loads(report.to_json())["files"]["rows.parquet"]
     assert file["missing"] == {"longvt_source": 1, "museg/charades": 2, "other": 3, "selfqa": 2}
@@ -155,10 +155,10 @@ def test_running_again_writes_nothing_and_on_its_own_output_changes_nothing(here
     before = out.read_bytes()
     assert run(here).written == {"rows.parquet": False}
     assert out.read_bytes() == before and out.stat().st_mtime_ns == 1
-    again = materialize(here / "root", here / "out", here / "again")
+    again = materialize(here / "store", here / "out", here / "again")
     assert (here / "again" / "rows.parquet").read_bytes() == before
     assert again.total.num_rewritten_paths == 0 and again.total.missing == {
-        "selfqa": {f"file://{here}/root/selfqa/gone.mp4"}
+        "selfqa": {f"file://{here}/store/selfqa/gone.mp4"}
     }
     assert run(here, [{"messages": sft(FILES[0])}]).written == {"rows.parquet": True}
 
@@ -167,7 +167,7 @@ def test_output_in_folders_below_the_input_is_not_read_as_input(here):
     (here / "in" / "data").mkdir()
     run(here, [rl(FILES[0])], "data/rl.parquet")
     for _ in range(2):
-        report = materialize(here / "root", here / "in", here / "in" / "local")
+        report = materialize(here / "store", here / "in", here / "in" / "local")
         assert list(report.files) == ["data/rl.parquet"] and (here / "in" / "local" / "data" / "rl.parquet").is_file()
 
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
     with pytest.raises(ValueError, match=r"--root .* is not a directory"):
         materialize(here / "gone", here / "in", here / "out")
     with pytest.raises(ValueError, match="is --parquet-dir itself"):
-        materialize(here / "root", here / "in", here / "in" / ".." / "in")
+        materialize(here / "store", here / "in", here / "in" / ".." / "in")
     with pytest.raises(ValueError, match="--num-workers 0"):
         run(here, num_workers=0)
     assert not (here / "out").exists()
@@ -228,7 +228,7 @@ def test_messages_of_any_shape_come_back_as_they_were(value):
 
 def test_the_command_warns_and_with_strict_fails(here, monkeypatch, capsys):
     pq.write_table(pa.Table.from_pylist([rl("selfqa/gone.mp4")]), here / "in" / "rl.parquet")
-    options = ["--root", "root", "--parquet-dir", "in", "--output-dir", "out"]
+    options = ["--root", "store", "--parquet-dir", "in", "--output-dir", "out"]
     monkeypatch.chdir(here)
     monkeypatch.setattr("paravt_jax.data.__main__.exit_on_sigterm", lambda: None)
     monkeypatch.setattr("sys.argv", ["data", "materialize", *options])
