@@ -409,7 +409,7 @@ def run(args: Any) -> None:
             attempt_deadline_s=args.deadline_s,
             max_attempts=args.max_attempts,
             max_concurrent=args.max_concurrent,
-            max_new_tokens=args.max_new_tokens,
+            max_reply_tokens=args.max_new_tokens,
         ),
         video_root=args.video_root,
         max_parallel=args.max_parallel,

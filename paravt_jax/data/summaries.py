@@ -9,8 +9,6 @@ import base64
 import hashlib
 import json
 import mimetypes
-import os
-import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-import aiohttp
-
+from paravt_jax.chat_client import SHOWN_CHARS, ChatClient, Endpoint, NoReply, Request
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BadRow, found_file
 from paravt_jax.rewards import TAG
@@ -28,9 +25,8 @@ from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 from rollout.video.times import crop_times
 
-CONNECT_DEADLINE_S = 10.0
-MISCONFIGURED = (401, 403, 404, 405)  # every request would fail like this one
-SHOWN_CHARS = 300
+# Settings of the engine whose flag has another name.
+FLAGS = {"url": "--summaries engine:URL", "attempt_deadline_s": "--deadline-s", "max_reply_tokens": "--max-new-tokens"}
 MAX_FRAME_PIXELS = 50_176  # of a frame decoded here, as in the training recipe
 SIDE_PX = 32
 
@@ -103,33 +99,12 @@ class Column:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    url: str  # up to and with /v1
-    model: str
-    api_key_env: str = ""  # name of the environment variable that holds the key
-    attempt_deadline_s: float | int = 120.0
-    max_attempts: int = 4
-    backoff_s: float | int = 1.0  # before the second attempt; doubles, up to …
-    max_backoff_s: float | int = 20.0
-    max_concurrent: int = 16
-    max_new_tokens: int = 512  # what a report of a sub-agent may take
+class EngineSettings(Endpoint):
+    attempt_deadline_s: float = 120.0
+    max_reply_tokens: int = 512  # what a report of a sub-agent may take
 
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--summaries engine:{self.url} must be a URL that begins with http:// or https://")
-        if not self.model:
-            raise ValueError("--summaries engine:URL needs --model, the name of a model that it serves")
-        for name in ("max_attempts", "max_concurrent", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if not 0 < self.attempt_deadline_s < float("inf"):
-            raise ValueError(f"--deadline-s {self.attempt_deadline_s} must be positive and finite")
-
-
-class _Failed(Exception):
-    def __init__(self, message: str, final: bool = False, wait_s: float = 0.0):
-        super().__init__(message)
-        self.final, self.wait_s = final, wait_s
+    def spelled(self, name: str) -> str:
+        return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 class Engine:
@@ -141,21 +116,15 @@ class Engine:
     def __init__(self, settings: EngineSettings, root: Path, known: Path, prompts: Prompts | None = None):
         self.settings, self.root, self.prompts = settings, root, prompts or Prompts()
         self._known_path, self._known = known, load_known(known)
-        self._url = f"{settings.url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
-        if settings.api_key_env and not self._key:
-            raise ValueError(f"--api-key-env {settings.api_key_env} names an environment variable that is not set")
-        self._slots = asyncio.Semaphore(settings.max_concurrent)
+        self._client = ChatClient(settings)
+        self._slots = asyncio.Semaphore(settings.max_concurrent)  # of frames kept at once
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
-        self._session: aiohttp.ClientSession | None = None
         self._reader: FrameReader | None = None
 
     async def __aenter__(self) -> "Engine":
-        timeout = aiohttp.ClientTimeout(total=self.settings.attempt_deadline_s, sock_connect=CONNECT_DEADLINE_S)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._known_file = self._stack.enter_context(self._known_path.open("a", encoding="utf-8"))
-        self._session = await self._stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
+        await self._stack.enter_async_context(self._client)
         return self
 
     async def __aexit__(
@@ -164,60 +133,19 @@ class Engine:
         await self._stack.aclose()
 
     async def text(self, row: dict[str, Any], answer: Answer) -> str:
-        settings = self.settings
         async with self._slots:
             try:
-                body = {
-                    "model": settings.model,
-                    "messages": await self._messages(answer),
-                    "temperature": 0,
-                    "max_tokens": settings.max_new_tokens,
-                }
+                messages = await self._messages(answer)
             except (BadRow, VideoError, OSError) as problem:
                 raise NoSummary(FAILED, f"{getattr(problem, 'reason', 'frames cannot be read')}: {problem}") from None
-            key = await asyncio.to_thread(_key, body)
-            if key in self._known:
-                return self._known[key]
-            for attempt in range(settings.max_attempts):
+            key = await asyncio.to_thread(_key, self._client.body(messages))
+            if key not in self._known:
                 try:
-                    self._known[key] = await self._attempt(body)
-                    print(json.dumps({"key": key, "text": self._known[key]}), file=self._known_file, flush=True)
-                    return self._known[key]
-                except _Failed as problem:
-                    if problem.final or attempt == settings.max_attempts - 1:
-                        raise NoSummary(FAILED, str(problem)) from None
-                    backoff_s = settings.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
-                    await asyncio.sleep(min(max(backoff_s, problem.wait_s), settings.max_backoff_s))
-        raise AssertionError("there is at least one attempt")
-
-    async def _attempt(self, body: dict[str, Any]) -> str:
-        assert self._session is not None, "use it in `async with`"
-        try:
-            # No redirects: the key and the frames are for this server only.
-            async with self._session.post(self._url, json=body, allow_redirects=False) as response:
-                text = (await response.read()).decode(errors="replace")
-        except TimeoutError:
-            raise _Failed(f"{self._url} did not answer in {self.settings.attempt_deadline_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as problem:
-            raise _Failed(f"{self._url} cannot be reached: {problem or type(problem).__name__}") from None
-        if self._key:  # some servers repeat it in their errors
-            text = text.replace(self._key, "***")
-        if response.status != 200:
-            said = f"{self._url} answered {response.status}: {text[:SHOWN_CHARS]}"
-            if response.status in MISCONFIGURED or 300 <= response.status < 400:
-                raise RuntimeError(f"{said}; check the URL of --summaries, --model and --api-key-env")
-            after = response.headers.get("Retry-After", "")
-            wait_s = float(after) if after.isascii() and after.isdigit() else 0.0
-            raise _Failed(said, response.status < 500 and response.status not in (408, 429), wait_s)
-        try:
-            choice = json.loads(text)["choices"][0]
-            reply, finish = choice["message"]["content"], choice.get("finish_reason")
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            raise _Failed(f"{self._url} gave no chat completion: {text[:SHOWN_CHARS]}") from None
-        summary = read_summary(reply)
-        if not summary:
-            raise _Failed(f"{self._url} gave an empty summary (finish_reason {finish})")
-        return summary
+                    self._known[key] = await self._client.complete(lambda: Request(messages, _summary))
+                except NoReply as problem:
+                    raise NoSummary(FAILED, str(problem)) from None
+                print(json.dumps({"key": key, "text": self._known[key]}), file=self._known_file, flush=True)
+            return self._known[key]
 
     async def _messages(self, answer: Answer) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
@@ -298,6 +226,13 @@ def load_known(path: Path) -> dict[str, str]:
 def _key(body: dict[str, Any]) -> str:
     """Of the model and all that it is shown, pictures included."""
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _summary(reply: Any) -> str:
+    summary = read_summary(reply)
+    if not summary:
+        raise NoReply("the engine gave an empty summary")
+    return summary
 
 
 def read_summary(reply: Any) -> str:

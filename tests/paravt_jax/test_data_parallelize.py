@@ -383,7 +383,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
             parallelize(*arguments)
     with pytest.raises(ValueError, match="--max-parallel 0"):
         parallelize(path, here / "d.jsonl", max_parallel=0)
-    with pytest.raises(ValueError, match="needs --model"):
+    with pytest.raises(ValueError, match="--model must be the name of a model"):
         EngineSettings("http://host/v1", "")
     assert not list(here.glob("*d.*"))
 
@@ -503,7 +503,7 @@ def test_frames_that_are_not_there_fail_their_row_alone(here):
 
 
 def test_an_engine_that_refuses_every_request_ends_it_in_one_sentence(here):
-    with pytest.raises(RuntimeError, match="answered 404: no; check the URL of --summaries, --model and --api-key-env"):
+    with pytest.raises(RuntimeError, match="answered 404: no; check --summaries engine:URL, --model and --api-key-env"):
         ask(here, "404")
     assert not (here / "d.jsonl").exists()
 

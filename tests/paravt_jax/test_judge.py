@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from paravt_jax.judge import MAX_PREDICTION_CHARS, Judge, JudgeConfig, JudgeError, judge_messages, read_verdict
+from paravt_jax.chat_client import EndpointError
+from paravt_jax.judge import MAX_PREDICTION_CHARS, Judge, JudgeConfig, judge_messages, read_verdict
 
 KEY = "sk-secret-7f3a"
 
@@ -141,7 +142,9 @@ def test_a_judge_that_is_not_there_leaves_the_score_missing():
 @pytest.mark.parametrize("status", ["401", "403", "404", "302"])
 def test_a_wrong_key_url_or_model_stops_the_run_and_never_shows_the_key(status, monkeypatch, caplog):
     monkeypatch.setenv("TEST_JUDGE_KEY", f"{KEY}\n")
-    with pytest.raises(JudgeError, match=f"answered {status}.*check judge.url, judge.model and judge.api_key_env") as e:
+    with pytest.raises(
+        EndpointError, match=f"answered {status}.*check judge.url, judge.model and judge.api_key_env"
+    ) as e:
         ask(status, api_key_env="TEST_JUDGE_KEY")
     assert KEY not in str(e.value) + caplog.text
 
@@ -234,5 +237,5 @@ def test_settings_that_cannot_work_are_errors(changes, complaint):
 
 
 def test_a_judge_that_was_not_opened_says_so():
-    with pytest.raises(RuntimeError, match="async with Judge"):
+    with pytest.raises(RuntimeError, match="not open; use it in `async with`"):
         asyncio.run(Judge(JudgeConfig("http://localhost/v1", "m")).judge("q", "a", "p"))

@@ -1,0 +1,187 @@
+"""One client for any OpenAI-compatible `/chat/completions`: attempts with deadlines, and what they used.
+
+A reply that its reader refuses counts as a failed attempt, as one that did not come.
+"""
+
+import asyncio
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+
+CONNECT_DEADLINE_S = 10.0
+SHOWN_CHARS = 300  # of what a server said, in an error
+MISCONFIGURED = (401, 403, 404, 405)  # every request would fail like this one
+Found = TypeVar("Found")
+
+
+class EndpointError(RuntimeError):
+    """No request could succeed; the message says what to change."""
+
+
+class NoReply(Exception):
+    """An attempt gave nothing to use. `final`: another one would fail as well."""
+
+    def __init__(self, message: str, wait_s: float = 0.0, final: bool = False):
+        super().__init__(message)
+        self.wait_s, self.final = wait_s, final
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str  # up to and with /v1
+    model: str
+    api_key_env: str = ""  # name of the environment variable that holds the key; empty: none is sent
+    attempt_deadline_s: float = 60.0
+    max_attempts: int = 4
+    backoff_s: float = 1.0  # before the second attempt; doubles, up to …
+    max_backoff_s: float = 20.0
+    max_concurrent: int = 16
+    max_reply_tokens: int = 1_024  # room for a model that reasons first
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"{self.spelled('url')}={self.url!r} must begin with http:// or https://")
+        if not self.model:
+            raise ValueError(f"{self.spelled('model')} must be the name of a model that {self.url} serves")
+        for name in ("max_attempts", "max_concurrent", "max_reply_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.spelled(name)}={getattr(self, name)} must be at least 1")
+        if not 0 < self.attempt_deadline_s < math.inf:
+            raise ValueError(
+                f"{self.spelled('attempt_deadline_s')}={self.attempt_deadline_s} must be positive and finite"
+            )
+        for name in ("backoff_s", "max_backoff_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{self.spelled(name)}={getattr(self, name)} must be a finite number, 0 or more")
+
+    def spelled(self, name: str) -> str:
+        """What a user calls a setting, for errors."""
+        return name
+
+
+@dataclass(frozen=True)
+class Request(Generic[Found]):
+    messages: Sequence[dict[str, Any]]
+    read: Callable[[Any], Found]  # what to use of the reply's content; raises NoReply
+
+
+@dataclass
+class Usage:
+    """Everything since the client was opened. Tokens are those that the server reported, of refused replies too."""
+
+    num_calls: int = 0  # requests sent
+    num_failed_calls: int = 0  # requests without a reply that could be used
+    num_missing: int = 0  # given up after the last attempt
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    last_problem: str = ""
+
+
+class ChatClient(AbstractAsyncContextManager["ChatClient"]):
+    """Use `async with ChatClient(endpoint) as client`."""
+
+    def __init__(self, endpoint: Endpoint):
+        self.endpoint, self.usage = endpoint, Usage()
+        self._url = f"{endpoint.url.rstrip('/')}/chat/completions"
+        self._key = os.environ.get(endpoint.api_key_env, "").strip() if endpoint.api_key_env else ""
+        if endpoint.api_key_env and not self._key:
+            spelled = endpoint.spelled("api_key_env")
+            raise ValueError(
+                f"{spelled}={endpoint.api_key_env} names an environment variable that is not set; "
+                f"set it to the key, or leave {spelled} empty for a server without keys"
+            )
+        self._slots = asyncio.Semaphore(endpoint.max_concurrent)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "ChatClient":
+        endpoint = self.endpoint
+        timeout = aiohttp.ClientTimeout(total=endpoint.attempt_deadline_s, sock_connect=CONNECT_DEADLINE_S)
+        connector = aiohttp.TCPConnector(limit=endpoint.max_concurrent)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def complete(self, make_request: Callable[[], Request[Found]]) -> Found:
+        """The request is made anew for every attempt.
+
+        Raises NoReply after the last one, EndpointError where the server says that no request can succeed.
+        """
+        endpoint = self.endpoint
+        async with self._slots:
+            for attempt in range(endpoint.max_attempts):
+                try:
+                    return await self._attempt(make_request())
+                except NoReply as problem:
+                    self.usage.num_failed_calls += 1
+                    self.usage.last_problem = str(problem)
+                    if problem.final or attempt == endpoint.max_attempts - 1:
+                        self.usage.num_missing += 1
+                        raise
+                    backoff_s = endpoint.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
+                    await asyncio.sleep(min(max(backoff_s, problem.wait_s), endpoint.max_backoff_s))
+        raise AssertionError("there is at least one attempt")
+
+    def body(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """All that an answer follows from."""
+        length = self.endpoint.max_reply_tokens
+        return {"model": self.endpoint.model, "messages": messages, "temperature": 0, "max_tokens": length}
+
+    async def _attempt(self, request: Request[Found]) -> Found:
+        if self._session is None:
+            raise RuntimeError("the client is not open; use it in `async with`")
+        self.usage.num_calls += 1
+        try:
+            # No redirects: the key and what is shown are for this server only.
+            async with self._session.post(
+                self._url, json=self.body(request.messages), allow_redirects=False
+            ) as response:
+                text = (await response.read()).decode(errors="replace")
+        except TimeoutError:
+            raise NoReply(f"{self._url} did not answer in {self.endpoint.attempt_deadline_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise NoReply(f"{self._url} cannot be reached: {problem or type(problem).__name__}") from None
+        if self._key:  # some servers repeat it in their errors
+            text = text.replace(self._key, "***")
+        if response.status != 200:
+            said = f"{self._url} answered {response.status}: {text[:SHOWN_CHARS]}"
+            if response.status in MISCONFIGURED or 300 <= response.status < 400:
+                url, model, key = map(self.endpoint.spelled, ("url", "model", "api_key_env"))
+                raise EndpointError(f"{said}; check {url}, {model} and {key}")
+            raise NoReply(
+                said,
+                wait_s=_retry_after_s(response.headers.get("Retry-After", "")),
+                final=response.status < 500 and response.status not in (408, 429),
+            )
+        try:
+            reply = json.loads(text)
+            self._count_tokens(reply.get("usage"))
+            content = reply["choices"][0]["message"]["content"]
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise NoReply(f"{self._url} gave no chat completion: {text[:SHOWN_CHARS]}") from None
+        return request.read(content)
+
+    def _count_tokens(self, reported: Any) -> None:
+        """A server need not report what it used."""
+        for name in ("prompt_tokens", "completion_tokens") if isinstance(reported, dict) else ():
+            number = reported.get(name)
+            if isinstance(number, int):
+                setattr(self.usage, name, getattr(self.usage, name) + number)
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds that a server asks for; its other form, a date, is left to the back-off."""
+    return float(header) if header.isascii() and header.isdigit() else 0.0
