@@ -22,6 +22,7 @@ from model_port.cli import run_cli
 from paravt_jax.command import config_parser, read_config
 from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
+from paravt_jax.data.rows import left_out
 from paravt_jax.judge import Judge
 from paravt_jax.opening import frame_reader, open_engine
 from paravt_jax.policy import open_policy
@@ -53,8 +54,8 @@ async def run_eval(config: EvalConfig) -> list[Cell]:
         loaded = load_prompts(
             config.data.validation, video_root=config.data.video_root, max_bad_frac=config.data.max_bad_frac
         )
-        for reason, count in loaded.bad.items():
-            say(f"{config.data.validation}: {count} rows left out: {reason}")
+        for remark in left_out(config.data.validation, loaded.bad):
+            say(remark)
         prompts = loaded.prompts[: config.eval.max_prompts]
         _check_same(directory, config)
         write_settings(config, directory)

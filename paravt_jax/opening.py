@@ -11,6 +11,7 @@ from model_port.model import Qwen3VL
 from model_port.processing import settled_size
 from paravt_jax.config import SYNTHETIC, Config, EvalConfig, SftConfig
 from paravt_jax.data.prompts import Prompt, load_prompts
+from paravt_jax.data.rows import left_out
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.dialogues import CLASSES
@@ -166,7 +167,7 @@ def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequenc
         root = "" if path == SYNTHETIC else config.data.video_root
         path = str(of_synthetic) if path == SYNTHETIC else path
         loaded = load_prompts(path, video_root=root, max_bad_frac=config.data.max_bad_frac)
-        remarks.extend(f"{path}: {count} rows left out: {reason}" for reason, count in loaded.bad.items())
+        remarks.extend(left_out(path, loaded.bad))
         return loaded.prompts
 
     train = load(config.data.train, made)

@@ -281,7 +281,7 @@ def _over_steps(
 def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: bool) -> tuple[float, str, str]:
     """Where the line ends, how it is called there, and its colour."""
     values = table.column(quantity.key)
-    smooth = _running_mean(values, window)
+    smooth = running_mean(values, window)
     last = float(smooth[np.isfinite(smooth)][-1])
     if log:
         values, smooth = np.maximum(values, KL_FLOOR), np.maximum(smooth, KL_FLOOR)
@@ -336,7 +336,7 @@ def _span(steps: Sequence[int] | np.ndarray) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centred, over the values there are; NaN where there are none."""
     known = np.isfinite(values)
     box = np.ones(window)

@@ -13,6 +13,7 @@ import numpy as np
 
 from paravt_jax.checkpoint import Checkpoints
 from paravt_jax.config import SftConfig
+from paravt_jax.data.rows import left_out
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
 from paravt_jax.demonstrations import Demonstrator
@@ -156,5 +157,5 @@ def _traces(config: SftConfig, path: str, remarks: list[str]) -> Sequence[Trace]
     if not path:
         return ()
     loaded = load_traces(path, video_root=config.data.video_root, max_bad_frac=config.data.max_bad_frac)
-    remarks += [f"{path}: {count} rows left out: {reason}" for reason, count in loaded.bad.items()]
+    remarks.extend(left_out(path, loaded.bad))
     return loaded.traces

@@ -59,6 +59,11 @@ def read_rows(
     return found, dict(bad)
 
 
+def left_out(source: str | Path, bad: dict[str, int]) -> list[str]:
+    """A line for every reason, for the log of a run."""
+    return [f"{source}: {count} rows left out: {reason}" for reason, count in bad.items()]
+
+
 def root_of(source: Path, video_root: str) -> Path:
     """What relative paths of a row begin from: `video_root`, or where that is empty the place of the rows."""
     return Path(video_root or (source if source.is_dir() else source.parent)).absolute()

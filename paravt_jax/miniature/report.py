@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, Experiment
-from paravt_jax.plots import STYLE
+from paravt_jax.plots import STYLE, running_mean
 from paravt_jax.run_log import METRICS_FILE, load_jsonl
 
 TITLES = {
@@ -116,15 +116,7 @@ def _metric_files(experiment: Experiment, arm: str) -> list[Path]:
 
 def _curve(path: Path, key: str) -> np.ndarray:
     values = np.array([row[key] for row in load_jsonl(path)], float)
-    return _running_mean(values, SMOOTHED_STEPS)
-
-
-def _running_mean(values: np.ndarray, num_steps: int) -> np.ndarray:
-    """Over the last so many steps, fewer at the beginning."""
-    sums = np.cumsum(np.insert(values, 0, 0.0))
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - num_steps, 0)
-    return (sums[ends] - sums[begins]) / (ends - begins)
+    return running_mean(values, min(SMOOTHED_STEPS, len(values)))
 
 
 def remarks(experiment: Experiment) -> Iterable[str]:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from paravt_jax import plots
-from paravt_jax.plots import _kl_levels, _label_ends, _reward_by_frame_budget, _running_mean, load_run, main, make_plots
+from paravt_jax.plots import _kl_levels, _label_ends, _reward_by_frame_budget, running_mean, load_run, main, make_plots
 
 ALL = {"reward_terms", "format_and_calls", "reward_by_frame_budget", "mismatch", "loss", "validation"}
 KEYS = (
@@ -133,11 +133,11 @@ def test_the_ladder_is_read_from_the_settings_and_equal_levels_share_a_name(tmp_
     assert _kl_levels(tmp_path) == {0.01: "warn, mask sequences"}
 
 
-def test_the_running_mean_is_over_the_values_there_are():
+def test_therunning_mean_is_over_the_values_there_are():
     nan = float("nan")
-    means = _running_mean(np.array([1.0, 3.0, nan, 5.0, nan, nan, nan]), 3)
+    means = running_mean(np.array([1.0, 3.0, nan, 5.0, nan, nan, nan]), 3)
     np.testing.assert_allclose(means, [2.0, 2.0, 4.0, 5.0, 5.0, nan, nan])
-    np.testing.assert_allclose(_running_mean(np.array([1.0, nan, 4.0]), 1), [1.0, nan, 4.0])
+    np.testing.assert_allclose(running_mean(np.array([1.0, nan, 4.0]), 1), [1.0, nan, 4.0])
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other_and_keep_their_order():
