@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from paravt_jax import plots
-from paravt_jax.plots import _kl_levels, _label_ends, _reward_by_frame_budget, running_mean, load_run, main, make_plots
+from paravt_jax.plots import _kl_levels, _label_ends, _reward_by_frame_budget, load_run, main, make_plots, running_mean
 
 ALL = {"reward_terms", "format_and_calls", "reward_by_frame_budget", "mismatch", "loss", "validation"}
 KEYS = (
