@@ -121,6 +121,11 @@ class Run:
     validation: Table
     kl_levels: dict[float, str]
 
+    @property
+    def name(self) -> str:
+        """With the directory above, since many runs are called seed0."""
+        return "/".join(self.path.resolve().parts[-2:])
+
 
 def make_plots(run_dir: Path) -> list[Path]:
     """The files written to RUN/plots."""
@@ -323,7 +328,7 @@ def _note(axes: Axes, text: str, at: tuple[float | int, float], shift_points: tu
 def _figure(run: Run, title: str, steps: str, caption: str, size_inches: tuple[float, float]) -> Figure:
     figure = Figure(figsize=size_inches)
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold")
-    about = " · ".join(part for part in (run.path.resolve().name, steps, caption) if part)
+    about = " · ".join(part for part in (run.name, steps, caption) if part)
     figure.supxlabel(about, x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False)  # a run may have any name
     return figure
 

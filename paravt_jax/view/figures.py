@@ -97,7 +97,7 @@ def about(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(_flat(settings.get("config", {})))
     planned = [value for key, value in config.items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)]
     return {
-        "name": run.path.resolve().name,
+        "name": run.name,
         "steps_done": int(max(run.metrics.rows, default=0)),
         "steps_planned": planned[0] if planned else None,
         "commit": settings.get("git_commit"),

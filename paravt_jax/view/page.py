@@ -41,7 +41,7 @@ def make_page(run_dir: Path, max_episodes: int) -> bytes:
     }
     markup, style, script = (files(view).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     page = Template(markup).substitute(  # in one pass: a text with a placeholder in it stays as it is
-        title=html.escape(visible(run_dir.resolve().name)),
+        title=html.escape(visible(run.name)),
         policy=html.escape(_policy(style, script)),
         style=style,
         script=script,
