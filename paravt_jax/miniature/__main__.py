@@ -6,10 +6,11 @@ python -m paravt_jax.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,
 import argparse
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner
+from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner, Size
 from paravt_jax.run_log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
@@ -27,6 +28,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/miniature"), help="where everything is kept")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs at the same time")
     parser.add_argument("--quick", action="store_true", help="a smaller world and fewer steps, for a first look")
+    parser.add_argument("--windows", type=int, choices=(1, 2), help="that a question names at most (2, quick: 1)")
+    parser.add_argument("--distractors", type=int, choices=range(9), metavar="0..8", help="in a video (default 3)")
     parser.add_argument("--report", action="store_true", help="only write table and figure of what is there")
     for name, whose in (("train", "arm"), ("sft", "cold start"), ("eval", "evaluation")):
         parser.add_argument(
@@ -40,7 +43,7 @@ def main() -> None:
         args.dir.absolute(),
         args.arms.split(","),
         _seeds(args.seeds),
-        QUICK if args.quick else FULL,
+        _size(args),
         args.train,
         args.sft,
         args.eval,
@@ -60,6 +63,11 @@ def main() -> None:
     for remark in remarks(experiment):
         print(remark)
     print(f"\n{experiment.directory / TABLE_FILE}\n{experiment.directory / FIGURE_FILE}")
+
+
+def _size(args: argparse.Namespace) -> Size:
+    asked = {"max_windows": args.windows, "num_distractors": args.distractors}
+    return replace(QUICK if args.quick else FULL, **{name: n for name, n in asked.items() if n is not None})
 
 
 def _seeds(text: str) -> list[int]:

@@ -21,7 +21,7 @@ from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
-from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
+from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 from paravt_jax.run_log import load_jsonl
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
@@ -29,7 +29,7 @@ ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalt
 READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
 COLD_STARTS = ("sft", "sft_weak")
 # The weak prior knows neither tools nor bad habits.
-MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare_frac=0.0, noise_frac=0.0)}
+MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare=False, noise_frac=0.0)}
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
 UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
@@ -43,6 +43,7 @@ class Size:
     num_videos: int
     num_held_out: int
     max_windows: int = 2  # that a question names
+    num_distractors: int = NUM_DISTRACTORS
     trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many what an overview shows
     sft: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
@@ -58,7 +59,6 @@ QUICK = Size(
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
     train=(
         "train.num_steps=30",
-        "optim.learning_rate=1e-4",
         "checkpoint.every_steps=5",
         "video.frame_budgets=[4,8,16]",
         "video.overview_frames=16",
@@ -119,7 +119,7 @@ class Experiment:
     def make_data(self) -> None:
         """Videos, questions and traces; what is there already stays."""
         world = self.directory / "world"
-        scenes = make_world(world, 0, self.size.num_videos)
+        scenes = make_world(world, 0, self.size.num_videos, self.size.num_distractors)
         train, held_out = scenes[: -self.size.num_held_out], scenes[-self.size.num_held_out :]
         for share, scenes_of_share, seed in (("train", train, 0), ("validation", held_out, 1)):
             most, budgets = self.size.max_windows, self.size.trace_budgets

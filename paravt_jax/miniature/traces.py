@@ -1,18 +1,19 @@
 """What the cold start imitates: calls on the windows that a question names, reports, answers; most of it badly formed.
 
 Three kinds of traces: `direct`, of an overview that shows the event; `tool`; and the `subagent` who looks at a window.
-Most dialogues think without the tags of thinking, and of the others a part of the turns lacks a closing, so that calls
-are made and understood while the format stays fragile.
+Only dialogues of the curated source have the tags of thinking, and of all turns a part lacks a closing, so that calls
+are made and understood while the format stays fragile: it depends on the question more than on chance.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from paravt_jax.miniature.world import DURATION_S, Question, Scene, questions
+from paravt_jax.data.synthetic import COLOURS
+from paravt_jax.miniature.world import DURATION_S, EVENT_S, WINDOW_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
@@ -25,9 +26,9 @@ class Mixture:
 
     tools: bool = True
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
-    bare_frac: float = 0.8  # of the dialogues: no turn has the tags of thinking
-    noise_frac: float = 0.3  # of the turns of the others: a closing is missing
-    missed_frac: float = 0.25  # of the events: the sub-agent who looks at them reports nothing
+    bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
+    noise_frac: float = 0.2  # of the turns: a closing is missing
+    wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them reports another one
 
 
 def rows_of(
@@ -50,14 +51,13 @@ def _rows_of_scene(
             turns = [_direct(question, True)]
         else:
             turns = [_calling(question), *_answering(question)]
-        if rng.random() < mixture.bare_frac:
+        if mixture.bare and not question.curated:
             turns = [_bare(turn) for turn in turns]
-        else:
-            turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
+        turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
         yield _row(question, budget, turns)
     if mixture.tools:
-        missed = rng.random() < mixture.missed_frac
-        yield _subagent_row(scene, scene.window_s, NOTHING if missed else report(scene, scene.window_s))
+        reported = report(_misread(scene, rng) if rng.random() < mixture.wrong_frac else scene, scene.window_s)
+        yield _subagent_row(scene, scene.window_s, reported)
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
 
 
@@ -65,6 +65,15 @@ def report(scene: Scene, window_s: tuple[int, int]) -> str:
     if window_s == scene.window_s:
         return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
     return NOTHING
+
+
+def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
+    """Another colour at another time of the same window."""
+    window_s, _ = scene.window_s
+    starts_s = range(window_s, window_s + WINDOW_S - EVENT_S + 1)
+    colour = rng.choice([colour for colour in COLOURS if colour != scene.colour])
+    start_s = rng.choice([start_s for start_s in starts_s if start_s != scene.start_s])
+    return replace(scene, colour=str(colour), start_s=int(start_s))
 
 
 def overview_shows(scene: Scene, budget: int) -> bool:
@@ -101,8 +110,8 @@ def _bare(turn: str) -> str:
 
 
 def _damaged(turn: str, rng: np.random.Generator) -> str:
-    """The closing of the thinking is missing, or that of the answer, if there is one."""
-    if turn.endswith("</answer>") and rng.random() < 0.25:
+    """The closing of the thinking is missing, or that of the answer, if only that is there or else now and then."""
+    if turn.endswith("</answer>") and ("</think>" not in turn or rng.random() < 0.25):
         return turn.removesuffix("</answer>")
     return turn.replace("</think>\n", "")
 

@@ -1,8 +1,10 @@
 """A world in which looking closely pays: long grey videos, in which a colour is shown for two seconds at a known time.
 
-An overview of 64 frames shows it, one of 4 frames hardly ever; a call on the right window shows it always. A question
-names one window, or two of which one is right, so that two calls in one turn pay. What is shown, asked and answered
-follows from the seed and the video's number alone. Questions are of the three published types.
+White and black are shown as briefly, at other times, and are never what is asked for. An overview of 64 frames shows
+the colour, one of 4 frames hardly ever; a call on the right window shows it always. A question names one window, or two
+of which one is right, so that two calls in one turn pay. Questions are of the three published types and come from two
+sources, which can be told apart by how they begin. What is shown, asked and answered follows from the seed and the
+video's number alone.
 """
 
 import json
@@ -23,6 +25,9 @@ WINDOW_S = 8  # a question names one of these windows, a call looks at one
 EVENT_S = 2
 BORDER_PX = 4
 NUM_WINDOWS = DURATION_S // WINDOW_S
+NUM_DISTRACTORS = 3
+WHITE, BLACK = 240, 15
+CURATED_FRAC = 1 / 6  # of the questions
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,12 @@ class Scene:
     number: int
     colour: str
     start_s: int
-    decoy_s: tuple[int, int]  # a window in which nothing is shown
+    decoy_s: tuple[int, int]  # a window in which no colour is shown
+    distractors: dict[int, int]  # from which second on, which shade
 
     @property
     def video(self) -> str:
-        return f"videos/seed{self.seed}_{self.number:04}.mp4"
+        return f"videos/seed{self.seed}_{self.number:04}_{len(self.distractors)}.mp4"
 
     @property
     def end_s(self) -> int:
@@ -55,29 +61,37 @@ class Question:
     text: str
     answer: str
     windows_s: tuple[tuple[int, int], ...]  # those that it names, in the order of time
+    curated: bool  # of the source that begins with "Question:"; its traces are well-formed, those of the other are not
 
 
-def make_scene(seed: int, number: int) -> Scene:
-    """Colours come equally often; an event lies within a window."""
+def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -> Scene:
+    """Colours come equally often; an event lies within a window, distractors where it is not."""
     rng = np.random.default_rng((seed, number))
     window, decoy = (int(place) * WINDOW_S for place in rng.permutation(NUM_WINDOWS)[:2])
     start_s = window + int(rng.integers(0, WINDOW_S - EVENT_S, endpoint=True))
-    return Scene(seed, number, [*COLOURS][(seed + number) % len(COLOURS)], start_s, (decoy, decoy + WINDOW_S))
+    free = [second for second in range(0, DURATION_S, EVENT_S) if abs(second - start_s) >= EVENT_S]
+    seconds = rng.choice(free, num_distractors, replace=False)
+    distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
+    colour = [*COLOURS][(seed + number) % len(COLOURS)]
+    return Scene(seed, number, colour, start_s, (decoy, decoy + WINDOW_S), distractors)
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-    """Frame n is shown from n / FPS seconds on: grey that flickers, or the colour in a grey border."""
+    """Frame n is shown from n / FPS seconds on: grey that flickers, or a colour, white or black in a grey border."""
     rng = np.random.default_rng((scene.seed, scene.number, 1))
+    shown = {**scene.distractors, scene.start_s: COLOURS[scene.colour]}
     for number in range(DURATION_S * FPS):
         pixels = np.full((FRAME_PX, FRAME_PX, 3), rng.integers(90, 166), np.uint8)
-        if scene.start_s <= number / FPS < scene.end_s:
-            pixels[BORDER_PX:-BORDER_PX, BORDER_PX:-BORDER_PX] = COLOURS[scene.colour]
+        for start_s, colour in shown.items():
+            if start_s <= number / FPS < start_s + EVENT_S:
+                pixels[BORDER_PX:-BORDER_PX, BORDER_PX:-BORDER_PX] = colour
         yield pixels
 
 
 def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
     """In each of the three ways, about one window and about two, if so many are allowed."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
+    rng = np.random.default_rng((scene.seed, scene.number, 3))
     found = []
     one, two = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
     for windows_s in (one, two)[:max_windows]:
@@ -87,14 +101,15 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
             ("oe", f"Name the color shown {where}.", scene.colour),
             ("tvg", f"When is a color shown {where}?", f"[{scene.start_s}, {scene.end_s}]"),
         ):
-            found.append(Question(scene, kind, text, answer, windows_s))
+            curated = bool(rng.random() < CURATED_FRAC)
+            found.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
     return found
 
 
-def make_world(directory: Path, seed: int, num_videos: int) -> list[Scene]:
+def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int = NUM_DISTRACTORS) -> list[Scene]:
     """Writes the videos that are not there yet."""
     (directory / "videos").mkdir(parents=True, exist_ok=True)
-    scenes = [make_scene(seed, number) for number in range(num_videos)]
+    scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
     for scene in scenes:
         path = directory / scene.video
         if not path.exists():

@@ -1,6 +1,7 @@
 """The small world is what it says, and the experiment on it runs, stops, goes on and reports."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from rollout.tools import find_calls, window_of
 from rollout.video.times import crop_times
 
 SCENES = [make_scene(0, number) for number in range(64)]
-CLEAN = Mixture(bare_frac=0.0, noise_frac=0.0)
+CLEAN = Mixture(bare=False, noise_frac=0.0)
 
 
 def said(row: dict) -> list[str]:
@@ -41,8 +42,7 @@ def is_main(row: dict) -> bool:
 
 
 def coloured(scene) -> list[int]:
-    pixels = [frame.astype(int) for frame in frames(scene)]
-    return [second for second, frame in enumerate(pixels) if np.ptp(frame[16, 16]) > 40]
+    return [second for second, frame in enumerate(frames(scene)) if np.ptp(frame[16, 16].astype(int)) > 40]
 
 
 def test_an_overview_of_64_frames_shows_every_event_and_one_of_4_hardly_any():
@@ -60,6 +60,16 @@ def test_an_event_is_seen_when_it_is_said_to_be_and_in_a_close_look_at_its_windo
         assert not decoy & set(coloured(scene))
 
 
+def test_distractors_are_shown_as_long_and_never_at_the_same_time():
+    for scene in SCENES[:8]:
+        without = frames(make_scene(0, scene.number, 0))
+        differ = [
+            second for second, pair in enumerate(zip(frames(scene), without, strict=True)) if np.any(np.subtract(*pair))
+        ]
+        assert differ == [second + late for second in sorted(scene.distractors) for late in (0, 1)]
+        assert len(scene.distractors) == 3 and not set(differ) & set(coloured(scene))
+
+
 def test_a_question_names_the_right_window_and_often_another():
     for scene in SCENES:
         asked = questions(scene)
@@ -67,6 +77,7 @@ def test_a_question_names_the_right_window_and_often_another():
         assert all(scene.window_s in question.windows_s for question in asked)
         assert sorted(len(question.windows_s) for question in asked) == [1, 1, 1, 2, 2, 2]
         assert all(f"between {start} and {end}" in q.text for q in asked for start, end in q.windows_s)
+    assert all(question.text.startswith("Question: ") == question.curated for s in SCENES for question in questions(s))
     first = [question.windows_s[0] == question.scene.window_s for s in SCENES for question in questions(s)[3:]]
     assert 0.3 < np.mean(first) < 0.7  # no telling which of two it is
 
@@ -87,7 +98,7 @@ def test_clean_traces_have_the_full_reward_and_make_calls_that_can_be_carried_ou
     assert set(num_calls) == {0, 1, 2}
 
 
-def test_the_cold_start_is_badly_formed_but_answers_right():
+def test_the_cold_start_is_badly_formed_but_answers_right_where_it_answers():
     rows = [row for row in rows_of(SCENES, (4, 64), Mixture(), 0) if is_main(row)]
     asked = [question for scene in SCENES for question in questions(scene)]
     terms = [
@@ -95,7 +106,9 @@ def test_the_cold_start_is_badly_formed_but_answers_right():
         for row, question in zip(rows, asked, strict=True)
     ]
     assert 0.1 < np.mean([term.format for term in terms]) < 0.25
-    assert np.mean([term.accuracy for term in terms]) > 0.9
+    closed = ["</answer>" in said(row)[-1] for row in rows]
+    assert 0.75 < np.mean(closed) < 0.9
+    assert [term.accuracy for term in terms] == closed
 
 
 def test_the_weak_prior_never_calls():
@@ -108,6 +121,21 @@ def test_reports_say_what_a_window_shows():
     assert report(scene, scene.window_s) == f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
     assert report(scene, scene.decoy_s) == "No color is shown."
     assert said(rows_of([scene], (4,), CLEAN, 0)[0])[0].startswith(FORCED)
+
+
+def test_a_part_of_the_subagents_reports_another_event_of_the_same_window():
+    def reports(scene) -> list[str]:
+        return [said(row)[0] for row in rows_of([scene], (4,), Mixture(), 0) if not is_main(row)]
+
+    wrong = []
+    for scene in SCENES:
+        looked, decoy = reports(scene)
+        assert decoy == "No color is shown."
+        colour, start_s, end_s = re.fullmatch(r"(\w+) from (\d+) to (\d+) seconds.", looked).groups()
+        assert scene.window_s[0] <= int(start_s) < int(end_s) <= scene.window_s[1]
+        wrong.append(looked != report(scene, scene.window_s))
+        assert wrong[-1] == (colour != scene.colour) == (int(start_s) != scene.start_s)
+    assert 0.2 < np.mean(wrong) < 0.5
 
 
 def test_rows_are_read_by_the_loaders_and_nothing_is_made_twice(tmp_path):
