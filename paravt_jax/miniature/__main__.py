@@ -51,8 +51,7 @@ def main() -> None:
     if not args.report:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs save and end
         experiment.make_data()
-        for title, parts in experiment.stages():
-            Runner(args.jobs).run(parts, title)
+        Runner(args.jobs).run(experiment.parts())
     from paravt_jax.miniature.report import draw, remarks, table  # late: matplotlib takes a second
 
     found = table(experiment)

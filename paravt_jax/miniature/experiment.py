@@ -8,11 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -34,6 +32,7 @@ FRAME_BUDGETS = (4, 8, 16, 32, 64)
 UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Part:
     num_steps: int
     progress: str  # file pattern in the directory: a line, or a file, for every step done
     done: Path
+    needs: Path | None = None  # begins when this is there
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Experiment:
     def trained_arms(self) -> list[str]:
         return [arm for arm in self.arms if arm not in COLD_STARTS]
 
-    def stages(self) -> list[tuple[str, list[Part]]]:
-        """Parts of a stage do not depend on each other, only on earlier stages."""
+    def parts(self) -> list[Part]:
+        """The cold starts, their evaluations, and then seed by seed each arm and its evaluation."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
-        cold_starts = [self._evaluation(f"{name}{how}") for name in self.cold_starts for how in ("", FORCED)]
         return [
-            ("cold start", [self._cold_start(name) for name in self.cold_starts]),
-            ("arms", [self._arm(arm, seed) for arm, seed in runs]),
-            ("evaluation", [*cold_starts, *(self._evaluation(f"{arm}/seed{seed}") for arm, seed in runs)]),
+            *map(self._cold_start, self.cold_starts),
+            *(self._evaluation(f"{name}{how}") for name in self.cold_starts for how in ("", FORCED)),
+            *(self._arm(arm, seed) for arm, seed in runs),
+            *(self._evaluation(f"{arm}/seed{seed}") for arm, seed in runs),
         ]
 
     def make_data(self) -> None:
@@ -146,19 +146,20 @@ class Experiment:
 
     def _arm(self, arm: str, seed: int) -> Part:
         directory, world = self.directory / arm / f"seed{seed}", self.directory / "world"
-        weak = arm == "weak_prior"
+        cold_start = self._cold_start("sft_weak" if arm == "weak_prior" else "sft")
         settings = [
             f"run_dir={directory}",
             f"seed={seed}",
-            f"model.path={self._cold_start('sft_weak' if weak else 'sft').done.parent}",
+            f"model.path={cold_start.done.parent}",
             f"data.train={world / 'rl_train.jsonl'}",
             f"data.validation={world / 'rl_validation.jsonl'}",
             *self.size.train,
             *self.train,
         ]
-        config = CONFIGS / f"{'para_grpo' if weak else arm}.yaml"
+        config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' else arm}.yaml"
         num_steps = load_config(config, *settings, schema=Config).train.num_steps
-        return _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
+        part = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
+        return replace(part, needs=cold_start.done)
 
     def _evaluation(self, name: str) -> Part:
         """Of a cold start, or of an arm with its seed; with the prefix forced where it was in training."""
@@ -180,7 +181,7 @@ class Experiment:
         cells = load_config(config, *settings, schema=EvalConfig).eval
         num_cells = len(cells.dispatches) * len(cells.frame_budgets)
         command = _command("paravt_jax.eval", config, settings)
-        return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE)
+        return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE, model.done)
 
 
 def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Part:
@@ -197,64 +198,55 @@ class Runner:
 
     def __init__(self, num_jobs: int):
         self._num_jobs = num_jobs
-        self._children: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._running: dict[Part, tuple[subprocess.Popen[bytes], float]] = {}
 
-    def run(self, parts: Iterable[Part], title: str) -> None:
-        waiting = [part for part in parts if not part.done.exists()]
-        if not waiting:
-            return
-        with (
-            ThreadPoolExecutor(self._num_jobs) as pool,
-            tqdm(total=sum(part.num_steps for part in waiting), desc=title, disable=not sys.stderr.isatty()) as bar,
-        ):
-            futures = [pool.submit(self._run, part) for part in waiting]
+    def run(self, parts: Iterable[Part]) -> None:
+        """Each as soon as what it needs is there, otherwise in this order. Ends when all are done or one has failed."""
+        undone = [part for part in parts if not part.done.exists()]
+        waiting = list(undone)
+        with tqdm(total=sum(part.num_steps for part in undone), unit="step", disable=not sys.stderr.isatty()) as bar:
             try:
-                while not all(future.done() for future in futures):
-                    bar.n = sum(map(_steps_done, waiting))
-                    bar.refresh()
-                    failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-                    if failed is not None:
-                        break
-                    time.sleep(1)
+                while waiting or self._running:
+                    self._collect()
+                    ready = [part for part in waiting if part.needs is None or part.needs.exists()]
+                    for part in ready[: self._num_jobs - len(self._running)]:
+                        waiting.remove(part)
+                        self._start(part)
+                    bar.n = sum(map(_steps_done, undone))
+                    bar.set_description(", ".join(part.name for part in self._running))
+                    time.sleep(POLL_S)
             except KeyboardInterrupt:
                 bar.write("stopping: the runs save and end; the same command goes on from there")
                 raise
             finally:
                 self._stop()
-            for future in futures:
-                if not future.cancelled():
-                    future.result()
 
-    def _run(self, part: Part) -> None:
-        if self._stopping.is_set():
-            return
-        begun_s = time.monotonic()
+    def _start(self, part: Part) -> None:
         part.directory.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with (part.directory / "log.txt").open("ab") as log:
             child = subprocess.Popen(part.command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        with self._lock:
-            self._children.add(child)
-        code = child.wait()
-        with self._lock:
-            self._children.discard(child)
-        if self._stopping.is_set():
-            return
-        if code or not part.done.exists():
-            log_file = part.directory / "log.txt"
-            last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log_file})")
-        tqdm.write(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+        self._running[part] = child, time.monotonic()
+
+    def _collect(self) -> None:
+        for part, (child, begun_s) in [*self._running.items()]:
+            code = child.poll()
+            if code is None:
+                continue
+            del self._running[part]
+            if code or not part.done.exists():
+                log = part.directory / "log.txt"
+                last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log})")
+            tqdm.write(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
 
     def _stop(self) -> None:
-        """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would."""
-        self._stopping.set()
-        with self._lock:
-            for child in self._children:
-                child.send_signal(signal.SIGTERM)
+        """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would, and waits for it."""
+        for child, _ in self._running.values():
+            child.send_signal(signal.SIGTERM)
+        for child, _ in self._running.values():
+            child.wait()
 
 
 def _steps_done(part: Part) -> int:

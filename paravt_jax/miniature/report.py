@@ -77,7 +77,8 @@ def draw(experiment: Experiment, path: Path) -> None:
             axes.set_xlabel("step")
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+        if panels[-1].get_lines():
+            panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)

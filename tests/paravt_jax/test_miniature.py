@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -157,18 +158,32 @@ def part(directory: Path, code: str, name: str = "it") -> Part:
 def test_a_part_that_is_done_is_not_run_again(tmp_path):
     code = f"from pathlib import Path; p = Path({str(tmp_path / 'done')!r}); p.write_text('once'); print('ran')"
     for _ in range(2):
-        Runner(1).run([part(tmp_path, code)], "test")
+        Runner(1).run([part(tmp_path, code)])
     assert (tmp_path / "log.txt").read_text() == "ran\n"
+
+
+def test_a_part_begins_when_what_it_needs_is_there_and_others_do_not_wait_for_it(tmp_path):
+    def writing(name: str, needs: str | None = None) -> Part:
+        path, needed = tmp_path / name, tmp_path / needs / "done" if needs else None
+        code = f"from pathlib import Path; print(Path({str(needed or path)!r}).exists())"
+        return replace(part(path, f"{code}; Path({str(path)!r}, 'done').touch()", name), needs=needed)
+
+    Runner(2).run([writing("last", "middle"), writing("middle", "first"), writing("first"), writing("alone")])
+    assert [(tmp_path / name / "log.txt").read_text() for name in ("first", "middle", "last")] == ["True\n"] * 3
 
 
 def test_a_part_that_fails_ends_the_experiment_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match=r"it ended with code 3: no such thing \(all of it in"):
-        Runner(2).run([part(tmp_path, "print('before'); print('no such thing'); raise SystemExit(3)")], "test")
+        Runner(2).run([part(tmp_path, "print('before'); print('no such thing'); raise SystemExit(3)")])
 
 
 def test_arms_come_from_one_cold_start_and_are_evaluated_as_they_were_trained(tmp_path):
-    cold, arms, evaluations = (parts for _, parts in Experiment(tmp_path, ARMS, [0, 1], QUICK).stages())
+    parts = Experiment(tmp_path, ARMS, [0, 1], QUICK).parts()
+    cold, evaluations = parts[:2], [part for part in parts if part.name.startswith("eval ")]
+    arms = [part for part in parts if "/seed" in part.name and part not in evaluations]
     assert [part.name for part in cold] == ["sft", "sft_weak"] and len(arms) == 2 * len(ARMS)
+    assert len(evaluations) == 2 * 2 + len(arms)
+    assert all((part.needs is None) == (part in cold) for part in parts)
     models = {part.name: next(a for a in part.command if a.startswith("model.path=")) for part in arms}
     assert all(("sft_weak" in model) == name.startswith("weak_prior") for name, model in models.items())
     forced = {part.name: "rollout.forced_prefix=" not in part.command for part in evaluations}
