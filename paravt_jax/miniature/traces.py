@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
-from paravt_jax.miniature.world import DURATION_S, EVENT_S, WINDOW_S, Question, Scene, questions
+from paravt_jax.miniature.world import DURATION_S, EVENT_STARTS_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
@@ -70,10 +70,9 @@ def report(scene: Scene, window_s: tuple[int, int]) -> str:
 def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
     """Another colour at another time of the same window."""
     window_s, _ = scene.window_s
-    starts_s = range(window_s, window_s + WINDOW_S - EVENT_S + 1)
     colour = rng.choice([colour for colour in COLOURS if colour != scene.colour])
-    start_s = rng.choice([start_s for start_s in starts_s if start_s != scene.start_s])
-    return replace(scene, colour=str(colour), start_s=int(start_s))
+    start_s = rng.choice([start_s for start_s in EVENT_STARTS_S if window_s + start_s != scene.start_s])
+    return replace(scene, colour=str(colour), start_s=window_s + int(start_s))
 
 
 def overview_shows(scene: Scene, budget: int) -> bool:

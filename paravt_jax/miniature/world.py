@@ -23,6 +23,7 @@ FPS = 1
 DURATION_S = 64
 WINDOW_S = 8  # a question names one of these windows, a call looks at one
 EVENT_S = 2
+EVENT_STARTS_S = range(0, WINDOW_S, EVENT_S)  # in a window
 BORDER_PX = 4
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
@@ -65,11 +66,11 @@ class Question:
 
 
 def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -> Scene:
-    """Colours come equally often; an event lies within a window, distractors where it is not."""
+    """Colours come equally often; an event lies within a window, distractors where it is not; all on even seconds."""
     rng = np.random.default_rng((seed, number))
     window, decoy = (int(place) * WINDOW_S for place in rng.permutation(NUM_WINDOWS)[:2])
-    start_s = window + int(rng.integers(0, WINDOW_S - EVENT_S, endpoint=True))
-    free = [second for second in range(0, DURATION_S, EVENT_S) if abs(second - start_s) >= EVENT_S]
+    start_s = window + int(rng.choice(EVENT_STARTS_S))
+    free = [second for second in range(0, DURATION_S, EVENT_S) if second != start_s]
     seconds = rng.choice(free, num_distractors, replace=False)
     distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
     colour = [*COLOURS][(seed + number) % len(COLOURS)]
