@@ -83,7 +83,7 @@ def _blocked(q: Array, k: Array, v: Array, query: Layout, key: Layout, causal: b
 
 def _blocked_forward(q: Array, k: Array, v: Array, query: Layout, key: Layout, causal: bool) -> tuple[Array, Any]:
     outs, log_sums = [], []
-    for block, end in _blocks(q.shape[1], k.shape[1], causal):
+    for block, end in score_blocks(q.shape[1], k.shape[1], causal):
         scores = _block_scores(q[:, block], k[:, :end], query, key, block, end, causal)
         peak = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
@@ -101,7 +101,7 @@ def _blocked_backward(causal: bool, saved: Any, d_out: Array) -> tuple[Array | N
     """dS = P * (dP - sum(dO * O)), with P computed again from the saved log-sum-exp."""
     q, k, v, query, key, out, log_sums = saved
     d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
-    for block, end in _blocks(q.shape[1], k.shape[1], causal):
+    for block, end in score_blocks(q.shape[1], k.shape[1], causal):
         scores = _block_scores(q[:, block], k[:, :end], query, key, block, end, causal)
         weights = jnp.exp(scores - log_sums[:, :, :, block])
         d_block = d_out[:, block]
@@ -117,7 +117,7 @@ def _blocked_backward(causal: bool, saved: Any, d_out: Array) -> tuple[Array | N
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _blocks(num_queries: int, num_keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
+def score_blocks(num_queries: int, num_keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
     """(queries, end of the keys they can see): a row attending to itself is in causal order."""
     size = BLOCK_TOKENS * max(1, -(-num_queries // (BLOCK_TOKENS * MAX_BLOCKS)))
     for first in range(0, num_queries, size):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model_port.attention import _blocks
+from model_port.attention import score_blocks
 from model_port.config import ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
@@ -248,7 +248,7 @@ class _Device:
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
         if self.compute.attention == "xla":
             return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
-        blocks = _blocks(row_tokens, row_tokens, True)
+        blocks = score_blocks(row_tokens, row_tokens, True)
         return heads * self.score_arrays * sum((block.stop - block.start) * end for block, end in blocks)
 
     def head(self) -> Parts:

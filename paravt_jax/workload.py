@@ -6,7 +6,7 @@ product of [a, b] and [b, c] has 2·a·b·c of them.
 
 from dataclasses import dataclass
 
-from model_port.attention import _blocks
+from model_port.attention import score_blocks
 from model_port.config import ModelConfig
 from paravt_jax.config import Config
 from paravt_jax.packing import TOKEN_STEP, stepped
@@ -154,7 +154,7 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
 def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
     updates, remat, blocked = config.train.updates_per_step, config.model.remat, config.model.attention == "blocked"
     row = work.row_tokens
-    blocks = _blocks(row, row, True) if blocked else [(slice(0, row), row)]
+    blocks = score_blocks(row, row, True) if blocked else [(slice(0, row), row)]
     pairs = sum((block.stop - block.start) * end for block, end in blocks)
     products = _product_flops(model, work.computed_rows * row)
     attention = _attention_flops(model, work.computed_rows * pairs)

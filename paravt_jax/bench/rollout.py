@@ -19,7 +19,7 @@ import numpy as np
 import model_port
 from model_port.processing import VisionContract, settled_size
 from model_port.tiny import make_tiny
-from paravt_jax.bench.video import _write_video
+from paravt_jax.bench.video import write_video
 from paravt_jax.publish import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if not args.model:
             make_tiny(model)
         video = Path(folder) / "video.mp4"
-        _write_video(video, *VIDEO_PX, VIDEO_S)
+        write_video(video, *VIDEO_PX, VIDEO_S)
         return asyncio.run(_measure(args, model, str(video)))
 
 

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in SIZES_PX if args.size == "all" else [args.size]:
             path = Path(folder) / f"{name}.mp4"
             print(f"writing {args.seconds} s of {name} video", file=sys.stderr, flush=True)
-            _write_video(path, *SIZES_PX[name], args.seconds)
+            write_video(path, *SIZES_PX[name], args.seconds)
             for row in _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers):
                 rows.append({"video": name, **row})
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> d
     took: dict[str, Any] = {}
     small = path.with_name("small.mp4")
     if not small.exists():
-        _write_video(small, 64, 64, 2)
+        write_video(small, 64, 64, 2)
     async with FrameReader(lambda height, width: settled_size(height, width, CONTRACT), num_workers=workers) as reader:
         for _ in range(4):
             await asyncio.gather(*(reader.frames(small, [n / FPS], DEADLINE_S) for n in range(2 * FPS)))
@@ -202,7 +202,7 @@ def _require_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
             raise RuntimeError(f"the two sides disagree: pixels differ by {difference:.1f} of 255 in the mean")
 
 
-def _write_video(path: Path, height: int, width: int, num_s: int) -> None:
+def write_video(path: Path, height: int, width: int, num_s: int) -> None:
     """A camera wandering over coloured clouds, with a cut every few seconds; x264's usual groups of pictures."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast", "crf": "26"})

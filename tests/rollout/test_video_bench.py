@@ -11,7 +11,7 @@ from paravt_jax.bench import video as bench
 
 
 def test_our_side_gives_the_frames_of_every_window(tmp_path):
-    bench._write_video(tmp_path / "video.mp4", 96, 160, 2)
+    bench.write_video(tmp_path / "video.mp4", 96, 160, 2)
     windows = [[(0, 59, 4)], [(0, 29, 3), (30, 59, 2)]]
     took = asyncio.run(bench._ours(tmp_path / "video.mp4", windows, 1))
     assert [pixels.shape for pixels in took["pixels"]] == [(count, 96, 160, 3) for count in (4, 3, 2)]
