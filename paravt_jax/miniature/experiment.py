@@ -26,8 +26,8 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
 COLD_STARTS = ("sft", "sft_weak")
-# The weak prior knows neither tools nor bad habits.
-MIXTURES = {"sft": Mixture(), "sft_weak": Mixture(tools=False, bare=False, noise_frac=0.0)}
+TOOL_PRIOR = Mixture()
+WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # knows neither tools nor bad habits
 FRAME_BUDGETS = (4, 8, 16, 32, 64)
 UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
@@ -43,6 +43,7 @@ class Size:
     num_held_out: int
     max_windows: int = 2  # that a question names
     num_distractors: int = NUM_DISTRACTORS
+    traces: Mixture = TOOL_PRIOR  # of the cold start
     trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many what an overview shows
     sft: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ QUICK = Size(
     256,
     16,
     max_windows=1,
+    traces=Mixture(noise_frac=0.4, wrong_frac=0.0),  # much that a short training can mend
     trace_budgets=(4, 4, 8, 16),  # few tokens, so many traces in a step
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
     train=(
@@ -124,7 +126,8 @@ class Experiment:
         for share, scenes_of_share, seed in (("train", train, 0), ("validation", held_out, 1)):
             most, budgets = self.size.max_windows, self.size.trace_budgets
             for name in self.cold_starts:
-                rows = rows_of(scenes_of_share, budgets, MIXTURES[name], seed, most)
+                mixture = WEAK_PRIOR if name == "sft_weak" else self.size.traces
+                rows = rows_of(scenes_of_share, budgets, mixture, seed, most)
                 write_rows(world / f"{name}_{share}.jsonl", rows)
             asked = [question for scene in scenes_of_share for question in questions(scene, most)]
             write_rows(world / f"rl_{share}.jsonl", list(map(rl_row, asked)))

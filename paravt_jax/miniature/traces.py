@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
-from paravt_jax.miniature.world import DURATION_S, EVENT_STARTS_S, Question, Scene, questions
+from paravt_jax.miniature.world import DURATION_S, EVENT_S, WINDOW_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
 NOTHING = "No color is shown."
+NUM_LOOKS = 6  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,26 @@ def _rows_of_scene(
         turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
         yield _row(question, budget, turns)
     if mixture.tools:
-        reported = report(_misread(scene, rng) if rng.random() < mixture.wrong_frac else scene, scene.window_s)
-        yield _subagent_row(scene, scene.window_s, reported)
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
+        earliest_s, latest_s = max(0, scene.end_s - WINDOW_S), min(scene.start_s, DURATION_S - WINDOW_S)
+        for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
+            window_s = int(start_s), int(start_s) + WINDOW_S
+            reported = _misread(scene, window_s, rng) if rng.random() < mixture.wrong_frac else scene
+            yield _subagent_row(scene, window_s, report(reported, window_s))
 
 
 def report(scene: Scene, window_s: tuple[int, int]) -> str:
-    if window_s == scene.window_s:
+    if window_s[0] <= scene.start_s < window_s[1]:
         return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
     return NOTHING
 
 
-def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Another colour at another time of the same window."""
-    window_s, _ = scene.window_s
+def _misread(scene: Scene, window_s: tuple[int, int], rng: np.random.Generator) -> Scene:
+    """Another colour at another time of the window."""
+    seconds = range(window_s[0] + window_s[0] % EVENT_S, window_s[1] - EVENT_S + 1, EVENT_S)
+    others = [second for second in seconds if second != scene.start_s]
     colour = rng.choice([colour for colour in COLOURS if colour != scene.colour])
-    start_s = rng.choice([start_s for start_s in EVENT_STARTS_S if window_s + start_s != scene.start_s])
-    return replace(scene, colour=str(colour), start_s=window_s + int(start_s))
+    return replace(scene, colour=str(colour), start_s=int(rng.choice(others)))
 
 
 def overview_shows(scene: Scene, budget: int) -> bool:

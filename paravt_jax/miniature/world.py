@@ -1,10 +1,11 @@
 """A world in which looking closely pays: long grey videos, in which a colour is shown for two seconds at a known time.
 
 White and black are shown as briefly, at other times, and are never what is asked for. An overview of 64 frames shows
-the colour, one of 4 frames hardly ever; a call on the right window shows it always. A question names one window, or two
-of which one is right, so that two calls in one turn pay. Questions are of the three published types and come from two
-sources, which can be told apart by how they begin. What is shown, asked and answered follows from the seed and the
-video's number alone.
+the colour, one of 4 frames hardly ever; a call on the right window shows it always. A clock runs in the border, as in
+much footage, so that one look tells what is shown and when, which a small model learns in minutes. A question names one
+window, or two of which one is right, so that two calls in one turn pay. Questions are of the three published types and
+come from two sources, which can be told apart by how they begin. What is shown, asked and answered follows from the
+seed and the video's number alone.
 """
 
 import json
@@ -25,6 +26,7 @@ WINDOW_S = 8  # a question names one of these windows, a call looks at one
 EVENT_S = 2
 EVENT_STARTS_S = range(0, WINDOW_S, EVENT_S)  # in a window
 BORDER_PX = 4
+CLOCK_ON, CLOCK_OFF = 225, 30
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
 WHITE, BLACK = 240, 15
@@ -78,7 +80,7 @@ def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-    """Frame n is shown from n / FPS seconds on: grey that flickers, or a colour, white or black in a grey border."""
+    """Frame n is shown from n / FPS seconds on: grey that flickers, a colour, white or black between bars."""
     rng = np.random.default_rng((scene.seed, scene.number, 1))
     shown = {**scene.distractors, scene.start_s: COLOURS[scene.colour]}
     for number in range(DURATION_S * FPS):
@@ -86,7 +88,15 @@ def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
         for start_s, colour in shown.items():
             if start_s <= number / FPS < start_s + EVENT_S:
                 pixels[BORDER_PX:-BORDER_PX, BORDER_PX:-BORDER_PX] = colour
+        window, second = divmod(number // FPS, WINDOW_S)
+        _draw_bar(pixels[:BORDER_PX], (window + 1) / NUM_WINDOWS)
+        _draw_bar(pixels[-BORDER_PX:], (second // EVENT_S + 1) / len(EVENT_STARTS_S))
         yield pixels
+
+
+def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
+    strip[:] = CLOCK_OFF
+    strip[:, : round(FRAME_PX * frac)] = CLOCK_ON
 
 
 def questions(scene: Scene, max_windows: int = 2) -> list[Question]:

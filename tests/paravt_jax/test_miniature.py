@@ -14,7 +14,7 @@ from paravt_jax.data.traces import load_traces
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.experiment import ARMS, QUICK, Experiment, Part, Runner
 from paravt_jax.miniature.report import draw, remarks, table
-from paravt_jax.miniature.traces import FORCED, Mixture, overview_shows, report, rows_of
+from paravt_jax.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of
 from paravt_jax.miniature.world import (
     DURATION_S,
     WINDOW_S,
@@ -130,13 +130,14 @@ def test_a_part_of_the_subagents_reports_another_event_of_the_same_window():
 
     wrong = []
     for scene in SCENES:
-        looked, decoy = reports(scene)
+        decoy, *looks = reports(scene)
         assert decoy == "No color is shown."
-        colour, start_s, end_s = re.fullmatch(r"(\w+) from (\d+) to (\d+) seconds.", looked).groups()
-        assert scene.window_s[0] <= int(start_s) < int(end_s) <= scene.window_s[1]
-        wrong.append(looked != report(scene, scene.window_s))
-        assert wrong[-1] == (colour != scene.colour) == (int(start_s) != scene.start_s)
-    assert 0.2 < np.mean(wrong) < 0.5
+        for look in looks:
+            colour, start_s, end_s = re.fullmatch(r"(\w+) from (\d+) to (\d+) seconds.", look).groups()
+            assert abs(int(start_s) - scene.start_s) <= WINDOW_S and int(end_s) == int(start_s) + 2
+            wrong.append(look != report(scene, scene.window_s))
+            assert wrong[-1] == (colour != scene.colour) == (int(start_s) != scene.start_s)
+    assert 0.28 < np.mean(wrong) < 0.4
 
 
 def test_rows_are_read_by_the_loaders_and_nothing_is_made_twice(tmp_path):
@@ -144,7 +145,7 @@ def test_rows_are_read_by_the_loaders_and_nothing_is_made_twice(tmp_path):
     write_rows(tmp_path / "rl.jsonl", [rl_row(question) for scene in scenes for question in questions(scene)])
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
     assert len(load_prompts(tmp_path / "rl.jsonl", video_root="", max_bad_frac=0).prompts) == 12
-    assert len(load_traces(tmp_path / "sft.jsonl", video_root="", max_bad_frac=0).traces) == 12 + 4
+    assert len(load_traces(tmp_path / "sft.jsonl", video_root="", max_bad_frac=0).traces) == 12 + 2 * (1 + NUM_LOOKS)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     make_world(tmp_path, 0, 2)
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
