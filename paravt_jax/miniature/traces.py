@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
-from paravt_jax.miniature.world import DURATION_S, EVENT_S, WINDOW_S, Question, Scene, questions
+from paravt_jax.miniature.world import DURATION_S, WINDOW_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
 NOTHING = "No color is shown."
-NUM_LOOKS = 6  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
+NUM_LOOKS = 10  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Mixture:
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
     bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
     noise_frac: float = 0.2  # of the turns: a closing is missing
-    wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them reports another one
+    wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them names another colour
 
 
 def rows_of(
@@ -61,7 +61,7 @@ def _rows_of_scene(
         earliest_s, latest_s = max(0, scene.end_s - WINDOW_S), min(scene.start_s, DURATION_S - WINDOW_S)
         for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
             window_s = int(start_s), int(start_s) + WINDOW_S
-            reported = _misread(scene, window_s, rng) if rng.random() < mixture.wrong_frac else scene
+            reported = _misread(scene, rng) if rng.random() < mixture.wrong_frac else scene
             yield _subagent_row(scene, window_s, report(reported, window_s))
 
 
@@ -71,12 +71,8 @@ def report(scene: Scene, window_s: tuple[int, int]) -> str:
     return NOTHING
 
 
-def _misread(scene: Scene, window_s: tuple[int, int], rng: np.random.Generator) -> Scene:
-    """Another colour at another time of the window."""
-    seconds = range(window_s[0] + window_s[0] % EVENT_S, window_s[1] - EVENT_S + 1, EVENT_S)
-    others = [second for second in seconds if second != scene.start_s]
-    colour = rng.choice([colour for colour in COLOURS if colour != scene.colour])
-    return replace(scene, colour=str(colour), start_s=int(rng.choice(others)))
+def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
+    return replace(scene, colour=str(rng.choice([colour for colour in COLOURS if colour != scene.colour])))
 
 
 def overview_shows(scene: Scene, budget: int) -> bool:
