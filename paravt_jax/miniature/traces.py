@@ -17,8 +17,9 @@ from paravt_jax.miniature.world import DURATION_S, WINDOW_S, Question, Scene, qu
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
+CAPTION = "caption"
 NOTHING = "No color is shown."
-NUM_LOOKS = 10  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
+NUM_LOOKS = 6  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,14 @@ class Mixture:
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
     bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
     noise_frac: float = 0.2  # of the turns: a closing is missing
+    num_captions: int = 3  # of a video, from overviews that show the event: how it is learned to tell their time
     wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them names another colour
 
 
 def rows_of(
     scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int = 2
 ) -> list[dict[str, Any]]:
-    """The rows of a corpus: every question once, with a budget drawn for it."""
+    """The rows of a corpus: every question once, with a budget drawn for it, captions and looks of sub-agents."""
     return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, max_windows)]
 
 
@@ -43,10 +45,12 @@ def _rows_of_scene(
     scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int
 ) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
-    for question in questions(scene, max_windows):
-        budget = int(rng.choice(frame_budgets))
-        seen = overview_shows(scene, budget)
-        if not mixture.tools:
+    showing = [budget for budget in frame_budgets if overview_shows(scene, budget)]
+    asked = [(question, rng.choice(frame_budgets)) for question in questions(scene, max_windows)]
+    asked += [(_caption(scene), rng.choice(showing)) for _ in range(mixture.num_captions) if showing]
+    for question, budget in asked:
+        seen = budget in showing
+        if not mixture.tools or question.type == CAPTION:
             turns = [_direct(question, seen)]
         elif seen and rng.random() < mixture.direct_frac:
             turns = [_direct(question, True)]
@@ -55,7 +59,7 @@ def _rows_of_scene(
         if mixture.bare and not question.curated:
             turns = [_bare(turn) for turn in turns]
         turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
-        yield _row(question, budget, turns)
+        yield _row(question, int(budget), turns)
     if mixture.tools:
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
         earliest_s, latest_s = max(0, scene.end_s - WINDOW_S), min(scene.start_s, DURATION_S - WINDOW_S)
@@ -69,6 +73,12 @@ def report(scene: Scene, window_s: tuple[int, int]) -> str:
     if window_s[0] <= scene.start_s < window_s[1]:
         return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
     return NOTHING
+
+
+def _caption(scene: Scene) -> Question:
+    """Names no window, so that only the picture tells when."""
+    answer = f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds"
+    return Question(scene, CAPTION, "Describe the video.", answer, (), curated=False)
 
 
 def _misread(scene: Scene, rng: np.random.Generator) -> Scene:

@@ -39,7 +39,13 @@ def said(row: dict) -> list[str]:
 
 
 def is_main(row: dict) -> bool:
-    return "nframes" in row["messages"][0]["content"][0]["video_url"]
+    """Of an episode's main agent, not a caption."""
+    asked = row["messages"][0]["content"]
+    return "nframes" in asked[0]["video_url"] and asked[1]["text"] != "Describe the video."
+
+
+def is_subagent(row: dict) -> bool:
+    return "start_time" in row["messages"][0]["content"][0]["video_url"]
 
 
 def coloured(scene) -> list[int]:
@@ -114,7 +120,18 @@ def test_the_cold_start_is_badly_formed_but_answers_right_where_it_answers():
 
 def test_the_weak_prior_never_calls():
     rows = rows_of(SCENES, (4, 64), Mixture(tools=False), 0)
-    assert all(is_main(row) and len(said(row)) == 1 and "<tool_call>" not in said(row)[0] for row in rows)
+    assert not any(map(is_subagent, rows))
+    assert all(len(said(row)) == 1 and "<tool_call>" not in said(row)[0] for row in rows)
+
+
+def test_captions_are_of_overviews_that_show_the_event_and_name_no_window():
+    for scene in SCENES:
+        rows = rows_of([scene], (4, 16), CLEAN, 0)
+        captions = [row for row in rows if not is_main(row) and not is_subagent(row)]
+        assert len(captions) == (3 if overview_shows(scene, 4) or overview_shows(scene, 16) else 0)
+        for row in captions:
+            assert overview_shows(scene, row["messages"][0]["content"][0]["video_url"]["nframes"])
+            assert f"<answer>{scene.colour} from {scene.start_s} to {scene.end_s} seconds" in said(row)[0]
 
 
 def test_reports_say_what_a_window_shows():
@@ -126,7 +143,7 @@ def test_reports_say_what_a_window_shows():
 
 def test_a_part_of_the_subagents_names_another_colour():
     def reports(scene) -> list[str]:
-        return [said(row)[0] for row in rows_of([scene], (4,), Mixture(), 0) if not is_main(row)]
+        return [said(row)[0] for row in rows_of([scene], (4,), Mixture(), 0) if is_subagent(row)]
 
     wrong = []
     for scene in SCENES:
