@@ -50,7 +50,7 @@ class Size:
     eval: tuple[str, ...] = (f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",)
 
 
-FULL = Size(512, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,none]"))
+FULL = Size(1024, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,none]"))
 QUICK = Size(
     256,
     16,

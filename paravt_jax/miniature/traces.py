@@ -30,7 +30,7 @@ class Mixture:
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
     bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
     noise_frac: float = 0.2  # of the turns: a closing is missing
-    num_captions: int = 3  # of a video, from overviews that show the event: how it is learned to tell their time
+    num_captions: int = 4  # of a video, from overviews that show the event: how it is learned to tell their time
     wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them names another colour
 
 
@@ -47,7 +47,8 @@ def _rows_of_scene(
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     showing = [budget for budget in frame_budgets if overview_shows(scene, budget)]
     asked = [(question, rng.choice(frame_budgets)) for question in questions(scene, max_windows)]
-    asked += [(_caption(scene), rng.choice(showing)) for _ in range(mixture.num_captions) if showing]
+    fewest = sorted({*showing})[:2]  # short rows, so that there can be many
+    asked += [(_caption(scene), rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
     for question, budget in asked:
         seen = budget in showing
         if not mixture.tools or question.type == CAPTION:

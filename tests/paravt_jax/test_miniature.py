@@ -128,7 +128,7 @@ def test_captions_are_of_overviews_that_show_the_event_and_name_no_window():
     for scene in SCENES:
         rows = rows_of([scene], (4, 16), CLEAN, 0)
         captions = [row for row in rows if not is_main(row) and not is_subagent(row)]
-        assert len(captions) == (3 if overview_shows(scene, 4) or overview_shows(scene, 16) else 0)
+        assert len(captions) == (4 if overview_shows(scene, 4) or overview_shows(scene, 16) else 0)
         for row in captions:
             assert overview_shows(scene, row["messages"][0]["content"][0]["video_url"]["nframes"])
             assert f"<answer>{scene.colour} from {scene.start_s} to {scene.end_s} seconds" in said(row)[0]
