@@ -4,6 +4,7 @@ Every part is a command of its own, with a run directory that goes on where it w
 finished by the same command.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
 POLL_S = 0.5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,14 @@ class Runner:
         threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with (part.directory / "log.txt").open("ab") as log:
-            child = subprocess.Popen(part.command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            child = subprocess.Popen(
+                part.command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
         self._running[part] = child, time.monotonic()
 
     def _collect(self) -> None:
@@ -250,6 +259,12 @@ class Runner:
             child.send_signal(signal.SIGTERM)
         for child, _ in self._running.values():
             child.wait()
+
+
+def _end_with_parent() -> None:
+    """In a run: should the experiment be killed, the run is asked to save and end. Without prctl it goes on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _steps_done(part: Part) -> int:

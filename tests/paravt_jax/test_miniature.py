@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +194,36 @@ def test_a_part_begins_when_what_it_needs_is_there_and_others_do_not_wait_for_it
 def test_a_part_that_fails_ends_the_experiment_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match=r"it ended with code 3: no such thing \(all of it in"):
         Runner(2).run([part(tmp_path, "print('before'); print('no such thing'); raise SystemExit(3)")])
+
+
+def test_a_killed_experiment_asks_its_runs_to_end(tmp_path):
+    child = """
+import signal, sys, time
+from pathlib import Path
+def end(*_): Path("ended").touch(); sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+Path("begun").touch()
+time.sleep(60)
+"""
+    code = f"""
+import sys
+from pathlib import Path
+from paravt_jax.miniature.experiment import Part, Runner
+directory = Path({str(tmp_path)!r})
+Runner(1).run([Part("it", directory, (sys.executable, "-c", {child!r}), 1, "none.jsonl", directory / "done")])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    wait_for(tmp_path / "begun")
+    parent.kill()
+    parent.wait()
+    wait_for(tmp_path / "ended")
+
+
+def wait_for(path: Path, deadline_s: float = 60.0) -> None:
+    begun_s = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - begun_s < deadline_s, f"no {path.name}"
+        time.sleep(0.05)
 
 
 def test_arms_come_from_one_cold_start_and_are_evaluated_as_they_were_trained(tmp_path):
