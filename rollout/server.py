@@ -190,7 +190,7 @@ class Server:
         self._ended.set_running_or_notify_cancel()  # whoever waits for it and gives up must not cancel it for others
         # A session of its own: Ctrl-C in the terminal reaches the server only through us.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", supervisor.__file__, str(os.getpid()), *settings.command()],
+            supervisor.supervised(settings.command()),
             env=settings.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +42,11 @@ def processes() -> Iterator[Process]:
         state, parent, group = content.rpartition(")")[2].split()[:3]  # the name before it may hold anything
         if state not in "ZX":
             yield Process(int(stat.parent.name), int(parent), int(group))
+
+
+def supervised(command: Sequence[str]) -> list[str]:
+    """The command line under which `command`, with an absolute path, does not outlive this process."""
+    return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
 def main(parent: int, command: list[str]) -> int:

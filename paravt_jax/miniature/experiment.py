@@ -4,7 +4,6 @@ Every part is a command of its own, with a run directory that goes on where it w
 finished by the same command.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 from paravt_jax.run_log import load_jsonl
+from rollout.supervisor import supervised
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
@@ -34,7 +34,6 @@ UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
 POLL_S = 0.5
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Experiment:
         return [arm for arm in self.arms if arm not in COLD_STARTS]
 
     def parts(self) -> list[Part]:
-        """The cold starts, their evaluations, and then seed by seed each arm and its evaluation."""
+        """The cold starts and their evaluations, then the arms seed by seed, and at last the evaluations of those."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
         return [
             *map(self._cold_start, self.cold_starts),
@@ -199,7 +198,10 @@ def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:
 
 
 class Runner:
-    """Runs parts, so many at the same time; each one's output is in DIRECTORY/log.txt."""
+    """Runs parts, so many at the same time; each one's output is in DIRECTORY/log.txt.
+
+    On Linux a part ends with the experiment, even when that is killed.
+    """
 
     def __init__(self, num_jobs: int):
         self._num_jobs = num_jobs
@@ -217,8 +219,9 @@ class Runner:
                     for part in ready[: self._num_jobs - len(self._running)]:
                         waiting.remove(part)
                         self._start(part)
-                    bar.n = sum(map(_steps_done, undone))
-                    bar.set_description(", ".join(part.name for part in self._running))
+                    if not bar.disable:
+                        bar.n = sum(map(_steps_done, undone))
+                        bar.set_description(", ".join(part.name for part in self._running))
                     time.sleep(POLL_S)
             except KeyboardInterrupt:
                 bar.write("stopping: the runs save and end; the same command goes on from there")
@@ -231,14 +234,8 @@ class Runner:
         threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with (part.directory / "log.txt").open("ab") as log:
-            child = subprocess.Popen(
-                part.command,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
+            command = supervised(part.command) if sys.platform == "linux" else part.command
+            child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self._running[part] = child, time.monotonic()
 
     def _collect(self) -> None:
@@ -259,12 +256,6 @@ class Runner:
             child.send_signal(signal.SIGTERM)
         for child, _ in self._running.values():
             child.wait()
-
-
-def _end_with_parent() -> None:
-    """In a run: should the experiment be killed, the run is asked to save and end. Without prctl it goes on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _steps_done(part: Part) -> int:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from paravt_jax.miniature.world import (
 )
 from paravt_jax.rewards import reward_terms
 from paravt_jax.run_log import METRICS_FILE
+from rollout import supervisor
 from rollout.tools import find_calls, window_of
 from rollout.video.times import crop_times
 
@@ -196,14 +198,13 @@ def test_a_part_that_fails_ends_the_experiment_with_its_last_words(tmp_path):
         Runner(2).run([part(tmp_path, "print('before'); print('no such thing'); raise SystemExit(3)")])
 
 
-def test_a_killed_experiment_asks_its_runs_to_end(tmp_path):
+def test_a_killed_experiment_takes_its_runs_along(tmp_path):
     child = """
-import signal, sys, time
+import os, time
 from pathlib import Path
-def end(*_): Path("ended").touch(); sys.exit(0)
-signal.signal(signal.SIGTERM, end)
-Path("begun").touch()
-time.sleep(60)
+Path("begun.partial").write_text(str(os.getpid()))
+Path("begun.partial").rename("begun")
+time.sleep(300)
 """
     code = f"""
 import sys
@@ -213,16 +214,22 @@ directory = Path({str(tmp_path)!r})
 Runner(1).run([Part("it", directory, (sys.executable, "-c", {child!r}), 1, "none.jsonl", directory / "done")])
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    wait_for(tmp_path / "begun")
+    wait_for((tmp_path / "begun").exists)
+    run = int((tmp_path / "begun").read_text())
+    assert run in living()
     parent.kill()
     parent.wait()
-    wait_for(tmp_path / "ended")
+    wait_for(lambda: run not in living())
 
 
-def wait_for(path: Path, deadline_s: float = 60.0) -> None:
+def living() -> set[int]:
+    return {process.pid for process in supervisor.processes()}
+
+
+def wait_for(is_so: Callable[[], bool], deadline_s: float = 60.0) -> None:
     begun_s = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - begun_s < deadline_s, f"no {path.name}"
+    while not is_so():
+        assert time.monotonic() - begun_s < deadline_s
         time.sleep(0.05)
 
 
