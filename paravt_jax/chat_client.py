@@ -169,10 +169,17 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         try:
             reply = json.loads(text)
             self._count_tokens(reply.get("usage"))
-            content = reply["choices"][0]["message"]["content"]
+            choice = reply["choices"][0]
+            content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             raise NoReply(f"{self._url} gave no chat completion: {text[:SHOWN_CHARS]}") from None
-        return request.read(content)
+        try:
+            return request.read(content)
+        except NoReply as problem:
+            if ended != "length":
+                raise
+            most = f"{self.endpoint.spelled('max_reply_tokens')}={self.endpoint.max_reply_tokens}"
+            raise NoReply(f"{problem}; it was cut off at {most}") from None
 
     def _count_tokens(self, reported: Any) -> None:
         """A server need not report what it used."""

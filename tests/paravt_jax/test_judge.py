@@ -24,6 +24,7 @@ class FakeJudge:
         self.headers: list[dict] = []
         self.running = self.most_running = 0
         self.delay_s = 0.0
+        self.finish_reason = "stop"
 
     async def __aenter__(self) -> "FakeJudge":
         app = web.Application()
@@ -68,21 +69,20 @@ class FakeJudge:
             text = json.loads(body["messages"][1]["content"].split("\n")[1])["answer"]
         else:
             text = entry.replace("CODE", code)
-        return web.json_response(
-            {"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
-        )
+        choice = {"message": {"content": text}, "finish_reason": self.finish_reason}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 50, "completion_tokens": 7}})
 
 
 def verdict(score: str) -> str:
     return f"They say the same.\nVERDICT CODE: {score}"
 
 
-def ask(*script, times=1, prediction="a red car", delay_s=0.0, **settings):
+def ask(*script, times=1, prediction="a red car", delay_s=0.0, finish_reason="stop", **settings):
     """The scores, the usage, the fake server and the seconds it took."""
 
     async def body():
         async with FakeJudge(*script) as server:
-            server.delay_s = delay_s
+            server.delay_s, server.finish_reason = delay_s, finish_reason
             config = JudgeConfig(server.url, "m", attempt_deadline_s=1.0, backoff_s=0.01, max_backoff_s=0.05)
             async with Judge(replace(config, **settings)) as judge:
                 started_s = time.monotonic()
@@ -102,6 +102,12 @@ def test_a_verdict_becomes_a_score_and_is_paid_for(score, value):
     assert server.bodies[0]["model"] == "m"
     assert server.bodies[0]["temperature"] == 0
     assert "Authorization" not in server.headers[0]
+
+
+def test_a_reply_that_was_cut_off_says_where():
+    scores, usage, *_ = ask("I would", finish_reason="length", max_attempts=1, max_reply_tokens=9)
+    assert scores == [None]
+    assert usage.last_problem.endswith("; it was cut off at judge.max_reply_tokens=9")
 
 
 @pytest.mark.parametrize("failure", ["500", "503", "429", "garbage", "no choices", "drop", "I would say 1.", "slow"])
