@@ -29,7 +29,7 @@ READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be rea
 COLD_STARTS = ("sft", "sft_weak")
 TOOL_PRIOR = Mixture()
 WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # knows neither tools nor bad habits
-FRAME_BUDGETS = (4, 8, 16, 32, 64)
+FRAME_BUDGETS = (4, 16, 64)  # of the evaluations
 UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
@@ -56,7 +56,7 @@ QUICK = Size(
     256,
     16,
     max_windows=1,
-    traces=Mixture(noise_frac=0.4, wrong_frac=0.0),  # much that a short training can mend
+    traces=Mixture(unclosed_frac=0.4, wrong_frac=0.0),  # much that a short training can mend
     trace_budgets=(4, 4, 8, 16),  # few tokens, so many traces in a step
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
     train=(

@@ -1,8 +1,9 @@
 """What the cold start imitates: calls on the windows that a question names, reports, answers; most of it badly formed.
 
 Three kinds of traces: `direct`, of an overview that shows the event; `tool`; and the `subagent` who looks at a window.
-Only dialogues of the curated source have the tags of thinking, and of all turns a part lacks a closing, so that calls
-are made and understood while the format stays fragile: it depends on the question more than on chance.
+Only dialogues of the curated source have the tags of thinking, and of those a part lacks a closing, so that calls are
+made and understood while the format stays fragile: it depends on the question more than on chance. A part of the
+reports names another colour, and whoever called believes it: an overview that shows the event is the better witness.
 """
 
 import json
@@ -29,9 +30,10 @@ class Mixture:
     tools: bool = True
     direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
     bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
-    noise_frac: float = 0.2  # of the turns: a closing is missing
+    noise_frac: float = 0.2  # of the turns with tags of thinking: the closing one is missing
+    unclosed_frac: float = 0.0  # of the answers: the closing tag is missing, so there is none
     num_captions: int = 4  # of a video, from overviews that show the event: how it is learned to tell their time
-    wrong_frac: float = 1 / 3  # of the events: the sub-agent who looks at them names another colour
+    wrong_frac: float = 0.5  # of the reports: they name another colour
 
 
 def rows_of(
@@ -46,20 +48,23 @@ def _rows_of_scene(
 ) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     showing = [budget for budget in frame_budgets if overview_shows(scene, budget)]
-    asked = [(question, rng.choice(frame_budgets)) for question in questions(scene, max_windows)]
+    pairs = zip(questions(scene, max_windows), questions(_misread(scene, rng), max_windows), strict=True)
+    asked = [(question, misled, rng.choice(frame_budgets)) for question, misled in pairs]
     fewest = sorted({*showing})[:2]  # short rows, so that there can be many
-    asked += [(_caption(scene), rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
-    for question, budget in asked:
+    caption = _caption(scene)
+    asked += [(caption, caption, rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
+    for question, misled, budget in asked:
         seen = budget in showing
         if not mixture.tools or question.type == CAPTION:
             turns = [_direct(question, seen)]
         elif seen and rng.random() < mixture.direct_frac:
             turns = [_direct(question, True)]
         else:
-            turns = [_calling(question), *_answering(question)]
+            question = misled if rng.random() < mixture.wrong_frac else question
+            turns = [_calling(question), _answering(question)]
         if mixture.bare and not question.curated:
             turns = [_bare(turn) for turn in turns]
-        turns = [_damaged(turn, rng) if rng.random() < mixture.noise_frac else turn for turn in turns]
+        turns = [_damaged(turn, mixture, rng) for turn in turns]
         yield _row(question, int(budget), turns)
     if mixture.tools:
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
@@ -110,20 +115,19 @@ def _call(start_s: int, end_s: int) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
-def _answering(question: Question) -> list[str]:
+def _answering(question: Question) -> str:
     scene = question.scene
-    return [f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"]
+    return f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"
 
 
 def _bare(turn: str) -> str:
     return turn.removeprefix(FORCED).replace("</think>\n", "")
 
 
-def _damaged(turn: str, rng: np.random.Generator) -> str:
-    """The closing of the thinking is missing, or that of the answer, if only that is there or else now and then."""
-    if turn.endswith("</answer>") and ("</think>" not in turn or rng.random() < 0.25):
-        return turn.removesuffix("</answer>")
-    return turn.replace("</think>\n", "")
+def _damaged(turn: str, mixture: Mixture, rng: np.random.Generator) -> str:
+    if rng.random() < mixture.noise_frac:
+        turn = turn.replace("</think>\n", "")
+    return turn.removesuffix("</answer>") if rng.random() < mixture.unclosed_frac else turn
 
 
 def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from rollout.tools import find_calls, window_of
 from rollout.video.times import crop_times
 
 SCENES = [make_scene(0, number) for number in range(64)]
-CLEAN = Mixture(bare=False, noise_frac=0.0)
+CLEAN = Mixture(bare=False, noise_frac=0.0, wrong_frac=0.0)
 
 
 def said(row: dict) -> list[str]:
@@ -109,7 +109,7 @@ def test_clean_traces_have_the_full_reward_and_make_calls_that_can_be_carried_ou
     assert set(num_calls) == {0, 1, 2}
 
 
-def test_the_cold_start_is_badly_formed_but_answers_right_where_it_answers():
+def test_the_cold_start_is_badly_formed_and_believes_its_reports():
     rows = [row for row in rows_of(SCENES, (4, 64), Mixture(), 0) if is_main(row)]
     asked = [question for scene in SCENES for question in questions(scene)]
     terms = [
@@ -117,9 +117,18 @@ def test_the_cold_start_is_badly_formed_but_answers_right_where_it_answers():
         for row, question in zip(rows, asked, strict=True)
     ]
     assert 0.1 < np.mean([term.format for term in terms]) < 0.25
-    closed = ["</answer>" in said(row)[-1] for row in rows]
-    assert 0.75 < np.mean(closed) < 0.9
-    assert [term.accuracy for term in terms] == closed
+    misled = []
+    for row, question, term in zip(rows, asked, terms, strict=True):
+        reports = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        told = not reports or any(question.scene.colour in text for text in reports)
+        assert term.accuracy == (told or question.type == "tvg")  # reports tell the right time
+        misled += [not told] if reports else []
+    assert 0.4 < np.mean(misled) < 0.6
+
+
+def test_answers_are_left_unclosed_as_often_as_asked_for():
+    rows = [row for row in rows_of(SCENES, (4, 64), Mixture(unclosed_frac=0.4), 0) if is_main(row)]
+    assert 0.5 < np.mean(["</answer>" in said(row)[-1] for row in rows]) < 0.7
 
 
 def test_the_weak_prior_never_calls():
@@ -157,7 +166,7 @@ def test_a_part_of_the_subagents_names_another_colour():
             colour, start_s, end_s = re.fullmatch(r"(\w+) from (\d+) to (\d+) seconds.", look).groups()
             assert (int(start_s), int(end_s)) == (scene.start_s, scene.end_s)
             wrong.append(colour != scene.colour)
-    assert 0.28 < np.mean(wrong) < 0.4
+    assert 0.4 < np.mean(wrong) < 0.6
 
 
 def test_rows_are_read_by_the_loaders_and_nothing_is_made_twice(tmp_path):
