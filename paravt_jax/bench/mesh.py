@@ -250,7 +250,7 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
     places = {path: leaf.sharding for path, leaf in abstract_params(policy, "float32", mesh).items()}
 
     def random_params() -> dict[str, jax.Array]:
-        return flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(0)), nnx.Param))
+        return flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
 
     params = jax.jit(random_params, out_shardings=None if mesh is None else places)()
     return Learner(
