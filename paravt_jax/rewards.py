@@ -29,6 +29,7 @@ from rollout.tools import Outcome, find_calls
 TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
 STRUCTURAL = ("think", "tool_call", "answer")
 FOLLOWS = {"": ("think",), "think": ("tool_call", "answer"), "tool_call": ("tool_call",), "answer": ()}
+THINK_CLOSING, FLOW = 0.4, 0.3  # what R_anchor is made of
 MIN_THINK_CHARS = 10  # white space at both ends not counted: the forced prefix brings some
 OUTCOMES = get_args(Outcome)
 CARRIED_OUT = ("ok", "error", "timeout")  # outcomes that only a well-formed call of a known tool can have
@@ -102,7 +103,7 @@ class RewardTerms:
     format: float  # R_fmt
     tool: float | None  # R_tool
     total: float | None  # R
-    total_without_anchor: float | None  # R as it were with λ = 0: R − λ · w_fmt · R_anchor wherever R_fmt is below 1
+    total_without_anchor: float | None  # R − λ · w_fmt · R_anchor wherever neither part of R_fmt reaches its bound
     parseable: bool  # the whole episode is in the grammar
     prediction: str | None  # the answer that was scored
     credits: tuple[Credit, ...]
@@ -235,7 +236,11 @@ def reward_terms(
     if accuracy is not None:
         # tool is at most 0.3 + 0.5, so that its own bound of 1 needs no line
         total = math.fsum((accuracy, config.format_weight * format_reward, tool))
-        total_without_anchor = math.fsum((accuracy, config.format_weight * min(1.0, unanchored), tool))
+        # The anchor's share of the bound stays the anchor's. Else a well-formed call, paid for thinking first, would be
+        # worth 0.2 more than a well-formed answer, while R_fmt is 1 for both; and subtracting the anchor after the bound
+        # would punish the better structure.
+        bound = max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
+        total_without_anchor = math.fsum((accuracy, config.format_weight * min(bound, unanchored), tool))
     return RewardTerms(
         accuracy,
         base,
@@ -350,7 +355,7 @@ def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Cr
         base += think_value
         yield Credit("think", "base", think_value, tuple(turn.place_of(think) for turn, think in thinks))
         closings = tuple(turn.place_of_mark(think.closing) for turn, think in thinks if think.closing is not None)
-        yield Credit("think_closing", "anchor", 0.4, closings)
+        yield Credit("think_closing", "anchor", THINK_CLOSING, closings)
     last, answer = turns[-1], turns[-1].answer
     if answer is not None:
         base += opening_value
@@ -360,7 +365,7 @@ def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Cr
             yield Credit("answer_closing", "base", closing_value, (last.place_of_mark(answer.closing),))
             # Choice: a flow ends in an answer that says something; how much was thought is credited above.
             if _parseable(turns):
-                yield Credit("flow", "anchor", 0.3, tuple(turn.place(0, len(turn.text)) for turn in turns))
+                yield Credit("flow", "anchor", FLOW, tuple(turn.place(0, len(turn.text)) for turn in turns))
     unclosed = tuple(turn.place_of_mark(mark) for turn in turns for mark in turn.unclosed)
     if unclosed and config.unclosed_penalty:
         # Choice: once an episode, so that R_fmt is at least −λγ

@@ -270,7 +270,16 @@ def test_the_bound_of_format_does_not_turn_the_anchor_into_a_punishment():
     """R − λ·R_anchor, taken after the bound of 1, would favour the shorter thinking: 0.85 against 0.65."""
     better, worse = terms(TOOL_TURN, ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN.replace("let me look", "hm"))
     assert better.total - 0.5 * better.anchor < worse.total - 0.5 * worse.anchor
-    assert better.total_without_anchor > worse.total_without_anchor
+    assert better.total_without_anchor == worse.total_without_anchor and better.anchor > worse.anchor
+
+
+def test_a_well_formed_call_is_worth_a_well_formed_answer_with_and_without_the_anchor():
+    answered, called = terms(ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN, tool_reward=False)
+    assert called.think_first > answered.think_first == 0
+    assert answered.format == called.format == 1
+    assert answered.total_without_anchor == called.total_without_anchor == pytest.approx(1 + 0.65)
+    alone = terms(ANSWER_TURN, anchor_weight=0.0), terms(TOOL_TURN, ANSWER_TURN, anchor_weight=0.0, tool_reward=False)
+    assert [found.total_without_anchor for found in alone] == [found.total for found in alone]
 
 
 def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them():
