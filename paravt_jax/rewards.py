@@ -237,7 +237,7 @@ def reward_terms(
         # tool is at most 0.3 + 0.5, so that its own bound of 1 needs no line
         total = math.fsum((accuracy, config.format_weight * format_reward, tool))
         # The anchor's share of the bound stays the anchor's. Else a well-formed call, paid for thinking first, would be
-        # worth 0.2 more than a well-formed answer, while R_fmt is 1 for both; and subtracting the anchor after the bound
+        # worth 0.2 more than a well-formed answer, while R_fmt is 1 for both; and an anchor subtracted after the bound
         # would punish the better structure.
         bound = max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
         total_without_anchor = math.fsum((accuracy, config.format_weight * min(bound, unanchored), tool))

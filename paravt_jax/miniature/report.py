@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +37,32 @@ TITLES = {
 }
 CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
 SMOOTHED_STEPS = 5
+NOT_MEASURED = "–"
 Cell = dict[str, Any]
 
 
 def table(experiment: Experiment) -> str:
-    """Markdown. Every number is of held-out videos, a mean over seeds, with the standard deviation behind ±."""
+    """Markdown. Every number is of held-out videos, a mean over seeds, with the standard deviation behind ±.
+
+    A column is left out where nobody has a number.
+    """
     columns = ["arm", "seeds", "f_τ", "κ", *(f"acc K={k}" for k in FRAME_BUDGETS), "parallel", "sequential", "no tool"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     asked = [
         ("format_reward", "parallel", None),
         ("tool_calls_mean", "parallel", None),
         *(("accuracy_mean", "parallel", budget) for budget in FRAME_BUDGETS),
         *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
     ]
+    rows = []
     for name, title in TITLES.items():
         evaluations = _evaluations(experiment, name)
         if not evaluations:
             continue
         numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in asked]
-        lines.append(f"| {title} | {len(evaluations)} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+        rows.append([title, str(len(evaluations)), *numbers])
+    measured = [not rows or any(row[n] != NOT_MEASURED for row in rows) for n in range(len(columns))]
+    lines = [" | ".join(compress(line, measured)) for line in (columns, ["---"] * len(columns), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def draw(experiment: Experiment, path: Path) -> None:
@@ -105,7 +112,7 @@ def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = N
 
 def _mean_and_spread(values: Sequence[float]) -> str:
     if any(math.isnan(value) for value in values):
-        return "–"  # not evaluated
+        return NOT_MEASURED
     mean = f"{statistics.fmean(values):.2f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
 
