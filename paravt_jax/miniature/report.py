@@ -46,11 +46,12 @@ def table(experiment: Experiment) -> str:
 
     A column is left out where nobody has a number.
     """
-    columns = ["arm", "seeds", "f_τ", "κ", *(f"acc K={k}" for k in FRAME_BUDGETS), "parallel", "sequential", "no tool"]
+    by_budget = [f"{name} K={k}" for name in ("κ", "acc") for k in FRAME_BUDGETS]
+    columns = ["arm", "seeds", "f_τ", "κ", *by_budget, "parallel", "sequential", "no tool"]
     asked = [
         ("format_reward", "parallel", None),
         ("tool_calls_mean", "parallel", None),
-        *(("accuracy_mean", "parallel", budget) for budget in FRAME_BUDGETS),
+        *((key, "parallel", budget) for key in ("tool_calls_mean", "accuracy_mean") for budget in FRAME_BUDGETS),
         *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
     ]
     rows = []
