@@ -78,12 +78,13 @@ def draw(experiment: Experiment, path: Path) -> None:
                 length = min(map(len, curves))
                 values = np.array([curve[:length] for curve in curves])
                 steps, colour = np.arange(1, length + 1), f"C{number}"
-                axes.plot(steps, values.mean(0), color=colour, label=TITLES[arm])
+                style = "--" if arm.startswith("no_") else "-"  # two arms may lie upon each other
+                axes.plot(steps, values.mean(0), style, color=colour, label=TITLES[arm])
                 if len(values) > 1:
                     axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             axes.set_title(title)
             axes.set_xlabel("step")
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(bottom=-0.02)  # a line at 0 is seen
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if panels[-1].get_lines():
             panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
