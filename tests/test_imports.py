@@ -1,16 +1,32 @@
-"""Imports go scripts, tests -> paravt_jax -> {model_port, rollout}; the maths stays pure, the sidecar stays light."""
+"""Imports go scripts, tests -> paravt_jax -> {model_port, rollout}; the maths stays pure, the sidecar stays light.
+
+Every rule is a function of a tree, and is shown to fail on a tree with the fault that it is there for.
+"""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("paravt_jax", "model_port", "rollout")
-MAY_IMPORT = {"paravt_jax": {"model_port", "rollout"}, "model_port": set(), "rollout": set()}
-PURE_MODULES = ("rewards", "answers", "advantages", "packing", "losses")  # no config, no I/O, no logger
+LEARNER_ONLY = {"jax", "jaxlib", "flax", "optax", "orbax", "torch"}
+FORBIDDEN = {  # package: what none of its files imports, at any depth of the file
+    "model_port": {"paravt_jax", "rollout"},
+    "rollout": {"paravt_jax", "model_port"} | LEARNER_ONLY,
+    "paravt_jax": {"tests"},
+}
+SIDECAR_ONLY = "rollout/staging.py"  # SGLang's processes load it, in their own environment
+TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only then
+    SIDECAR_ONLY,
+    "model_port/verify.py",
+    "paravt_jax/bench/learner.py",
+    "paravt_jax/bench/torch_update.py",
+    "paravt_jax/bench/video.py",
+}
+PURE = ("rewards", "answers", "advantages", "packing", "losses")  # no config, no I/O, no logger
 IMPURE = {"config", "logging", "omegaconf", "yaml", "os", "io", "pathlib", "subprocess", "socket", "shutil", "requests"}
 
 
@@ -26,39 +42,92 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_in_one_direction_only(package):
-    forbidden = set(PACKAGES) - MAY_IMPORT[package] - {package}
-    for path in (ROOT / package).rglob("*.py"):
-        wrong = {name for name in imports_of(path) if name.split(".")[0] in forbidden}
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def files_of(root: Path, package: str) -> list[Path]:
+    """All of a package but what belongs to the sidecar's environment."""
+    return [path for path in sorted((root / package).rglob("*.py")) if "sglang_cpu" not in path.parts]
 
 
-@pytest.mark.parametrize("module", PURE_MODULES)
-def test_the_maths_imports_no_config_and_no_io(module):
-    path = ROOT / "paravt_jax" / f"{module}.py"
-    if not path.exists():
-        pytest.skip("not written yet")
-    outside = {name for name in imports_of(path) if not name.startswith("model_port.")}  # its config is a shape
-    wrong = {name for name in outside if IMPURE & set(name.split("."))}
-    assert not wrong, f"{path.name} imports {wrong}"
+def forbidden_imports(root: Path) -> Iterator[str]:
+    for package, forbidden in FORBIDDEN.items():
+        for path in files_of(root, package):
+            where = path.relative_to(root).as_posix()
+            banned = forbidden - {"torch"} if where in TORCH_ALLOWED else forbidden | {"torch"}
+            yield from (f"{where} imports {name}" for name in imports_of(path) if name.split(".")[0] in banned)
 
 
-def test_the_check_itself_notices_a_forbidden_import(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text("def late():\n    from paravt_jax.config import load\n    import rollout.engine\n")
-    assert imports_of(path) == {"paravt_jax.config.load", "rollout.engine"}
+def impure_imports(root: Path) -> Iterator[str]:
+    for module in PURE:
+        path = root / "paravt_jax" / f"{module}.py"
+        if not path.is_file():
+            yield f"{path.relative_to(root)} is not there; if it was renamed, name it in PURE"
+            continue
+        outside = {name for name in imports_of(path) if not name.startswith("model_port.")}  # its config is a shape
+        yield from (f"{path.name} imports {name}" for name in outside if IMPURE & set(name.split(".")))
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(' '.join(m for m in sys.modules if '.' not in m))"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+def modules_of(root: Path, packages: Sequence[str]) -> list[str]:
+    """The dotted name of every file, but what only the sidecar can import."""
+    paths = [path.relative_to(root) for package in packages for path in files_of(root, package)]
+    return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in paths if p.as_posix() != SIDECAR_ONLY]
 
 
-def test_rollout_brings_in_neither_jax_nor_torch():
-    assert not modules_after("import rollout") & {"jax", "jaxlib", "flax", "torch"}
+def loaded_after(root: Path, modules: Sequence[str]) -> set[str]:
+    """Top-level names of all that is loaded when these modules are."""
+    code = f"import importlib, sys; sys.path.insert(0, {str(root)!r})\n"
+    code += "for name in sys.argv[1:]: importlib.import_module(name)\n"
+    code += "print(' '.join(name for name in sys.modules if '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import model_port, model_port.sampler", "import paravt_jax"])
-def test_the_learner_does_not_bring_in_torch(statement):
-    assert "torch" not in modules_after(statement)
+def plant(root: Path, file: str, text: str) -> Path:
+    """A tree of which this file is the only one with anything in it."""
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(text)
+    return root
+
+
+def test_no_package_imports_what_it_must_not():
+    assert not list(forbidden_imports(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("rollout/episode.py", "import jax\n"),
+        ("rollout/video/worker.py", "def late():\n    from model_port.config import preset\n"),
+        ("model_port/text.py", "from rollout.episode import Agent\n"),
+        ("paravt_jax/run.py", "def late():\n    import torch.nn\n"),
+    ],
+)
+def test_a_forbidden_import_is_noticed_wherever_it_stands(tmp_path, file, text):
+    assert [problem for problem in forbidden_imports(plant(tmp_path, file, text)) if problem.startswith(file)]
+
+
+def test_the_maths_imports_no_config_and_no_io():
+    assert not list(impure_imports(ROOT))
+
+
+def test_an_impure_or_a_missing_module_of_the_maths_is_noticed(tmp_path):
+    problems = list(impure_imports(plant(tmp_path, "paravt_jax/losses.py", "from paravt_jax.config import Config\n")))
+    assert "losses.py imports paravt_jax.config.Config" in problems
+    assert [problem for problem in problems if "packing.py is not there" in problem]
+
+
+def test_rollout_loads_neither_jax_nor_torch():
+    assert not loaded_after(ROOT, modules_of(ROOT, ["rollout"])) & LEARNER_ONLY
+
+
+def test_the_learner_does_not_load_torch():
+    assert "torch" not in loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"]))
+
+
+def test_what_a_module_loads_is_noticed_in_every_corner_of_a_package(tmp_path):
+    plant(tmp_path, "planted/__init__.py", "")
+    plant(tmp_path, "planted/deep/__init__.py", "")
+    plant(tmp_path, "planted/deep/module.py", "import colorsys\n")
+    modules = modules_of(tmp_path, ["planted"])
+    assert set(modules) == {"planted", "planted.deep", "planted.deep.module"}
+    assert "colorsys" in loaded_after(tmp_path, modules)
+    assert "colorsys" not in loaded_after(tmp_path, [name for name in modules if "module" not in name])

@@ -1,5 +1,6 @@
 """A run's settings are read, merged and refused before anything else happens."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,21 @@ def test_every_config_loads_and_says_how_to_run_it(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert f"--config configs/{path.relative_to(CONFIGS)}" in "\n".join(head)
     assert all(word in "\n".join(head) for word in ("Hardware:", "Time:", "Expected"))
+
+
+def listed(readme: str) -> set[str]:
+    return set(re.findall(r"^\| \[`(.+?)`\]\(\1\) \|", readme, re.MULTILINE))
+
+
+def test_the_readme_of_the_configs_lists_the_files_that_are_there():
+    there = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert listed((CONFIGS / "README.md").read_text()) == there
+
+
+def test_a_config_that_the_readme_forgets_is_noticed():
+    readme = (CONFIGS / "README.md").read_text()
+    lines = [line for line in readme.splitlines() if "sft_8b.yaml" not in line]
+    assert listed(readme) - listed("\n".join(lines)) == {"sft_8b.yaml"}
 
 
 def test_the_published_hyper_parameters_are_in_the_8b_files():
