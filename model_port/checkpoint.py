@@ -26,9 +26,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.layout import HF_DIR, PARAMS_DIR
 from model_port.weights import check_param_paths
 
-PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -22,9 +22,6 @@ from tqdm import tqdm
 from model_port.checkpoint import (
     DTYPES,
     FORMAT_VERSION,
-    HF_DIR,
-    INFO_FILE,
-    PARAMS_DIR,
     Index,
     parse_dtype,
     write_params,
@@ -39,6 +36,7 @@ from model_port.hf_files import (
     with_base_model,
     write_side_files,
 )
+from model_port.layout import HF_DIR, INFO_FILE, is_checkpoint
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.safetensors_io import HfTensors
@@ -102,10 +100,6 @@ def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force:
             }
             (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
     return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
-
-
-def is_checkpoint(path: Path) -> bool:
-    return (path / PARAMS_DIR).is_dir()
 
 
 def source_directory(src: str | Path) -> Path:

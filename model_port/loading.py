@@ -23,6 +23,7 @@ from model_port.inputs import (
     split_frames,
 )
 from model_port.layers import DEFAULT_COMPUTE, Compute
+from model_port.layout import hf_files_of, is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.safetensors_io import HfTensors
 from model_port.sharding import flat_params, shard_abstract
@@ -62,12 +63,11 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a converted checkpoint")
-    converted = (path / "params").is_dir()
-    hf_dir = path / "hf" if converted else path
+    hf_dir = hf_files_of(path)
     config = config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json"))
     model = abstract_model(config, Compute(dtype=dtype))
     abstract = abstract_params(model, dtype, mesh)
-    if converted:
+    if is_checkpoint(path):
         from model_port.checkpoint import restore_params  # orbax takes a second to import
 
         return with_params(model, restore_params(path, abstract))

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from paravt_jax.advantages import AdvantageConfig
-from paravt_jax.dialogues import ANCHORS, Anchor
-from paravt_jax.judge import JudgeConfig
-from paravt_jax.losses import LossConfig, MismatchConfig
-from paravt_jax.rewards import RewardConfig
-from paravt_jax.train_step import OptimConfig
+from paravt_jax.learner.advantages import AdvantageConfig
+from paravt_jax.learner.credit import ANCHORS, Anchor
+from paravt_jax.learner.learner import OptimConfig
+from paravt_jax.learner.losses import LossConfig, MismatchConfig
+from paravt_jax.rewards.judge import JudgeConfig
+from paravt_jax.rewards.terms import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
 
 Schema = TypeVar("Schema")

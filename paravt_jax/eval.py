@@ -19,17 +19,17 @@ from typing import Any
 from tqdm import tqdm
 
 from model_port.cli import run_cli
-from paravt_jax.command import config_parser, read_config
 from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
-from paravt_jax.judge import Judge
-from paravt_jax.opening import frame_reader, open_engine
-from paravt_jax.policy import open_policy
-from paravt_jax.process import in_thread, lock, say, use_compilation_cache, write_settings
-from paravt_jax.rollouts import Member, evaluate, member_record
-from paravt_jax.run_log import whole_file
-from paravt_jax.step_metrics import member_metrics
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rl.metrics import member_metrics
+from paravt_jax.rl.rollouts import Member, evaluate, member_record
+from paravt_jax.run.command import config_parser, read_config
+from paravt_jax.run.log import whole_file
+from paravt_jax.run.policy import open_policy
+from paravt_jax.run.process import in_thread, lock, say, use_compilation_cache, write_settings
+from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.episode import Agent, Dispatch
 
 RESULTS_FILE = "eval.json"

@@ -6,10 +6,10 @@ python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
 import asyncio
 
 from model_port.cli import run_cli
-from paravt_jax.command import config_parser, read_config
 from paravt_jax.config import SftConfig
-from paravt_jax.process import use_compilation_cache
-from paravt_jax.sft_run import opened
+from paravt_jax.imitation.run import opened
+from paravt_jax.run.command import config_parser, read_config
+from paravt_jax.run.process import use_compilation_cache
 
 
 async def sft(config: SftConfig) -> None:

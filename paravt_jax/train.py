@@ -6,10 +6,10 @@ python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
 import asyncio
 
 from model_port.cli import run_cli
-from paravt_jax.command import config_parser, read_config
 from paravt_jax.config import Config
-from paravt_jax.opening import opened
-from paravt_jax.process import use_compilation_cache
+from paravt_jax.rl.opening import opened
+from paravt_jax.run.command import config_parser, read_config
+from paravt_jax.run.process import use_compilation_cache
 
 
 async def train(config: Config) -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     if config is None:
         return
     if args.plan:
-        from paravt_jax.plan import plan_of
+        from paravt_jax.plan.tables import plan_of
 
         print(plan_of(config, args.device))
         return

@@ -73,7 +73,7 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """The learner's side: `paravt_jax.score.LearnerScorer`, or a process that has one."""
+    """The learner's side: `paravt_jax.sampling.score.LearnerScorer`, or a process that has one."""
 
     def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]: ...
 
@@ -336,9 +336,11 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     model = Path(args.model)
-    converted = (model / "params").is_dir()  # a converted checkpoint keeps these files in hf/
-    chat = Chat.from_hf(args.tokenizer or (model / "hf" if converted else model))
-    scorer = ProcessScorer([sys.executable, "-m", "paravt_jax.score", "--model", args.model, "--dtype", args.dtype])
+    in_checkpoint = model / "hf"  # a converted checkpoint keeps these files there
+    chat = Chat.from_hf(args.tokenizer or (in_checkpoint if in_checkpoint.is_dir() else model))
+    scorer = ProcessScorer(
+        [sys.executable, "-m", "paravt_jax.sampling.score", "--model", args.model, "--dtype", args.dtype]
+    )
     try:
         urls = [url.rstrip("/") for url in args.url]
         found = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=_say))

@@ -7,7 +7,6 @@ not bad.
 """
 
 import asyncio
-import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Gener
 from rollout.ledger import Ledger
 from rollout.prompter import Frames, Overview, Prompter, Task
 from rollout.prompts import Prompts
+from rollout.seeds import derived_seed
 from rollout.tools import BadCall, Outcome, ToolCall, Window, find_calls, video_of, window_of
 from rollout.video.reader import VideoError, VideoTimeout
 
@@ -333,8 +333,3 @@ class _Run:
     def _fail(self, result: Call, outcome: Outcome, message: str, problem: Exception) -> None:
         result.outcome, result.problem = outcome, f"{type(problem).__name__}: {problem}"
         result.response = self.agent.config.prompts.error.format(message=message)
-
-
-def derived_seed(*parts: object) -> int:
-    """A seed of its own for everything that can be named, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

@@ -25,7 +25,7 @@ from model_port.convert import progress
 from model_port.export import plan_shards
 from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
 from model_port.weights import num_params, rules
-from paravt_jax.bench import aligned
+from paravt_jax.plan.tables import aligned
 
 MODELS = ("2b", "4b", "8b", "32b")
 BFLOAT16 = DTYPES["BF16"]

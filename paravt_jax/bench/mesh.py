@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from paravt_jax.config import Config
-    from paravt_jax.memory import BatchShape
-    from paravt_jax.packing import TrainBatch
-    from paravt_jax.plan import Plan
-    from paravt_jax.train_step import Learner
+    from paravt_jax.learner.learner import Learner
+    from paravt_jax.learner.packing import TrainBatch
+    from paravt_jax.plan.memory import BatchShape
+    from paravt_jax.plan.plan import Plan
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
 PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
@@ -154,8 +154,8 @@ def config_of(
 ) -> "Config":
     """A run whose batches have so many rows for every part of the mesh that rows are split over."""
     from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-    from paravt_jax.losses import LossConfig
-    from paravt_jax.rewards import RewardConfig
+    from paravt_jax.learner.losses import LossConfig
+    from paravt_jax.rewards.terms import RewardConfig
     from rollout.episode import EpisodeConfig
 
     mesh = MeshConfig(*shape)
@@ -177,7 +177,7 @@ def config_of(
 
 
 def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
-    from paravt_jax.plan import DEVICES, make_plan
+    from paravt_jax.plan.plan import DEVICES, make_plan
 
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device} is not known; known are {', '.join(DEVICES)}")
@@ -205,7 +205,7 @@ def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any
 
 def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, int, int]) -> dict[str, Any]:
     from model_port.sharding import make_mesh
-    from paravt_jax.plan import DEVICES, make_plan
+    from paravt_jax.plan.plan import DEVICES, make_plan
 
     config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
     try:
@@ -244,7 +244,7 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
     from model_port.loading import abstract_model, abstract_params, with_params
     from model_port.model import Qwen3VL
     from model_port.sharding import flat_params
-    from paravt_jax.train_step import Learner
+    from paravt_jax.learner.learner import Learner
 
     policy = abstract_model(model, Compute(config.model.dtype, config.model.attention, remat=config.model.remat))
     places = {path: leaf.sharding for path, leaf in abstract_params(policy, "float32", mesh).items()}
@@ -266,7 +266,7 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
 def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
     """Full rows of one sequence each, which begin with as many frames as there are for a row."""
     from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
-    from paravt_jax.packing import TrainBatch
+    from paravt_jax.learner.packing import TrainBatch
 
     random = np.random.default_rng(0)
     rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)

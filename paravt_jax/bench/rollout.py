@@ -20,7 +20,7 @@ import model_port
 from model_port.processing import VisionContract, settled_size
 from model_port.tiny import make_tiny
 from paravt_jax.bench.video import write_video
-from paravt_jax.publish import ModelWeights
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
 from rollout.engine.sglang import SGLangEngine, SGLangSettings

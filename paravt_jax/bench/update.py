@@ -21,7 +21,7 @@ import numpy as np
 
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
-from paravt_jax.packing import Dialogue
+from paravt_jax.learner.packing import Dialogue
 
 COMPARED = {
     ("rows", "branches"): {"update_s": "a row per episode → branches"},
@@ -36,7 +36,7 @@ TORCH_ROWS_AT_ONCE = 4  # where it is fastest
 AGREED = ("loss/total", "optim/grad_norm")
 IMPORTS = {
     "torch": ("paravt_jax.bench.torch_update", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl"),
-    "jax": ("paravt_jax.train_step", "model_port"),
+    "jax": ("paravt_jax.learner.learner", "model_port"),
 }  # the peak is what a process takes beyond them
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
@@ -158,9 +158,9 @@ def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[]
     from flax import nnx
 
     import model_port
-    from paravt_jax.losses import LossConfig
-    from paravt_jax.packing import Shape, pack
-    from paravt_jax.train_step import Learner, OptimConfig
+    from paravt_jax.learner.learner import Learner, OptimConfig
+    from paravt_jax.learner.losses import LossConfig
+    from paravt_jax.learner.packing import Shape, pack
 
     dialogues, frames = group.dialogues(way)
     model = model_port.load(folder)
@@ -187,8 +187,8 @@ def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[]
 
 def _torch_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[], dict[str, float]]:
     from paravt_jax.bench.torch_update import TorchLearner
-    from paravt_jax.losses import LossConfig
-    from paravt_jax.train_step import OptimConfig
+    from paravt_jax.learner.learner import OptimConfig
+    from paravt_jax.learner.losses import LossConfig
 
     dialogues, frames = group.dialogues(way)
     learner = TorchLearner(

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from paravt_jax.config import VideoConfig
 from paravt_jax.data.visits import Item, Visit
-from rollout.episode import derived_seed
+from rollout.seeds import derived_seed
 
 
 def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) -> int:

@@ -335,7 +335,7 @@ def plot(findings: Findings, path: Path) -> None:
     import matplotlib  # takes longer to import than a small file to read
     from matplotlib.figure import Figure
 
-    from paravt_jax.plots import BLUE, GREEN, ORANGE, STYLE
+    from paravt_jax.run.plots import BLUE, GREEN, ORANGE, STYLE
 
     if findings.kind == "RL":
         sides = [("question types", "rows", findings.question_types.most_common(), GREEN)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.rows import BadRow, encodable, found_file, object_of, own_id, read_rows, root_of, unique_id
-from paravt_jax.rewards import check_ground_truth
+from paravt_jax.rewards.terms import check_ground_truth
 
 COLUMNS = ("prompt", "videos", "extra_info")
 QUESTION_TYPES = ("mcq", "tvg", "oe")

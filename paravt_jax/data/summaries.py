@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from paravt_jax.chat_client import SHOWN_CHARS, ChatClient, Endpoint, NoReply, Request
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BadRow, found_file
-from paravt_jax.rewards import TAG
+from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, Endpoint, NoReply, Request
+from paravt_jax.rewards.terms import TAG
 from rollout.prompts import Prompts
 from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grain
 
-from rollout.episode import derived_seed
+from rollout.seeds import derived_seed
 
 
 @runtime_checkable

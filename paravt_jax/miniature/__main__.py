@@ -11,7 +11,7 @@ from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
 from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner, Size
-from paravt_jax.run_log import whole_file
+from paravt_jax.run.log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 

@@ -20,7 +20,7 @@ from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
-from paravt_jax.run_log import load_jsonl
+from paravt_jax.run.log import load_jsonl
 from rollout.supervisor import supervised
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"

@@ -17,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 
 from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, Experiment
-from paravt_jax.plots import STYLE, running_mean
-from paravt_jax.run_log import METRICS_FILE, load_jsonl
+from paravt_jax.run.log import METRICS_FILE, load_jsonl
+from paravt_jax.run.plots import STYLE, running_mean
 
 TITLES = {
     "sft": "SFT (cold start)",

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, run_cli
-from paravt_jax.run_log import whole_file
+from paravt_jax.run.log import whole_file
 from paravt_jax.view.page import is_page, make_page
 
 DEFAULT_OUT = "report.html"

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from paravt_jax.answers import interval
-from paravt_jax.rewards import TAG
-from paravt_jax.run_log import EPISODES_DIR, load_jsonl
+from paravt_jax.rewards.answers import interval
+from paravt_jax.rewards.terms import TAG
+from paravt_jax.run.log import EPISODES_DIR, load_jsonl
 from rollout.prompts import Prompts
 from rollout.tools import find_calls
 

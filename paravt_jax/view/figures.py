@@ -1,7 +1,7 @@
 """The numbers of a run as its page shows them: what a run is, first against last, and charts over its steps.
 
-Quantities, their names and colours are those of `paravt_jax.plots`. A chart is made of the keys there are, so that a
-run of another kind, with keys of its own, shows what it has.
+Quantities, their names and colours are those of `paravt_jax.run.plots`. A chart is made of the keys there are, so that
+a run of another kind, with keys of its own, shows what it has.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax import plots
-from paravt_jax.plots import ACCURACY, CALLS, FORMAT, LOSSES, MISMATCH, REWARD_TERMS, TOTAL, Quantity, Run, Table
+from paravt_jax.run import plots
+from paravt_jax.run.plots import ACCURACY, CALLS, FORMAT, LOSSES, MISMATCH, REWARD_TERMS, TOTAL, Quantity, Run, Table
 
 HEADLINE_FRAC = 0.1  # of the steps, at either end
 HEADLINES = (  # symbol, name

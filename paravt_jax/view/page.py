@@ -15,8 +15,8 @@ from string import Template
 from typing import Any
 
 from paravt_jax import view
-from paravt_jax.plots import load_run
-from paravt_jax.run_log import EPISODES_DIR, METRICS_FILE
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE
+from paravt_jax.run.plots import load_run
 from paravt_jax.view.episodes import load_sample, visible
 from paravt_jax.view.figures import about, charts, headlines, load_settings
 

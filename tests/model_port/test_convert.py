@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from model_port.checkpoint import INFO_FILE
-from model_port.convert import convert, is_checkpoint, source_directory
+from model_port.convert import convert, source_directory
+from model_port.layout import INFO_FILE, is_checkpoint
 from model_port.output_dir import output_directory, partial_directory
 from model_port.tiny import make_tiny
 

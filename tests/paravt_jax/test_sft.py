@@ -19,8 +19,8 @@ from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.data.visits import Visits
-from paravt_jax.demonstrations import Demonstrator
-from paravt_jax.lessons import Lesson, Lessons
+from paravt_jax.imitation.batches import Lesson, Lessons
+from paravt_jax.imitation.ledgers import Demonstrator
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import make_world, write_rows

@@ -17,11 +17,11 @@ from tokenizers.models import WordLevel
 from paravt_jax.config import Config, LogConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Visit
-from paravt_jax.process import write_settings
-from paravt_jax.rewards import RewardConfig, reward_terms
-from paravt_jax.rollouts import Group, Member, advantages_of, records
-from paravt_jax.run_log import RunLog
-from paravt_jax.step_metrics import member_metrics, rollout_metrics
+from paravt_jax.rewards.terms import RewardConfig, reward_terms
+from paravt_jax.rl.metrics import member_metrics, rollout_metrics
+from paravt_jax.rl.rollouts import Group, Member, advantages_of, records
+from paravt_jax.run.log import RunLog
+from paravt_jax.run.process import write_settings
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture

@@ -17,8 +17,8 @@ from flax import nnx
 import model_port
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny
-from paravt_jax.publish import ModelWeights
-from paravt_jax.score import LearnerScorer
+from paravt_jax.sampling.score import LearnerScorer
+from paravt_jax.sampling.weights import ModelWeights
 from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check

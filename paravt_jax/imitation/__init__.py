@@ -1,0 +1,1 @@
+"""One step of imitation after another: the cold start from traces."""

@@ -1,0 +1,141 @@
+"""Traces as the learner imitates them: the same ids and pictures as if the assistant had spoken in a rollout.
+
+The prompt of a trace about videos is that of an episode, or of a sub-agent where a part of one video is shown; of the
+row only the question is taken. Any other dialogue is rendered as it stands. What the assistant says is to be learned,
+with the end of each turn; what it was shown, asked and answered is not.
+"""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from model_port.processing import VisionContract, settled_size
+from paravt_jax.data.prompts import PLACEHOLDER
+from paravt_jax.data.traces import Media, Message, Trace
+from paravt_jax.learner.credit import Credit, dialogue_of
+from paravt_jax.learner.packing import Dialogue
+from rollout.chat import Chat
+from rollout.episode import EpisodeConfig
+from rollout.ledger import Ledger, Segment
+from rollout.picture import Picture
+from rollout.prompter import Frames, Task
+from rollout.prompts import frame_parts, text_part
+from rollout.tools import BadCall, Window, window_of
+from rollout.video.errors import VideoError
+from rollout.video.times import overview_times
+
+IMITATED = Credit(1.0)
+
+
+class Demonstrator:
+    def __init__(self, frames: Frames, chat: Chat, contract: VisionContract, config: EpisodeConfig):
+        self._chat, self._contract, self._config = chat, contract, config
+        self._prompter = config.prompter(frames, chat)
+        self._forced = chat.encode(config.forced_prefix)
+
+    async def ledger(self, trace: Trace, frame_budget: int) -> Ledger:
+        """The dialogue of a trace; `frame_budget` is of all videos together that have an overview.
+
+        Raises VideoError where something cannot be shown.
+        """
+        ledger = Ledger()
+        messages = list(trace.messages)
+        first = next(number for number, message in enumerate(messages) if message.role == "assistant")
+        prompt, pictures = await self._prompt(trace, messages[:first], frame_budget)
+        ledger.add("prompt", prompt, pictures)
+        number = first
+        while True:
+            self._add_turn(ledger, messages[number].text)
+            following = next((n for n in range(number + 1, len(messages)) if messages[n].role == "assistant"), None)
+            if following is None:
+                return ledger
+            await self._add_environment(ledger, messages[number + 1 : following])
+            number = following
+
+    def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
+        structural = np.zeros(len(ledger.ids), bool)
+        return dialogue_of(ledger, number, IMITATED, structural, self._chat, self._contract.unit_px)
+
+    async def _prompt(
+        self, trace: Trace, messages: list[Message], frame_budget: int
+    ) -> tuple[np.ndarray, tuple[Picture, ...]]:
+        asked = messages[-1]
+        media, text = asked.media, asked.text.replace(PLACEHOLDER, "").strip()
+        if media and all(part.kind == "video" and part.window_s is None for part in media):
+            counts = [part.num_frames for part in media]
+            known = [count for count in counts if count is not None]
+            budget = sum(known) if len(known) == len(counts) else frame_budget
+            task = Task(trace.id, text, tuple(dict.fromkeys(part.path for part in media)), budget)
+            overview = await self._prompter.overview(task)
+            return overview.ids, overview.pictures
+        if len(media) == 1 and media[0].window_s is not None:
+            closeup = await self._prompter.closeup(media[0].path, await self._window(media[0]), text)
+            return closeup.ids, closeup.pictures
+        rendered, pictures = await self._rendered(messages)
+        return self._prompter.ids(rendered, pictures), pictures
+
+    def _add_turn(self, ledger: Ledger, text: str) -> None:
+        """The turn as it would have been sampled behind the forced prefix, which is learned like the rest."""
+        prefix = self._config.forced_prefix
+        ids = [self._chat.said(text)]
+        if prefix and text.startswith(prefix):
+            ids = [self._forced, self._chat.said(text.removeprefix(prefix))]
+        said = np.concatenate([*ids, [self._chat.turn_end_id]]).astype(np.int32)
+        ledger.segments.append(Segment("sampled", said, (), np.zeros(len(said), np.float32), version=0))
+
+    async def _add_environment(self, ledger: Ledger, messages: list[Message]) -> None:
+        rendered, pictures = await self._rendered(messages)
+        ids = self._chat.after(ledger.ids, rendered)
+        ledger.add("environment", ids, pictures)
+
+    async def _rendered(self, messages: list[Message]) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
+        """Messages for the chat template, and the pictures that they show, in order."""
+        rendered: list[dict[str, Any]] = []
+        pictures: list[Picture] = []
+        for message in messages:
+            content: list[dict[str, Any]] = []
+            for part in message.parts:
+                if isinstance(part, str):
+                    content.append(text_part(self._chat.harmless(part.replace(PLACEHOLDER, ""))))
+                else:
+                    shown, of_part = await self._shown(part)
+                    content += shown
+                    pictures += of_part
+            texts_only = all(part["type"] == "text" for part in content)
+            whole = "".join(part["text"] for part in content) if texts_only else content
+            rendered.append({"role": message.role, "content": whole})
+        return rendered, tuple(pictures)
+
+    async def _shown(self, part: Media) -> tuple[list[dict[str, Any]], list[Picture]]:
+        if part.kind == "image":
+            return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
+        if part.window_s is None:
+            info = await self._prompter.info(part.path)
+            times_s = overview_times(info.duration_s, self._config.subagent_max_frames)
+            frames = await self._prompter.shown(part.path, times_s)
+        else:
+            frames = await self._prompter.crop(part.path, await self._window(part))
+        return frame_parts(self._config.prompts, [frame.time_s for frame in frames]), [
+            frame.picture for frame in frames
+        ]
+
+    async def _window(self, part: Media) -> Window:
+        assert part.window_s is not None
+        start_s, end_s = part.window_s
+        info = await self._prompter.info(part.path)
+        try:
+            return window_of({"start_time": start_s, "end_time": end_s}, info.duration_s)
+        except BadCall as problem:
+            raise VideoError(f"{part.path}: {problem}") from None
+
+
+def _read_image(path: str, contract: VisionContract) -> Picture:
+    try:
+        with Image.open(path) as image:
+            height, width = settled_size(image.height, image.width, contract)
+            resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    except (OSError, UnidentifiedImageError, ValueError) as problem:
+        raise VideoError(f"{path} cannot be shown: {problem}") from None
+    return Picture.of(np.array(resized))

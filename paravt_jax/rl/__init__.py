@@ -1,0 +1,1 @@
+"""One step of reinforcement learning after another: rollouts, batches, metrics."""

@@ -1,0 +1,238 @@
+"""Visits of prompts into groups of scored episodes.
+
+A step's groups are begun when the policy is recent enough: with max_staleness 0 when the step before is done, otherwise
+up to that many steps earlier, so that no token is ever older than allowed and nothing has to be thrown away. Whatever
+an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from paravt_jax.config import Config, EvalConfig
+from paravt_jax.data.budget import budgets_of
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visit, Visits
+from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
+from rollout.engine.protocol import EngineError
+from rollout.episode import Agent, Episode, Overview, Task
+from rollout.video.reader import VideoError
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """An episode and what it earned; `episode` is None where there is none, and `terms` where it has no score."""
+
+    id: str
+    episode: Episode | None = None
+    terms: RewardTerms | None = None
+    format_reward: float = 0.0  # R_fmt by the default rules, so that arms with other rewards compare
+    problem: str = ""  # why it is missing
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.problem)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The episodes of one visit of a prompt, all with the same frames to begin with."""
+
+    visit: Visit[Prompt]
+    frame_budget: int
+    members: list[Member]
+    advantages: GroupAdvantages
+
+    @property
+    def teaches(self) -> bool:
+        return bool(self.advantages.keep.any())
+
+
+class Rollouts:
+    """Collects the groups of one step after another."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        visits: Visits[Prompt],
+        cursor: Cursor,
+        judge: Judge | None,
+        config: Config,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ):
+        self.agent, self.visits, self.cursor = agent, visits, cursor
+        self._judge, self._config, self._on_progress = judge, config, on_progress
+        self._running: dict[int, asyncio.Task[list[Group]]] = {}  # by step
+        self._num_begun = self._num_done = 0
+
+    async def take(self, step: int) -> list[Group]:
+        """The groups of a step, those of later steps begun as far as staleness allows."""
+        train = self._config.train
+        for ahead in range(step, min(step + train.max_staleness, train.num_steps) + 1):
+            if ahead not in self._running:
+                self._running[ahead] = asyncio.create_task(self._collect())
+        groups = await self._running[step]
+        del self._running[step]
+        self._check(groups)
+        return groups
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _collect(self) -> list[Group]:
+        """Groups for one step; those that teach nothing are replaced, as often as max_resamples says."""
+        train, groups = self._config.train, []
+        for _ in range(1 + train.max_resamples):
+            num_wanted = train.prompts_per_step - sum(group.teaches for group in groups)
+            if not num_wanted:
+                break
+            visits = [self.visits[number] for number in self.cursor.take(num_wanted)]
+            budgets = budgets_of(visits, self._config.video, self._config.seed)
+            self._num_begun += train.group_size * len(visits)
+            async with asyncio.TaskGroup() as tasks:
+                begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
+            groups += [task.result() for task in begun]
+        return groups
+
+    async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
+        config = self._config
+        name = f"{visit.number:06d}-{visit.prompt.id}"
+        # Synchronous rollouts are of one version, or they are missing.
+        version = None if config.train.max_staleness else self.agent.engine.version
+        task = _task(name, visit.prompt, frame_budget)
+        try:
+            overview = await self.agent.look(task)
+        except VideoError as problem:
+            members = [Member(f"{name}/{n}", problem=f"overview: {problem}") for n in range(config.train.group_size)]
+        else:
+            members = await asyncio.gather(
+                *(self._member(overview, visit.prompt, n, version) for n in range(config.train.group_size))
+            )
+        return Group(visit, task.frame_budget, members, advantages_of(members, config))
+
+    async def _member(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
+        member = await play(self.agent, overview, prompt, number, version, self._judge, self._config)
+        self._num_done += 1
+        self._on_progress(f"rollout {self._num_done}/{self._num_begun}")
+        return member
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        """A step that lost most of its episodes would go on with noise; better to stop and say why."""
+        missing = [member for group in groups for member in group.members if member.missing]
+        num_episodes = sum(len(group.members) for group in groups)
+        if len(missing) > self._config.train.max_missing_frac * num_episodes:
+            raise RuntimeError(
+                f"{len(missing)} of {num_episodes} episodes are missing, more than train.max_missing_frac="
+                f"{self._config.train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
+            )
+
+
+async def play(
+    agent: Agent,
+    overview: Overview,
+    prompt: Prompt,
+    number: int,
+    version: int | None,
+    judge: Judge | None,
+    config: Config | EvalConfig,
+) -> Member:
+    """One episode, played and scored."""
+    name = f"{overview.task.id}/{number}"
+    try:
+        episode = await agent.run(overview, number, config.seed, version)
+    except EngineError as problem:
+        return Member(name, problem=f"{type(problem).__name__}: {problem}")
+    if episode.finish == "abort":
+        return Member(name, episode, problem="aborted")
+    turns = [turn.text for turn in episode.turns]
+    judged = None
+    if judge is not None and prompt.question_type == "oe":
+        prediction = find_prediction(turns, config.reward)
+        judged = await judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
+    terms = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, config.reward, judged)
+    fixed = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, RewardConfig())
+    return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
+
+
+async def evaluate(
+    agent: Agent,
+    prompts: Sequence[Prompt],
+    frame_budget: int,
+    judge: Judge | None,
+    config: Config | EvalConfig,
+    num_samples: int = 1,
+    on_done: Callable[[], object] = lambda: None,
+) -> list[Member]:
+    """So many episodes of every prompt, in the order of the prompts; `on_done` is called when a prompt is."""
+
+    async def one(prompt: Prompt) -> list[Member]:
+        name = f"validation-{prompt.id}"
+        try:
+            overview = await agent.look(_task(name, prompt, frame_budget))
+        except VideoError as problem:
+            found = [Member(f"{name}/{n}", problem=f"overview: {problem}") for n in range(num_samples)]
+        else:
+            playing = (play(agent, overview, prompt, n, None, judge, config) for n in range(num_samples))
+            found = await asyncio.gather(*playing)
+        on_done()
+        return found
+
+    return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
+
+
+def advantages_of(members: Sequence[Member], config: Config, kl_penalties: np.ndarray | None = None) -> GroupAdvantages:
+    def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
+        found = [None if member.missing or member.terms is None else of(member.terms) for member in members]
+        return np.array([np.nan if value is None else value for value in found], np.float64)
+
+    return group_advantages(
+        values(lambda terms: terms.total),
+        values(lambda terms: terms.total_without_anchor),
+        values(lambda terms: terms.anchor),
+        anchor_scale=config.reward.anchor_weight * config.reward.format_weight,
+        config=config.advantage,
+        kl_penalties=kl_penalties,
+    )
+
+
+def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
+    """Every episode of a step, as RUN/episodes keeps it."""
+    return [
+        {
+            "step": step,
+            "visit": group.visit.number,
+            "epoch": group.visit.epoch,
+            "frame_budget": group.frame_budget,
+            "answer": group.visit.prompt.answer,
+            "question_type": group.visit.prompt.question_type,
+            **member_record(member),
+            "advantage": {
+                "sequence": float(group.advantages.sequence[number]),
+                "anchor": float(group.advantages.anchor[number]),
+                "keep": bool(group.advantages.keep[number]),
+            },
+        }
+        for group in groups
+        for number, member in enumerate(group.members)
+    ]
+
+
+def member_record(member: Member) -> dict[str, Any]:
+    record: dict[str, Any] = {"id": member.id} if member.episode is None else member.episode.to_record()
+    record |= {"missing": member.missing, "problem": member.problem}
+    if member.terms is not None:
+        names = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
+        record["reward"] = {name: getattr(member.terms, name) for name in names}
+        record["reward"]["credits"] = [asdict(credit) for credit in member.terms.credits]
+    return record
+
+
+def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
+    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)))

@@ -1,0 +1,392 @@
+"""python -m paravt_jax.run.plots RUN_DIR
+
+Draws RUN/plots/*.png from what a run has logged so far. A plot without data is left out.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from tqdm import tqdm
+
+from model_port.cli import add_debug_flag, run_cli
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, whole_file
+
+PLOTS_DIR = "plots"
+MAX_MARKED_STEPS = 40  # with more, the points give way to a running mean
+MEAN_FRAC = 0.04  # of all steps, what the running mean is over
+MAX_EPISODE_STEPS = 100  # the newest ones, which show the policy as it is and are read in seconds
+KL_FLOOR = 1e-9  # below it float32 means nothing, and a log scale has no 0
+LABEL_GAP = 0.07  # of a panel's height, for 3 inches of it; what a line of text takes
+
+INK, FAINT, NEUTRAL = "#222222", "#808080", "#4D4D4D"
+# Okabe and Ito's colours, which every kind of colour vision tells apart.
+BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+STYLE: Any = {
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.w_pad": 0.1,
+    "savefig.dpi": 150,
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.xmargin": 0.02,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E8E8E8",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+}
+
+
+class Quantity(NamedTuple):
+    key: str
+    label: str
+    colour: str  # the same in every plot
+
+
+REWARD_TERMS = (
+    Quantity("rollout/reward_mean", "total", INK),
+    Quantity("rollout/accuracy_mean", "accuracy", BLUE),
+    Quantity("rollout/format_reward", "format", RED),
+    Quantity("rollout/tool_reward_mean", "tool", GREEN),
+    Quantity("rollout/anchor_mean", "anchor", PINK),
+)
+TOTAL, ACCURACY, FORMAT, *_ = REWARD_TERMS
+CALLS = Quantity("rollout/tool_calls_mean", "calls", ORANGE)
+MISMATCH = (
+    Quantity("mismatch/behavior_kl", "all tokens", INK),
+    Quantity("mismatch/behavior_kl_plain", "plain", SKY),
+    Quantity("mismatch/behavior_kl_structural", "structural", RED),
+    Quantity("mismatch/behavior_kl_first_of_turn", "first of turn", ORANGE),
+    Quantity("mismatch/behavior_kl_first_after_image", "first after image", GREEN),
+)
+LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
+LOSSES = {
+    "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
+    "policy loss": Quantity("loss/policy", "", NEUTRAL),
+    "KL to the reference policy, nats per token": Quantity("loss/kl_ref", "", NEUTRAL),
+    "clipped tokens, fraction": Quantity("loss/clip_frac", "", NEUTRAL),
+    "gradient norm before clipping": Quantity("optim/grad_norm", "", NEUTRAL),
+}
+
+
+class Score(NamedTuple):
+    """Of one episode."""
+
+    budget: int
+    group: str  # the episodes of one prompt in one step
+    value: float | int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A metrics file by columns; NaN where a step has no value."""
+
+    rows: dict[int, dict[str, Any]]
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.array(sorted(self.rows))
+
+    def column(self, key: str) -> np.ndarray:
+        found = [self.rows[step].get(key) for step in sorted(self.rows)]
+        return np.array([value if isinstance(value, float | int) else np.nan for value in found], float)
+
+    def has(self, key: str) -> bool:
+        return bool(np.isfinite(self.column(key)).any())
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    metrics: Table
+    validation: Table
+    kl_levels: dict[float, str]
+
+    @property
+    def name(self) -> str:
+        """With the directory above, since many runs are called seed0."""
+        return "/".join(self.path.resolve().parts[-2:])
+
+
+def make_plots(run_dir: Path) -> list[Path]:
+    """The files written to RUN/plots."""
+    run = load_run(run_dir)
+    plots = {
+        "reward_terms": _reward_terms,
+        "format_and_calls": _format_and_calls,
+        "reward_by_frame_budget": _reward_by_frame_budget,
+        "mismatch": _mismatch,
+        "loss": _loss,
+        "validation": _validation,
+    }
+    written = []
+    with matplotlib.rc_context(STYLE):  # restored when done, so that other figures of the process stay as they are
+        for name, plot in plots.items():
+            figure = plot(run)
+            if figure is None:
+                continue
+            path = run_dir / PLOTS_DIR / f"{name}.png"
+            path.parent.mkdir(exist_ok=True)
+            with whole_file(path) as file:
+                figure.savefig(file, format="png")
+            written.append(path)
+    return written
+
+
+def _reward_terms(run: Run) -> Figure | None:
+    return _over_steps(run, "Reward and its terms", run.metrics, {"mean over episodes": REWARD_TERMS}, height=5.0)
+
+
+def _format_and_calls(run: Run) -> Figure | None:
+    panels = {"format reward f_τ, mean over episodes": (FORMAT,), "tool calls per episode κ": (CALLS,)}
+    return _over_steps(run, "Format and tool use", run.metrics, panels, from_zero=True)
+
+
+def _loss(run: Run) -> Figure | None:
+    panels = {title: (quantity,) for title, quantity in LOSSES.items()}
+    return _over_steps(run, "Loss and gradient", run.metrics, panels, num_columns=2)
+
+
+def _validation(run: Run) -> Figure | None:
+    """Whatever was validated, a panel for each; counts and clocks are no results."""
+    colours = {quantity.key.removeprefix("rollout/"): quantity.colour for quantity in (*REWARD_TERMS, CALLS)}
+    keys = {key.removeprefix("validation/"): key for row in run.validation.rows.values() for key in row}
+    names = [*(name for name in colours if name in keys), *(name for name in keys if name not in colours)]
+    panels = {
+        name: (Quantity(keys[name], "", colours.get(name, NEUTRAL)),)
+        for name in names
+        if name not in ("step", "policy_version") and not name.startswith(("num_", "calls_", "time/", "perf/"))
+    }
+    return _over_steps(run, "Validation", run.validation, panels, num_columns=3)
+
+
+def _mismatch(run: Run) -> Figure | None:
+    title = "How far the engine's log-probs are from the learner's"
+    panels = {f"KL(behavior‖prox), nats per token; below {KL_FLOOR:g} drawn there": MISMATCH}
+    return _over_steps(run, title, run.metrics, panels, height=5.0, log=True, levels=run.kl_levels)
+
+
+def _reward_by_frame_budget(run: Run) -> Figure | None:
+    paths = [path for path in (run.path / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
+    paths = sorted(paths, key=lambda path: int(path.stem))[-MAX_EPISODE_STEPS:]
+    scores: dict[Quantity, list[Score]] = {TOTAL: [], ACCURACY: []}
+    for path in tqdm(paths, desc="reading episodes", unit="step", disable=None, leave=False):
+        for episode in load_jsonl(path):
+            budget, reward = episode.get("frame_budget"), episode.get("reward") or {}
+            for quantity, found in scores.items():
+                value = reward.get(quantity.label)
+                if isinstance(budget, int) and isinstance(value, float | int):  # None where the judge gave no score
+                    found.append(Score(budget, f"{path.stem} {episode.get('task')}", value))
+    scores = {quantity: found for quantity, found in scores.items() if found}
+    if not scores:
+        return None
+    caption = "dot: mean · thick: its 95 % interval · thin: standard deviation of the episodes"
+    figure = _figure(run, "Reward by frame budget", _span([int(path.stem) for path in paths]), caption, (9.0, 4.2))
+    for axes, (quantity, found) in zip(_panels(figure, 1, len(scores)), scores.items(), strict=True):
+        budgets = sorted({score.budget for score in found})
+        of_budget = [[score for score in found if score.budget == budget] for budget in budgets]
+        for place, members in enumerate(of_budget):
+            _draw_spread(axes, place, members, quantity.colour)
+        axes.set_title(f"{'reward' if quantity is TOTAL else quantity.label} of an episode")
+        axes.set_xlabel("frame budget K, frames (n: episodes)")
+        axes.set_xticks(range(len(budgets)), [f"{k}\nn={len(m)}" for k, m in zip(budgets, of_budget, strict=True)])
+        axes.set_xlim(-0.5, len(budgets) - 0.3)
+        _show_zero(axes)
+        axes.grid(visible=False, axis="x")
+    return figure
+
+
+def _draw_spread(axes: Axes, place: int, scores: Sequence[Score], colour: str) -> None:
+    values = np.array([score.value for score in scores])
+    _, groups = np.unique([score.group for score in scores], return_inverse=True)
+    mean = float(values.mean())
+    for half, linewidth, alpha in ((values.std(), 1, 1.0), (1.96 * mean_error(values, groups), 8, 0.4)):
+        low, high = np.clip([mean - half, mean + half], values.min(), values.max())  # none scored beyond
+        axes.vlines(place, low, high, colour, linewidth=linewidth, alpha=alpha)
+    axes.plot(place, mean, "o", color=colour, markersize=6, clip_on=False)
+    _note(axes, f"{mean:.2f}", (place, mean), (9, 0))
+
+
+def mean_error(values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]) -> float:
+    """Standard error of the mean where only groups are independent: episodes of one prompt resemble each other.
+
+    NaN of a single group, which says nothing about others.
+    """
+    num_groups = int(groups.max()) + 1
+    if num_groups == 1:
+        return math.nan
+    of_groups = np.bincount(groups, values - values.mean())
+    return float(np.sqrt(np.sum(of_groups**2) * num_groups / (num_groups - 1)) / len(values))
+
+
+def _over_steps(
+    run: Run,
+    title: str,
+    table: Table,
+    panels: Mapping[str, Sequence[Quantity]],
+    *,
+    num_columns: int = 1,
+    height: float = 2.6,
+    log: bool = False,
+    from_zero: bool = False,
+    levels: Mapping[float, str] | None = None,
+) -> Figure | None:
+    """Panels of lines against the step, without what there is nothing of."""
+    found = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
+    found = {name: panel for name, panel in found.items() if panel}
+    if not found:
+        return None
+    steps = table.steps
+    window = max(3, round(MEAN_FRAC * len(steps))) if len(steps) > MAX_MARKED_STEPS else 1
+    num_columns = min(num_columns, len(found))
+    num_rows = -(-len(found) // num_columns)
+    caption = f"bold: running mean over {window} steps" if window > 1 else ""
+    figure = _figure(run, title, _span(steps), caption, (max(9.0, 4.0 * num_columns), 0.9 + height * num_rows))
+    all_axes = _panels(figure, num_rows, num_columns)
+    for axes in all_axes[len(found) :]:
+        axes.remove()
+    for number, (axes, (name, panel)) in enumerate(zip(all_axes, found.items(), strict=False)):
+        ends = [_draw_line(axes, table, quantity, window, log) for quantity in panel]
+        axes.set_title(name, parse_math=False)
+        if number + num_columns >= len(found):  # nothing below it
+            axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+        if len(steps) == 1:
+            axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
+        if log:
+            axes.set_yscale("log")
+        if from_zero:
+            _show_zero(axes)
+        for level, names in (levels or {}).items():
+            axes.axhline(level, color=FAINT, linestyle=(0, (4, 4)), linewidth=1, zorder=1)
+            _note(axes, f"{names} {level:g}", (int(steps[0]), level), (0, 6))
+        _label_ends(axes, ends, gap=LABEL_GAP * 3 / height)
+    return figure
+
+
+def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: bool) -> tuple[float, str, str]:
+    """Where the line ends, how it is called there, and its colour."""
+    values = table.column(quantity.key)
+    smooth = running_mean(values, window)
+    last = float(smooth[np.isfinite(smooth)][-1])
+    if log:
+        values, smooth = np.maximum(values, KL_FLOOR), np.maximum(smooth, KL_FLOOR)
+    if window > 1:
+        axes.plot(table.steps, values, color=quantity.colour, linewidth=0.7, alpha=0.2)
+    how = {"marker": "" if window > 1 else "o", "markersize": 5, "linewidth": 2, "clip_on": False}
+    axes.plot(table.steps, smooth, color=quantity.colour, **how)
+    return max(last, KL_FLOOR) if log else last, f"{quantity.label} {last:.3g}".strip(), quantity.colour
+
+
+def _show_zero(axes: Axes) -> None:
+    """What is never below zero has it as its lower end."""
+    low, high = min(0, axes.dataLim.y0), max(0, axes.dataLim.y1)
+    margin = 0.08 * (high - low) or 1
+    axes.set_ylim(low - margin if low < 0 else 0, high + margin)
+
+
+def _label_ends(axes: Axes, ends: Iterable[tuple[float, str, str]], gap: float) -> None:
+    """Names lines where they end, and moves names that would cover each other apart, by as little as that takes."""
+    axes.get_ylim()  # settles the limits that the transform depends on
+    to_panel = axes.transData + axes.transAxes.inverted()
+    labels = sorted((float(to_panel.transform((0, y))[1]), text, colour) for y, text, colour in ends)
+    blocks: list[list[float]] = []  # least squares under an order, by pooling adjacent violators
+    for number, (height, *_) in enumerate(labels):
+        blocks.append([height - number * gap])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    heights = [float(np.mean(block)) for block in blocks for _ in block]
+    for number, (height, (_, text, colour)) in enumerate(zip(heights, labels, strict=True)):
+        at = (1.01, height + number * gap)
+        axes.text(*at, text, color=colour, transform=axes.transAxes, va="center", weight="bold")
+
+
+def _note(axes: Axes, text: str, at: tuple[float | int, float], shift_points: tuple[int, int]) -> None:
+    """Small text beside a point of the data."""
+    axes.annotate(text, at, shift_points, textcoords="offset points", va="center", color=FAINT, fontsize=9)
+
+
+def _figure(run: Run, title: str, steps: str, caption: str, size_inches: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size_inches)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold")
+    about = " · ".join(part for part in (run.name, steps, caption) if part)
+    figure.supxlabel(about, x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False)  # a run may have any name
+    return figure
+
+
+def _panels(figure: Figure, num_rows: int, num_columns: int) -> list[Axes]:
+    return list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+
+
+def _span(steps: Sequence[int] | np.ndarray) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred, over the values there are; NaN where there are none."""
+    known = np.isfinite(values)
+    box = np.ones(window)
+    sums, counts = (np.convolve(part, box, mode="same") for part in (np.where(known, values, 0.0), known.astype(float)))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def load_run(run_dir: Path) -> Run:
+    return Run(run_dir, _table(run_dir / METRICS_FILE), _table(run_dir / VALIDATION_FILE), _kl_levels(run_dir))
+
+
+def _table(path: Path) -> Table:
+    return Table({row["step"]: row for row in load_jsonl(path)} if path.exists() else {})
+
+
+def _kl_levels(run_dir: Path) -> dict[float, str]:
+    """The ladder of config `mismatch`, with the names of what each level calls for."""
+    path = run_dir / "config.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    settings = record.get("config", record).get("mismatch", {})
+    names: dict[float, list[str]] = {}
+    for key, name in LADDER.items():
+        if key in settings and np.isfinite(settings[key]):
+            names.setdefault(float(settings[key]), []).append(name)
+    return {level: ", ".join(called) for level, called in names.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m paravt_jax.run.plots",
+        description="Draws RUN_DIR/plots/*.png from what a run has logged so far.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=f"the directory with {METRICS_FILE}")
+    add_debug_flag(parser)
+    run_dir = parser.parse_args().run_dir
+    if not (run_dir / METRICS_FILE).exists():
+        raise ValueError(
+            f"{run_dir} is no run: it has no {METRICS_FILE}; give the directory that was the run's run_dir"
+        )
+    written = make_plots(run_dir)
+    if not written:
+        raise ValueError(f"{run_dir} has logged nothing yet; wait for its first step")
+    for path in written:
+        print(path)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,223 @@
+"""The embedded engine: the learner's own model samples, in the learner's own process.
+
+It needs no second environment, runs on whatever mesh the model is on, and gives the same tokens for the same request
+and seed whatever else is being sampled. One thread owns the sampler; the event loop only waits.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from jax.sharding import Mesh
+
+from model_port.inputs import Frame
+from model_port.model import Qwen3VL
+from model_port.processing import VisionContract, expand_placeholders
+from model_port.sampler import Completion, Prompt, Sampler
+from model_port.sampler import Request as SamplerRequest
+from model_port.sampler import Sampling as SamplerSampling
+from model_port.sharding import on_mesh
+from paravt_jax.sampling.frames import frame_of
+from paravt_jax.sampling.weights import ModelWeights
+from rollout.engine.protocol import (
+    DeadlineExceeded,
+    EngineError,
+    Generation,
+    Health,
+    Request,
+    RequestRejected,
+    ServerHealth,
+    VersionMismatch,
+    Weights,
+)
+from rollout.picture import Picture
+
+Result = TypeVar("Result")
+NAME = "embedded"
+KEPT_PROMPTS = 64  # so that the members of a group share one prefill
+KEPT_FRAMES = 4096  # of patches, 0.3 MB each at the recipe's largest size
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in the sampler. `changes` are (tokens sampled until then, the version that sampled them)."""
+
+    episode: str
+    done: asyncio.Future[Completion]
+    number: int | None = None  # the sampler's, once it has the request
+    num_prompt_tokens: int = 0
+    changes: list[tuple[int, int]] = field(default_factory=list)
+
+
+class EmbeddedEngine:
+    def __init__(
+        self, model: Qwen3VL, contract: VisionContract, version: int = 0, *, mesh: Mesh | None = None, **sampler: Any
+    ):
+        """`mesh` is the model's. `sampler` are the settings of model_port's Sampler: max_rows, buckets and so on."""
+        self._mesh = mesh
+        with on_mesh(mesh):
+            self._sampler = Sampler(model, **sampler)
+        self._contract = contract
+        self._version = version
+        self._running: dict[int, _Running] = {}  # by the sampler's number; belongs to the thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self._submitted = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._prompts: OrderedDict[tuple[bytes, tuple[str, ...]], Prompt] = OrderedDict()
+        self._frames: OrderedDict[str, Frame] = OrderedDict()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Generation:
+        if self._failure is not None:
+            raise EngineError(f"the embedded engine failed before: {self._failure!r}") from self._failure
+        if request.version not in (None, self._version):
+            raise VersionMismatch(f"the engine has version {self._version}, version {request.version} was asked for")
+        started_s = time.monotonic()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._sample())
+        running = _Running(request.episode, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._in_thread(lambda: self._submit(request, running))
+                self._submitted.set()
+                completion = await running.done
+        except TimeoutError:
+            raise DeadlineExceeded(f"the embedded engine did not finish a request in {request.deadline_s} s") from None
+        finally:
+            if not running.done.done() or running.done.cancelled():
+                await asyncio.shield(self._in_thread(lambda: self._stop(running)))
+        assert completion.finish != "running"
+        return Generation(
+            np.array(completion.ids, np.int32),
+            np.array(completion.behavior_logp, np.float32),
+            self._versions(running, len(completion.ids)),
+            completion.finish,
+            running.num_prompt_tokens,
+            server=NAME,
+            latency_s=time.monotonic() - started_s,
+        )
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Running requests go on with the new weights, over keys and values of the old."""
+        if not isinstance(weights, ModelWeights):
+            raise EngineError(f"the embedded engine takes the weights of a model, not {type(weights).__name__}")
+
+        def update() -> None:
+            for number, running in self._running.items():
+                running.changes.append((self._sampler.num_sampled(number) or 0, self._version))
+            self._sampler.update(weights.model)
+            self._version = version
+
+        await self._in_thread(update)
+
+    async def health(self) -> Health:
+        return Health((ServerHealth(NAME, self._failure is None, self._version, repr(self._failure or "")),))
+
+    async def abort(self, episode: str | None = None) -> None:
+        def stop_all() -> list[tuple[_Running, Completion | None]]:
+            chosen = [running for running in self._running.values() if episode in (None, running.episode)]
+            return [(running, self._stop(running)) for running in chosen]
+
+        for running, completion in await self._in_thread(stop_all):
+            if completion is not None and not running.done.done():
+                running.done.set_result(completion)
+
+    async def close(self) -> None:
+        await self.abort()
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+        self._thread.shutdown()
+
+    async def _sample(self) -> None:
+        """Steps the sampler whenever there is something to sample."""
+        try:
+            while True:
+                await self._submitted.wait()
+                self._submitted.clear()
+                while finished := await self._in_thread(self._step):
+                    for running, completion in finished:
+                        if completion is not None and not running.done.done():
+                            running.done.set_result(completion)
+        except Exception as problem:  # nothing can be sampled any more, and whoever waits must hear of it
+            self._failure = problem
+            for running in self._running.values():
+                if not running.done.done():
+                    running.done.set_exception(problem)
+
+    # In the thread
+
+    def _step(self) -> list[tuple[_Running, Completion | None]]:
+        """What is running, with the completions of those that ended in this step; nothing when nothing runs."""
+        was_running = dict(self._running)
+        finished = self._sampler.step() if was_running else {}
+        for number in finished:
+            del self._running[number]
+        return [(running, finished.get(number)) for number, running in was_running.items()]
+
+    def _stop(self, running: _Running) -> Completion | None:
+        """Ends a request that still runs; one that was cancelled on its way here has no number."""
+        if running.number is None or self._running.pop(running.number, None) is None:
+            return None
+        return self._sampler.abort(running.number)
+
+    def _submit(self, request: Request, running: _Running) -> None:
+        sampling = request.sampling
+        if sampling.top_p != 1 or sampling.top_k > 0:
+            raise RequestRejected(
+                f"the embedded engine samples from the whole distribution, not with top_p={sampling.top_p} and "
+                f"top_k={sampling.top_k}"
+            )
+        try:
+            settings = SamplerSampling(sampling.max_new_tokens, sampling.seed, sampling.temperature, sampling.stop_ids)
+            prompt = self._prompt(request)
+            running.number = self._sampler.submit(SamplerRequest(prompt, settings))
+        except ValueError as problem:
+            raise RequestRejected(str(problem)) from None
+        running.num_prompt_tokens = len(prompt.ids)
+        self._running[running.number] = running
+
+    def _prompt(self, request: Request) -> Prompt:
+        key = (request.ids.tobytes(), tuple(picture.key for picture in request.pictures))
+        prompt = self._prompts.pop(key, None)
+        if prompt is None:
+            frames = tuple(self._frame(picture) for picture in request.pictures)
+            merged = self._sampler.config.vision.merge_unit
+            counts = [len(frame.patches) // merged for frame in frames]
+            prompt = Prompt(expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames)
+        self._prompts[key] = prompt
+        _forget_oldest(self._prompts, KEPT_PROMPTS)
+        return prompt
+
+    def _frame(self, picture: Picture) -> Frame:
+        frame = self._frames.pop(picture.key, None) or frame_of(picture, self._contract)
+        self._frames[picture.key] = frame
+        _forget_oldest(self._frames, KEPT_FRAMES)
+        return frame
+
+    def _versions(self, running: _Running, num_tokens: int) -> np.ndarray:
+        versions = np.full(num_tokens, self._version, np.int32)
+        for until, version in reversed(running.changes):
+            versions[:until] = version
+        return versions
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        def on_our_mesh() -> Result:
+            with on_mesh(self._mesh):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, on_our_mesh)
+
+
+def _forget_oldest(kept: OrderedDict[Any, Any], most: int) -> None:
+    while len(kept) > most:
+        kept.popitem(last=False)

@@ -1,0 +1,69 @@
+"""Opens what samples: an engine of either kind, and the reader of the frames that it is shown."""
+
+from collections.abc import Callable
+
+from model_port.layout import is_checkpoint
+from model_port.model import Qwen3VL
+from model_port.processing import settled_size
+from paravt_jax.config import Config, EvalConfig, SftConfig
+from paravt_jax.run.policy import Policy
+from paravt_jax.sampling.embedded import EmbeddedEngine
+from rollout.engine.protocol import Engine
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.server import ServerSettings
+from rollout.video.reader import GIB, FrameReader
+
+PATCH_BUCKET = 64  # of the embedded engine; frames that can never be as large must not be filled up to it
+
+
+async def open_engine(
+    config: Config | EvalConfig,
+    policy: Policy,
+    model: Qwen3VL | None,
+    version: int,
+    phase: Callable[[str], None],
+    *,
+    trainable_vision: bool = False,
+) -> Engine:
+    """`model` is what the embedded engine samples from; no other needs it."""
+    settings = config.engine
+    if settings.kind == "jax":
+        assert model is not None
+        return EmbeddedEngine(
+            model,
+            policy.contract,
+            version,
+            mesh=policy.mesh,
+            max_rows=settings.max_rows,
+            max_context_tokens=config.rollout.max_context_tokens,
+            patch_bucket=min(PATCH_BUCKET, config.video.max_pixels // policy.contract.patch_px**2),
+        )
+    sglang = SGLangSettings(route=settings.route, device=settings.device)
+    if settings.urls:
+        return await SGLangEngine.connect(settings.urls, sglang)
+    if is_checkpoint(policy.source):
+        raise ValueError(
+            f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "
+            f"checkpoint; give model.path as a Hugging Face directory or id, or engine.urls of servers that run"
+        )
+    server = ServerSettings(
+        policy.source,
+        settings.device,
+        dtype=config.model.dtype,
+        context_length=config.rollout.max_context_tokens,
+        memory_frac=settings.memory_frac,
+        trainable_vision=trainable_vision,
+    )
+    phase("starting SGLang")
+    return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
+
+
+def frame_reader(config: Config | SftConfig | EvalConfig, policy: Policy) -> FrameReader:
+    video = config.video
+    return FrameReader(
+        lambda height, width: settled_size(height, width, policy.contract),
+        num_workers=video.num_workers or None,
+        memory_bytes=int(video.memory_gib * GIB),
+        disk_directory=video.disk_cache or None,
+        disk_bytes=int(video.disk_gib * GIB),
+    )

@@ -1,0 +1,233 @@
+"""One update: what trains moves, how a step is cut into batches does not matter, and a bad gradient ends nothing."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import model_port
+from model_port.inputs import Frame
+from model_port.sharding import flat_params, make_mesh
+from model_port.tiny import make_tiny
+from paravt_jax.learner.learner import Learner, OptimConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.packing import Dialogue, Shape, pack
+
+OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
+LOSS = LossConfig(kl_coef=0.0)
+ONE_ROW = Shape(num_rows=1, row_tokens=96, row_patches=16)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory, seed=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def frames(hf):
+    values = model_port.load(hf).config.vision.patch_values
+    return {"a": Frame(np.random.default_rng(0).standard_normal((16, values), np.float32), (4, 4))}
+
+
+@pytest.fixture(scope="module")
+def dialogues(hf):
+    config = model_port.load(hf).config
+    prompt = np.random.default_rng(1).integers(5, 900, 19)
+    prompt[4:8] = config.image_token_id
+    found = []
+    for number in range(3):
+        random = np.random.default_rng(10 + number)
+        ids = np.r_[prompt, random.integers(5, 900, 13)]
+        mask = np.arange(len(ids)) >= 20
+        advantage = np.full(len(ids), [1.0, -0.5, 0.25][number], np.float32)
+        classes = (np.arange(len(ids)) % 2).astype(np.int32)
+        logp = np.full(len(ids), -6.0, np.float32)
+        found.append(Dialogue(ids, ("a",), 19, 1, mask, logp, advantage, classes, number))
+    return found
+
+
+def learner(hf, optim=OPTIM, loss=LOSS, mesh=None) -> Learner:
+    return Learner(model_port.load(hf, mesh=mesh), optim, loss, temperature=0.7, num_classes=2, mesh=mesh)
+
+
+def batches(hf, dialogues, frames, shape=ONE_ROW):
+    return pack(dialogues, frames, model_port.load(hf).config, shape)
+
+
+def params(learner) -> dict[str, np.ndarray]:
+    return {path: np.asarray(leaf) for path, leaf in flat_params(nnx.state(learner.model)).items()}
+
+
+def assert_close(one, other, tolerance):
+    for path, value in one.items():
+        assert np.abs(value - other[path]).max() <= tolerance, path
+
+
+NUM_TOKENS = 36.0
+
+
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(hf, dialogues, frames):
+    ours = learner(hf)
+    (batch,) = batches(hf, dialogues, frames)
+    before = ours.log_probs(batch)
+    metrics = [ours.update([batch], NUM_TOKENS, 3) for _ in range(3)]
+    change = (ours.log_probs(batch) - before)[batch.loss_mask]
+    sign = np.sign(batch.advantage[batch.loss_mask])
+    assert np.mean(change * sign > 0) > 0.9
+    assert int(ours.state.step) == 3
+    assert all(np.isfinite(list(m.values())).all() for m in metrics)
+    assert metrics[0]["loss/num_tokens"] == NUM_TOKENS
+    assert metrics[0]["mismatch/behavior_kl"] > 0
+
+
+@pytest.mark.slow
+def test_however_a_step_is_cut_the_update_is_the_same(hf, dialogues, frames):
+    whole, cut = learner(hf), learner(hf)
+    whole.update(batches(hf, dialogues, frames), NUM_TOKENS, 3)
+    alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
+    pieces = batches(hf, alone, frames, Shape(1, 40, 16))
+    assert len(pieces) == 3
+    found = cut.update(pieces, NUM_TOKENS, 3)
+    assert found["loss/num_tokens"] == NUM_TOKENS
+    # Adam divides by the root of the squared gradient: where that is nearly zero, rounding decides about a whole step.
+    moments = [np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(_mu(one))]) for one in (whole, cut)]
+    assert np.linalg.norm(moments[0] - moments[1]) <= 1e-5 * np.linalg.norm(moments[0])
+
+
+def _mu(learner):
+    return nnx.to_pure_dict(learner.state.opt_state[1][0].mu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_the_vision_tower_moves_only_when_it_trains(train_vision, hf, dialogues, frames):
+    ours = learner(hf, replace(OPTIM, train_vision=train_vision))
+    before = params(ours)
+    ours.update(batches(hf, dialogues, frames), NUM_TOKENS, 3)
+    after = params(ours)
+    moved = {path for path, value in before.items() if not np.array_equal(value, after[path])}
+    assert any(path.startswith("vision") for path in moved) == train_vision
+    assert {path for path in before if path.startswith("text")} <= moved | {"text.embed.table_vd"}
+    num_moments = sum(leaf.size for leaf in jax.tree.leaves(_mu(ours)))
+    assert (num_moments == sum(value.size for value in before.values())) == train_vision
+
+
+def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_run(hf, dialogues, frames):
+    ours = learner(hf, replace(OPTIM, max_bad_steps=2))
+    (good,) = batches(hf, dialogues, frames)
+    bad = replace(good, advantage=np.where(good.loss_mask, np.inf, 0).astype(np.float32))
+    before = params(ours)
+    assert ours.update([bad], NUM_TOKENS, 3)["optim/num_bad_steps"] == 1
+    assert_close(params(ours), before, 0)
+    assert ours.update([good], NUM_TOKENS, 3)["optim/num_bad_steps"] == 0  # the count is of updates in a row
+    ours.update([bad], NUM_TOKENS, 3)
+    with pytest.raises(RuntimeError, match=r"not finite in 2 updates in a row \(optim\.max_bad_steps\)"):
+        ours.update([bad], NUM_TOKENS, 3)
+
+
+@pytest.mark.slow
+def test_the_reference_is_what_training_began_with(hf, dialogues, frames):
+    ours = learner(hf, loss=LossConfig(kl_coef=0.1))
+    packed = batches(hf, dialogues, frames)
+    kl = [ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(3)]
+    assert abs(kl[0]) < 1e-6
+    assert min(kl[1:]) > 1e-6
+    assert learner(hf)._ref is None  # none is held where it counts for nothing
+
+
+@pytest.mark.slow
+def test_the_penalty_holds_the_policy_back(hf, dialogues, frames):
+    packed = batches(hf, dialogues, frames)
+    drift = []
+    for kl_coef in (0.001, 10.0):
+        ours = learner(hf, loss=LossConfig(kl_coef=kl_coef))
+        drift.append([ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(4)][-1])
+    assert drift[1] < drift[0]
+
+
+@pytest.mark.slow
+def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_ones(hf, dialogues, frames):
+    fresh, prepared = (learner(hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
+    packed = batches(hf, dialogues, frames)
+    fresh.update(packed, NUM_TOKENS, 3)
+    known = [prepared.known(batch) for batch in packed]
+    first = prepared.update(packed, NUM_TOKENS, 3, known=known)
+    assert_close(params(fresh), params(prepared), 1e-5)
+    assert first["loss/clip_frac"] == 0  # the ratio is 1 everywhere
+    for _ in range(4):
+        later = prepared.update(packed, NUM_TOKENS, 3, known=known)
+    assert later["loss/clip_frac"] > 0  # and moves away from it
+    assert later["mismatch/behavior_kl"] == pytest.approx(first["mismatch/behavior_kl"])  # that of the old policy
+
+
+@pytest.mark.slow
+def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(hf, dialogues, frames):
+    ours = learner(hf, loss=LossConfig(kl_coef=0.1, kl_in="reward"))
+    packed = batches(hf, dialogues, frames)
+    only_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in packed]
+
+    def penalties():
+        return ours.kl_penalties(packed, [ours.known(batch) for batch in packed], 3)
+
+    np.testing.assert_allclose(penalties(), 0, atol=1e-6)
+    for _ in range(3):
+        ours.update(only_first, NUM_TOKENS, 3)
+    assert penalties().argmax() == 0
+    assert penalties()[0] > 1e-4
+
+
+@pytest.mark.slow
+def test_the_geometric_mask_can_be_asked_for_in_one_step(hf, dialogues, frames):
+    ours = learner(hf)
+    packed = batches(hf, dialogues, frames)  # whose behavior is far from the policy
+    assert ours.update(packed, NUM_TOKENS, 3)["loss/geometric_masked_frac"] == 0
+    assert ours.update(packed, NUM_TOKENS, 3, geometric_mask=True)["loss/geometric_masked_frac"] == 1
+
+
+def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(hf):
+    ours = learner(hf)
+    before = params(ours)
+    ours.skip()
+    assert int(ours.state.step) == 1
+    assert_close(params(ours), before, 0)
+
+
+@pytest.mark.slow
+def test_clipping_bounds_the_gradient_and_not_its_report(hf, dialogues, frames):
+    packed = batches(hf, dialogues, frames)
+    norms = [
+        learner(hf, replace(OPTIM, max_grad_norm=n)).update(packed, NUM_TOKENS, 3)["optim/grad_norm"]
+        for n in (1e-3, 1e3)
+    ]
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 1e-3
+
+
+def test_masters_in_half_precision_are_refused(hf):
+    with pytest.raises(ValueError, match="the masters must be float32, got bfloat16"):
+        Learner(model_port.load(hf, "bfloat16"), OPTIM, LOSS, temperature=0.7, num_classes=2)
+
+
+@pytest.mark.slow
+def test_eight_devices_make_the_same_update_as_one(hf, dialogues, frames):
+    shape = Shape(num_rows=8, row_tokens=96, row_patches=16)
+    alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
+    packed = batches(hf, alone, frames, replace(shape, row_tokens=40))
+    one = learner(hf)
+    one.update(packed, NUM_TOKENS, 3)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        eight = learner(hf, mesh=mesh)
+        eight.update(packed, NUM_TOKENS, 3)
+        table = flat_params(eight.state.trainable)["text.embed.table_vd"]
+        assert (
+            table.sharding.spec == jax.tree.leaves(_mu(eight))[0].sharding.spec or len(table.sharding.device_set) == 8
+        )
+    moments = [
+        np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(_mu(each))]) for each in (one, eight)
+    ]
+    assert np.linalg.norm(moments[0] - moments[1]) <= 1e-5 * np.linalg.norm(moments[0])

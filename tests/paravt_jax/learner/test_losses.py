@@ -1,0 +1,451 @@
+"""The loss by hand, what each option changes, and that neither splitting, padding nor extremes change a gradient."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paravt_jax.learner.losses import (
+    LossConfig,
+    LossSums,
+    MismatchConfig,
+    k3,
+    kl_penalties,
+    loss_denominator,
+    mismatch_decision,
+    mismatch_sums,
+    policy_loss,
+)
+
+PLAIN = LossConfig(kl_coef=0.0)
+LOGPS = ("policy_logp", "prox_logp", "behavior_logp", "ref_logp")
+BAD = (math.nan, math.inf, -math.inf)
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def tokens(ratio=(1.0,), weight=None, advantage=None, ref_ratio=None, mask=None, ids=None):
+    """Tokens with these policy/prox, prox/behavior and ref/policy."""
+    n = len(ratio)
+    prox = -1.0 - 0.1 * np.arange(n)
+    policy = prox + np.log(ratio)
+    behavior = prox - np.log(np.ones(n) if weight is None else weight)
+    arrays = {"policy_logp": policy, "prox_logp": prox, "behavior_logp": behavior}
+    arrays["advantage"] = np.ones(n) if advantage is None else advantage
+    if ref_ratio is not None:
+        arrays["ref_logp"] = policy + np.log(ref_ratio)
+    given = {name: jnp.asarray(values, jnp.float32) for name, values in arrays.items()}
+    given["loss_mask"] = jnp.asarray(np.ones(n, bool) if mask is None else mask)
+    if ids is not None:
+        given |= {"sequence_ids": jnp.asarray(ids, jnp.int32)}
+    return given
+
+
+def random_tokens(rows=3, width=7, seed=0, dtype=np.float32):
+    """Rows of tokens with three sequences each, a mask with gaps, and garbage where it keeps nothing."""
+    random = np.random.default_rng(seed)
+    shape = (rows, width)
+    policy = -2 * random.random(shape)
+    mask = random.random(shape) < 0.8
+    arrays = {
+        "policy_logp": policy,
+        "prox_logp": policy + 0.3 * random.standard_normal(shape),
+        "ref_logp": policy + 0.5 * random.standard_normal(shape),
+        "advantage": random.standard_normal(shape),
+    }
+    arrays["behavior_logp"] = arrays["prox_logp"] + 0.8 * random.standard_normal(shape)
+    for number, name in enumerate(LOGPS):
+        arrays[name] = np.where(mask, arrays[name], BAD[number % 3])
+    given = {name: jnp.asarray(values, dtype) for name, values in arrays.items()}
+    ids = 3 * np.arange(rows)[:, None] + np.arange(width) * 3 // width
+    return given | {"loss_mask": jnp.asarray(mask), "sequence_ids": jnp.asarray(ids, jnp.int32)}
+
+
+@partial(jax.jit, static_argnames=("config", "num_sequences"))
+def jitted(config, given, num_sequences):
+    def value(policy_logp):
+        sums = policy_loss(config, **(given | {"policy_logp": policy_logp}), num_sequences=num_sequences)
+        return sums.loss, sums
+
+    return jax.value_and_grad(value, has_aux=True)(given["policy_logp"])
+
+
+def sums_and_gradient(config, given, num_sequences=None):
+    """The sums, and what they do to each token's log-prob."""
+    num_sequences = given["policy_logp"].size if num_sequences is None else num_sequences
+    (_, sums), gradient = jitted(config, given, num_sequences)
+    return sums, np.asarray(gradient)
+
+
+def assert_same(one, other, atol=1e-5):
+    (sums, gradient), (other_sums, other_gradient) = one, other
+    np.testing.assert_allclose(np.array(sums), np.array(other_sums), atol=atol, rtol=atol)
+    np.testing.assert_allclose(gradient.ravel(), other_gradient.ravel(), atol=atol, rtol=atol)
+
+
+# Every option at once where it shows: used wherever something must not matter.
+ALL_KINDS = [
+    LossConfig(),
+    LossConfig(clip_high=0.5, behavior_correction="truncate", behavior_cap=1.3, kl_estimator="k2"),
+    LossConfig(ratio="sequence", geometric_mask=True, geometric_low=0.7, geometric_high=1.6, behavior_cap=2.0),
+    LossConfig(behavior_correction="none", kl_in="reward", kl_estimator="k1"),
+]
+
+
+def test_the_policy_term_by_hand():
+    given = tokens(ratio=[1.0, 1.5, 1.5, 0.5, 0.5, 1.1], advantage=[2, 2, -2, 2, -2, 1], weight=[1, 2, 1, 1, 3, 0.5])
+    sums, gradient = sums_and_gradient(PLAIN, given)
+    # min(ratio·A, clip·A): 2; min(3, 2.4) = 2.4; min(−3, −2.4) = −3; min(1, 1.6) = 1; min(−1, −1.6) = −1.6; 1.1
+    # times w: 2 + 2·2.4 − 3 + 1 − 3·1.6 + 0.5·1.1 = 0.55
+    assert sums.policy == sums.loss == pytest.approx(-0.55, abs=1e-6)
+    # −w·ratio·A where the clip does not decide
+    np.testing.assert_allclose(gradient, [-2.0, 0.0, 3.0, -1.0, 0.0, -0.55], atol=1e-6)
+    assert (sums.num_tokens, sums.num_clipped, sums.num_capped) == (6, 2, 0)
+
+
+def test_the_kl_term_by_hand():
+    given = tokens(ratio=[1.0, 1.0], advantage=[0, 0], ref_ratio=[2.0, 0.25])
+    # k3: 2 − 1 − ln 2 = 0.3068528; 0.25 − 1 + ln 4 = 0.6362944
+    sums, gradient = sums_and_gradient(LossConfig(kl_coef=0.1), given)
+    assert (sums.kl_ref, sums.loss, sums.policy) == pytest.approx((0.9431472, 0.09431472, 0.0), abs=1e-6)
+    np.testing.assert_allclose(gradient, [-0.1, 0.075], atol=1e-6)  # 0.1 · (1 − ref/policy)
+    # k2: (ln 2)² / 2 + (ln 4)² / 2 = 2.5 · (ln 2)²
+    sums, gradient = sums_and_gradient(LossConfig(kl_coef=0.1, kl_estimator="k2"), given)
+    assert (sums.kl_ref, sums.loss) == pytest.approx((0.9431472, 0.25 * math.log(2) ** 2), abs=1e-6)
+    np.testing.assert_allclose(gradient, [-0.1 * math.log(2), 0.1 * math.log(4)], atol=1e-6)
+
+
+def test_the_behavior_kl_by_hand():
+    sums, _ = sums_and_gradient(PLAIN, tokens(ratio=[1.0, 1.0], weight=[2.0, 0.25]))
+    assert sums.behavior_kl == pytest.approx(0.9431472, abs=1e-6)  # as in the test above
+
+
+@pytest.mark.parametrize(
+    ("correction", "by_hand", "num_capped"),
+    [("mask", 2 + 4, 1), ("truncate", 2 + 4 + 5, 1), ("none", 1 + 1 + 1, 0)],
+)
+def test_weights_above_the_cap_by_hand(correction, by_hand, num_capped):
+    given = tokens(ratio=[1.0, 1.0, 1.0], weight=[2.0, 4.0, 6.0], ref_ratio=[2.0, 2.0, 2.0])
+    sums, gradient = sums_and_gradient(LossConfig(behavior_correction=correction), given)
+    assert (sums.policy, sums.num_capped) == pytest.approx((-by_hand, num_capped), abs=1e-5)
+    assert gradient.sum() == pytest.approx(-by_hand - 3 * 0.01, abs=1e-5)  # KL: 0.01 · (1 − 2) at every token
+    assert sums.loss - sums.policy == pytest.approx(3 * 0.01 * 0.3068528, abs=1e-5)
+
+
+def test_the_sequence_ratio_by_hand():
+    given = tokens(ratio=[2.0, 0.5, 1.1, 8.0], advantage=[1, 3, 1, 1], ids=[1, 1, 0, 1], mask=[True, True, True, False])
+    sums, gradient = sums_and_gradient(replace(PLAIN, ratio="sequence"), given)
+    # sequence 1: the masked token left out, √(2 · 0.5) = 1; sequence 0: 1.1
+    assert sums.loss == pytest.approx(-(1 + 3 + 1.1), abs=1e-6)
+    np.testing.assert_allclose(gradient, [-1.0, -3.0, -1.1, 0.0], atol=1e-6)  # each token by its own advantage
+    by_token, _ = sums_and_gradient(PLAIN, given)
+    assert by_token.loss == pytest.approx(-(1.2 + 1.5 + 1.1), abs=1e-6)
+
+
+def test_with_one_advantage_the_sequence_ratio_is_gspo():
+    given = random_tokens(rows=1, width=11)
+    given |= {"advantage": jnp.full((1, 11), -1.3), "behavior_logp": given["prox_logp"]}
+    mask, ids = np.asarray(given["loss_mask"]), np.asarray(given["sequence_ids"])
+
+    def gspo(policy):
+        objective = 0.0
+        for number in range(3):
+            own = mask & (ids == number)
+            ratio = jnp.exp(jnp.mean(policy[own] - given["prox_logp"][own]))
+            objective += float(own.sum()) * jnp.minimum(-1.3 * ratio, -1.3 * jnp.clip(ratio, 0.8, 1.2))
+        return -objective
+
+    sums, gradient = sums_and_gradient(replace(PLAIN, ratio="sequence"), given)
+    expected, expected_gradient = jax.value_and_grad(gspo)(given["policy_logp"])
+    assert sums.loss == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
+
+
+def test_the_geometric_mask_by_hand():
+    # √(4 · 0.25) = 1 stays, √(2 · 1) = 1.41 goes, 0.5 goes; single weights do not matter
+    given = tokens(ratio=[1.0] * 5, weight=[4.0, 2.0, 0.25, 1.0, 0.5], ids=[2, 0, 2, 0, 1])
+    config = replace(PLAIN, geometric_mask=True, geometric_low=0.9, geometric_high=1.1)
+    sums, gradient = sums_and_gradient(config, given)
+    np.testing.assert_allclose(gradient, [-4.0, 0.0, -0.25, 0.0, 0.0], atol=1e-6)
+    assert sums.num_geometric_masked == 3
+    wide, _ = sums_and_gradient(replace(config, geometric_low=0.4, geometric_high=1.5), given)
+    assert (wide.num_geometric_masked, wide.loss) == pytest.approx((0, -7.75), abs=1e-6)
+
+
+def test_clip_higher_only_lets_good_tokens_grow():
+    given = tokens(ratio=[1.3, 1.3, 0.7, 0.7], advantage=[1, -1, 1, -1])
+    same, same_gradient = sums_and_gradient(PLAIN, given)
+    higher, higher_gradient = sums_and_gradient(replace(PLAIN, clip_high=0.4), given)
+    np.testing.assert_allclose(same_gradient, [0.0, 1.3, -0.7, 0.0], atol=1e-6)
+    np.testing.assert_allclose(higher_gradient, [-1.3, 1.3, -0.7, 0.0], atol=1e-6)
+    assert (same.num_clipped, higher.num_clipped) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clip_low": 0.05},
+        {"clip_high": 0.05},
+        {"ratio": "sequence"},
+        {"behavior_correction": "truncate"},
+        {"behavior_correction": "none"},
+        {"behavior_cap": 3.0},
+        {"geometric_mask": True},
+        {"kl_coef": 0.5},
+        {"kl_estimator": "k2"},
+        {"kl_in": "reward"},
+    ],
+)
+def test_each_option_changes_the_gradient_of_its_own_term_only(change):
+    given = random_tokens(rows=5, width=11)
+    base = LossConfig(behavior_cap=1.5)
+    (one, gradient), (other, other_gradient) = (
+        sums_and_gradient(config, given) for config in (base, replace(base, **change))
+    )
+    assert np.abs(gradient - other_gradient).max() > 1e-3
+    concerns_kl = any(name.startswith("kl") for name in change)
+    assert (one.policy == other.policy) == concerns_kl
+    kl, other_kl = one.loss - one.policy, other.loss - other.policy
+    assert (kl == pytest.approx(float(other_kl), abs=1e-5)) == (not concerns_kl)
+    assert (one.kl_ref, one.behavior_kl, one.num_tokens) == (other.kl_ref, other.behavior_kl, other.num_tokens)
+
+
+def test_on_fresh_rollouts_the_gradient_is_that_of_reinforce():
+    given = random_tokens()
+    given |= {"behavior_logp": given["policy_logp"], "prox_logp": given["policy_logp"]}
+    scores = jnp.asarray(np.random.default_rng(1).standard_normal((5, 3, 7)), jnp.float32)  # ∂ logp / ∂ θ
+    mask, advantage = np.asarray(given["loss_mask"]), np.asarray(given["advantage"])
+    num_tokens = int(mask.sum())
+
+    def loss(theta):
+        policy = given["policy_logp"] + jnp.einsum("p,pbt->bt", theta, scores)
+        # `prox_logp` is the policy itself, not a copy: only a ratio that is not differentiated through both is useful
+        rest = {name: array for name, array in given.items() if name not in ("policy_logp", "prox_logp", "ref_logp")}
+        sums = policy_loss(PLAIN, policy_logp=policy, prox_logp=policy, **rest)
+        return sums.loss / num_tokens
+
+    reinforce = -np.einsum("bt,pbt->p", np.where(mask, advantage, 0), np.asarray(scores)) / num_tokens
+    np.testing.assert_allclose(jax.grad(loss)(jnp.zeros(5)), reinforce, atol=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "forward"), [("k2", True), ("k3", False)])
+def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
+    """k2's is that of KL(policy‖ref); k3's that of KL(ref‖policy); over all five tokens of a vocabulary."""
+    theta = jnp.asarray([0.3, -1.0, 0.7, 0.1, -0.4])
+    ref_logp = jax.nn.log_softmax(jnp.asarray([1.0, 0.2, -0.5, 0.0, 0.4]))
+
+    def expected(theta):
+        logp = jax.nn.log_softmax(theta)
+        probability = jax.lax.stop_gradient(jnp.exp(logp))
+        config = LossConfig(kl_coef=1.0, kl_estimator=estimator)
+        zero, one = jnp.zeros(1), jnp.ones(1, bool)
+        terms = [
+            policy_loss(
+                config,
+                policy_logp=logp[n : n + 1],
+                prox_logp=logp[n : n + 1],
+                behavior_logp=logp[n : n + 1],
+                ref_logp=ref_logp[n : n + 1],
+                advantage=zero,
+                loss_mask=one,
+            ).loss
+            for n in range(5)
+        ]
+        return probability @ jnp.stack(terms)
+
+    def divergence(theta):
+        logp = jax.nn.log_softmax(theta)
+        p, q = (logp, ref_logp) if forward else (ref_logp, logp)
+        return jnp.sum(jnp.exp(p) * (p - q))
+
+    found, gradient = jax.grad(expected)(theta), jax.grad(divergence)(theta)
+    np.testing.assert_allclose(found, gradient, atol=1e-12)
+    assert np.abs(gradient).max() > 0.01
+
+
+def test_k3_averages_to_the_kl_and_keeps_its_digits_when_small(float64):
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
+    estimates = np.asarray(k3(jnp.log(q / p)))
+    assert p @ estimates == pytest.approx(float(p @ np.log(p / q)), abs=1e-12)
+    assert (estimates > 0).all()
+    small = k3(jnp.asarray([1e-3, -1e-3, 1e-4], jnp.float32))
+    np.testing.assert_allclose(small, [5.001667e-7, 4.998334e-7, 5.00017e-9], rtol=1e-2)  # x² / 2 + x³ / 6
+
+
+@pytest.mark.parametrize("config", ALL_KINDS)
+def test_an_uneven_split_into_micro_batches_changes_nothing(config, float64):
+    given = random_tokens(rows=5, dtype=np.float64)
+    parts = [{name: array[part] for name, array in given.items()} for part in (slice(0, 2), slice(2, 5))]
+    found = [sums_and_gradient(config, part, num_sequences=15) for part in parts]
+    added = LossSums(*(one + other for one, other in zip(*(sums for sums, _ in found), strict=True)))
+    split = added, np.concatenate([gradient for _, gradient in found])
+    assert_same(sums_and_gradient(config, given), split, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", ALL_KINDS)
+def test_the_order_of_tokens_and_the_shape_of_their_array_change_nothing(config):
+    given = random_tokens()
+    sums, gradient = sums_and_gradient(config, given)
+    order = np.random.default_rng(2).permutation(21)
+    flat = {name: array.ravel()[order] for name, array in given.items()}
+    assert_same((sums, gradient.ravel()[order]), sums_and_gradient(config, flat))
+
+
+@pytest.mark.parametrize("config", ALL_KINDS)
+@pytest.mark.parametrize("garbage", BAD)
+def test_padding_with_any_garbage_changes_nothing(config, garbage):
+    given = random_tokens()
+    sums, gradient = sums_and_gradient(config, given)
+    wider = {name: jnp.pad(array, ((0, 2), (0, 4)), constant_values=garbage) for name, array in given.items()
+             if array.dtype == jnp.float32}  # fmt: skip
+    wider["loss_mask"] = jnp.pad(given["loss_mask"], ((0, 2), (0, 4)))
+    wider["sequence_ids"] = jnp.pad(given["sequence_ids"], ((0, 2), (0, 4)), constant_values=10**6)
+    found, padded_gradient = sums_and_gradient(config, wider, num_sequences=9)
+    assert_same((sums, gradient), (found, padded_gradient[:3, :7]))
+    assert np.count_nonzero(padded_gradient) == np.count_nonzero(gradient)
+
+
+@pytest.mark.parametrize("config", [*ALL_KINDS, LossConfig(behavior_correction="truncate", behavior_cap=math.inf)])
+@pytest.mark.parametrize("advantage", [-3.0, 3.0])
+def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):
+    steps = [-80.0, -20.0, 0.0, 20.0, 80.0]
+    policy, prox, ref = (jnp.asarray(grid.ravel(), jnp.float32) for grid in np.meshgrid(steps, steps, steps))
+    given = dict(policy_logp=policy, prox_logp=prox, ref_logp=ref, behavior_logp=jnp.zeros(125))
+    given |= dict(advantage=jnp.full(125, advantage), loss_mask=jnp.ones(125, bool), sequence_ids=jnp.arange(125))
+    sums, gradient = sums_and_gradient(config, given)
+    assert np.isfinite(np.array(sums)).all() and np.isfinite(gradient).all()
+    assert np.isfinite(np.square(gradient).sum())  # the norm that clipping divides by
+
+
+def test_far_beyond_the_reference_the_kl_still_pulls_towards_it():
+    given = tokens(ratio=[1.0, 1.0], advantage=[0, 0])
+    for config in (LossConfig(), LossConfig(kl_estimator="k2")):
+        far = given | {"ref_logp": given["policy_logp"] + jnp.asarray([80.0, -80.0])}
+        _, gradient = sums_and_gradient(config, far)
+        assert gradient[0] < 0 < gradient[1]  # up to a reference above, down to one below
+
+
+@pytest.mark.parametrize("name", LOGPS)
+def test_a_nan_at_a_token_that_counts_is_not_hidden(name):
+    given = tokens(ratio=[1.0, 1.0, 1.0], ref_ratio=[1.0, 2.0, 1.0])
+    given[name] = given[name].at[1].set(jnp.nan)
+    assert math.isnan(sums_and_gradient(LossConfig(), given)[0].loss)
+
+
+@pytest.mark.parametrize("change", [{"ratio": "sequence"}, {"geometric_mask": True}])
+@pytest.mark.parametrize("number", [2, -1])
+def test_a_sequence_number_out_of_range_is_not_hidden(change, number):
+    given = tokens(ratio=[1.0, 1.0, 1.0], ids=[0, 1, number])
+    assert math.isnan(sums_and_gradient(replace(PLAIN, **change), given, num_sequences=2)[0].loss)
+
+
+def test_only_the_policy_is_differentiated():
+    given = random_tokens()
+    config = LossConfig(ratio="sequence", geometric_mask=True, geometric_low=0.5, geometric_high=2.0)
+
+    def loss(others):
+        return policy_loss(config, **(given | others), num_sequences=9).loss
+
+    others = {name: given[name] for name in ("prox_logp", "behavior_logp", "ref_logp", "advantage")}
+    assert not any(gradient.any() for gradient in jax.grad(loss)(others).values())
+
+
+def test_the_kl_penalty_of_an_episode_by_hand():
+    given = tokens(ratio=[1.0] * 4, ref_ratio=[2.0, 0.5, 0.5, 2.0], ids=[0, 2, 0, 0], mask=[True, True, True, False])
+    arrays = {name: given[name] for name in ("prox_logp", "ref_logp", "loss_mask", "sequence_ids")}
+    ln2 = math.log(2)
+    # sequence 0 has ref/policy 2 and 0.5, sequence 1 no token, sequence 2 has 0.5
+    for estimator, by_hand in (("k1", (0, 0, ln2)), ("k2", (ln2**2, 0, ln2**2 / 2)), ("k3", (0.5, 0, 0.1931472))):
+        config = LossConfig(kl_coef=0.1, kl_estimator=estimator, kl_in="reward")
+        found = jax.jit(lambda arrays, config=config: kl_penalties(config, num_sequences=3, **arrays))(arrays)
+        np.testing.assert_allclose(found, 0.1 * np.array(by_hand), atol=1e-7)
+
+
+def test_kl_in_the_reward_leaves_the_loss_to_the_policy_term_but_is_still_measured():
+    sums, _ = sums_and_gradient(LossConfig(kl_in="reward"), random_tokens())
+    assert sums.loss == sums.policy and sums.kl_ref > 0
+
+
+def test_the_denominator_by_hand():
+    counts = dict(num_loss_tokens=311, num_episodes=56, max_new_tokens=2048)
+    assert loss_denominator("tokens", **counts) == 311
+    assert loss_denominator("constant", **counts) == 56 * 2048
+    for kind in ("tokens", "constant"):
+        with pytest.raises(ValueError, match=r"0 loss tokens.* skip its update"):
+            loss_denominator(kind, **(counts | {"num_loss_tokens": 0}))
+
+
+def test_mismatch_by_class_by_hand():
+    mask = jnp.asarray([True, True, True, False, True])
+    prox = jnp.asarray([-1.0, -1.0, -1.0, jnp.nan, -1.0])
+    behavior = prox - jnp.log(jnp.asarray([2.0, 0.5, 1.0, 1.0, 0.5]))
+    classes = jnp.asarray([0, 2, 0, 99, 2], jnp.int32)
+    found = mismatch_sums(prox_logp=prox, behavior_logp=behavior, loss_mask=mask, token_class=classes, num_classes=4)
+    assert found.num_tokens.tolist() == [2, 0, 2, 0]
+    np.testing.assert_allclose(found.behavior_kl, [0.3068528, 0, 2 * 0.1931472, 0], atol=1e-6)
+    np.testing.assert_allclose(found.abs_difference, [math.log(2), 0, 2 * math.log(2), 0], atol=1e-6)
+
+
+def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
+    given = random_tokens()
+    sums, _ = sums_and_gradient(PLAIN, given)
+    classes = jnp.asarray(np.random.default_rng(3).integers(0, 5, (3, 7)), jnp.int32)
+    names = ("prox_logp", "behavior_logp", "loss_mask")
+    found = mismatch_sums(**{name: given[name] for name in names}, token_class=classes, num_classes=5)
+    assert found.behavior_kl.sum() == pytest.approx(float(sums.behavior_kl), rel=1e-5)
+    assert found.num_tokens.sum() == sums.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("kl", "decision"),
+    [
+        (0.0, "ok"),
+        (0.0099, "ok"),
+        (0.01, "warn"),
+        (0.03, "geometric_mask"),
+        (0.0999, "geometric_mask"),
+        (0.1, "stop"),
+        (math.nan, "stop"),
+        (math.inf, "stop"),
+    ],
+)
+def test_the_ladder_by_hand(kl, decision):
+    assert mismatch_decision(kl, MismatchConfig(warn_kl=0.01, geometric_mask_kl=0.03, stop_kl=0.1)) == decision
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"clip_low": 1.0}, "loss.clip_low=1.0 must be above 0 and below 1"),
+        ({"clip_high": 0.0}, "loss.clip_high=0.0 must be a finite number above 0"),
+        ({"behavior_cap": 0.5}, "loss.behavior_cap=0.5 must be at least 1"),
+        ({"geometric_low": 1.2, "geometric_high": 1.5}, "loss.geometric_low=1.2 and loss.geometric_high=1.5 must"),
+        ({"kl_coef": -0.1}, "loss.kl_coef=-0.1 must be a finite number, 0 or more"),
+        ({"kl_estimator": "k1"}, "loss.kl_estimator=k1 with loss.kl_in=loss pulls nowhere"),
+    ],
+)
+def test_a_wrong_config_is_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"warn_kl": 0.0}, {"geometric_mask_kl": 0.2}, {"stop_kl": math.nan}])
+def test_a_ladder_out_of_order_is_named(wrong):
+    with pytest.raises(ValueError, match=r"mismatch.warn_kl=.* in this order"):
+        MismatchConfig(**wrong)
+
+
+def test_what_an_option_needs_is_named_when_it_is_not_given():
+    with pytest.raises(ValueError, match=r"loss\.kl_coef=0\.01 with loss.kl_in=loss needs ref_logp"):
+        policy_loss(LossConfig(), **tokens())
+    for config in (replace(PLAIN, ratio="sequence"), replace(PLAIN, geometric_mask=True)):
+        with pytest.raises(ValueError, match="need sequence_ids and num_sequences"):
+            policy_loss(config, **tokens())

@@ -1,0 +1,124 @@
+"""The learner learns: asked one question, a tiny model that knows the format comes to give the right letter."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from agents import FakeFrames
+
+import model_port
+from model_port.processing import VisionContract
+from model_port.tiny import make_tiny
+from paravt_jax.config import load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.learner.credit import CLASSES, Credit, dialogues_of
+from paravt_jax.learner.learner import Learner, OptimConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.packing import Shape, pack
+from paravt_jax.rl.batches import Teacher
+from paravt_jax.rl.metrics import rollout_metrics
+from paravt_jax.rl.rollouts import Rollouts
+from paravt_jax.sampling.embedded import EmbeddedEngine
+from paravt_jax.sampling.frames import frame_of
+from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent, EpisodeConfig, Task
+
+PROMPT = Prompt("p", "Which letter? A, B, C or D", ("/video.mp4",), "C", "mcq")
+ROLLOUT = EpisodeConfig(dispatch="none", max_new_tokens=24, max_context_tokens=256, temperature=0.7)
+SFT_STEPS, RL_STEPS = 30, 25
+COMMON = [
+    "model.dtype=float32",
+    "rollout.dispatch=none",
+    "rollout.max_new_tokens=24",
+    "rollout.max_context_tokens=256",
+    "reward.tool_reward=false",
+    "video.frame_budgets=[2,4]",
+    "video.overview_frames=4",
+    "pack.row_tokens=1024",
+    "train.prompts_per_step=1",
+    "train.group_size=16",
+    "optim.learning_rate=5e-4",
+    "loss.kl_coef=0.001",
+]
+ARMS = {
+    "grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.gating=false"],
+    "para_grpo": [],
+}
+MOST = {
+    "grpo": 1.8,
+    "para_grpo": 2.0,
+}  # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory)
+    return directory
+
+
+def learner_of(model, optim, loss) -> Learner:
+    return Learner(model, optim, loss, temperature=ROLLOUT.temperature, num_classes=len(CLASSES))
+
+
+@pytest.fixture(scope="module")
+def cold_start(hf):
+    """Weights that answer in the right format, with any of the letters: maximum likelihood is an advantage of 1."""
+    chat, contract, frames = Chat.from_hf(hf), VisionContract.from_hf(hf), FakeFrames()
+    model = model_port.load(hf)
+    loss = LossConfig(kl_coef=0.0, behavior_correction="none")
+    learner = learner_of(model, OptimConfig(learning_rate=3e-3), loss)
+
+    async def episodes(number_of_frames):
+        said = iter("ABCD")
+
+        async def reply(request):
+            return chat.encode(f"I look at it.</think><answer>{next(said)}</answer><|im_end|>").tolist()
+
+        agent = Agent(ScriptedEngine(reply), frames, chat, ROLLOUT)
+        overview = await agent.look(Task("sft", PROMPT.question, PROMPT.videos, number_of_frames))
+        return [await agent.run(overview, number) for number in range(4)]
+
+    batches = []
+    for number_of_frames in (2, 4):
+        played = asyncio.run(episodes(number_of_frames))
+        dialogues = [d for n, e in enumerate(played) for d in dialogues_of(e, n, Credit(1.0), (), chat, 32)]
+        shown = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
+        batches += pack(dialogues, shown, model.config, Shape(1, 512, 196))
+    num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
+    for _ in range(SFT_STEPS):
+        learner.update(batches, num_tokens, 8)
+    return learner.model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_the_policy_comes_to_the_right_answer(arm, cold_start, hf):
+    config = load_config(None, *COMMON, *ARMS[arm])
+    chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
+    learner = learner_of(sampling_model(cold_start, "float32", copied=True), config.optim, config.loss)
+    teacher = Teacher(learner, chat, contract, config)
+
+    async def train() -> list[float]:
+        engine = EmbeddedEngine(learner.model, contract, max_rows=16, max_context_tokens=256)
+        rollouts = Rollouts(
+            Agent(engine, FakeFrames(), chat, config.rollout), Visits([PROMPT], 0), Cursor(), None, config
+        )
+        rewards = []
+        try:
+            for step in range(1, RL_STEPS + 1):
+                groups = await rollouts.take(step)
+                rewards.append(rollout_metrics(groups)["rollout/reward_mean"])
+                teacher.teach(groups, geometric_mask=False)
+                rollouts.cursor.done([group.visit.number for group in groups])
+                await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step)
+        finally:
+            await engine.close()
+        return rewards
+
+    rewards = asyncio.run(train())
+    assert rewards[0] < 0.8 * MOST[arm]  # there is something to learn
+    assert np.mean(rewards[-3:]) > 0.9 * MOST[arm], rewards

@@ -1,0 +1,203 @@
+"""Packing changes how much is computed, never what: a shared prompt, any split and any mesh give the same gradient."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import model_port
+from model_port.inputs import Frame
+from model_port.sharding import make_mesh
+from model_port.tiny import make_tiny
+from paravt_jax.learner.learner import action_logp, placed
+from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
+
+SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=32)
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory, seed=2)
+    return model_port.load(directory)
+
+
+@pytest.fixture(scope="module")
+def frames(model):
+    random = np.random.default_rng(0)
+    grids = {"a": (2, 4), "b": (4, 4), "c": (4, 6)}
+    values = model.config.vision.patch_values
+    return {
+        key: Frame(random.standard_normal((down * across, values), np.float32), (down, across))
+        for key, (down, across) in grids.items()
+    }
+
+
+def dialogue(model, episode, frames=("a", "b"), shared=31, own=17, prompt_seed=0) -> Dialogue:
+    """A prompt that shows frames, and tokens of the policy after a forced one."""
+    config = model.config
+    counts = {"a": 2, "b": 4, "c": 6}
+    prompt = np.random.default_rng(prompt_seed).integers(5, 900, shared)
+    at = 3
+    for key in frames:
+        prompt[at : at + counts[key]] = config.image_token_id
+        at += counts[key] + 2
+    random = np.random.default_rng(100 + episode)
+    own_ids = random.integers(5, 900, own)
+    mask = np.r_[np.zeros(shared, bool), False, random.random(own - 1) < 0.7]
+    logp = -random.random(shared + own).astype(np.float32)
+    advantage = random.standard_normal(shared + own).astype(np.float32)
+    ids = np.r_[prompt, own_ids]
+    return Dialogue(ids, frames, shared, len(frames), mask, logp, advantage, np.zeros(len(ids), np.int32), episode)
+
+
+@pytest.fixture(scope="module")
+def group(model):
+    return [dialogue(model, n, own=13 + 2 * n) for n in range(4)]
+
+
+def objective_and_gradient(model, batches, mesh=None):
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def value(params, batch):
+        model = nnx.merge(graphdef, params)
+        visual = None if batch.vision is None else model.see(batch.vision)
+        logp = action_logp(model, batch, visual, TEMPERATURE, chunk_tokens=7)
+        return jnp.where(batch.loss_mask, batch.advantage * logp, 0).sum()
+
+    total, grads = 0.0, None
+    for batch in batches:
+        one, grad = jax.value_and_grad(value)(params, placed(batch, mesh))
+        total += float(one)
+        grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+    return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
+
+
+def alone(dialogues) -> list[Dialogue]:
+    """The same dialogues, sharing nothing."""
+    return [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
+
+
+def assert_same(one, other, tolerance):
+    (value, gradient), (other_value, other_gradient) = one, other
+    assert abs(value - other_value) <= tolerance * abs(value)
+    assert np.linalg.norm(gradient - other_gradient) <= tolerance * np.linalg.norm(gradient)
+
+
+@pytest.mark.slow
+def test_a_shared_prompt_has_the_gradient_of_separate_rows(model, group, frames):
+    shared = pack(group, frames, model.config, SHAPE)
+    separate = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1, row_tokens=64))
+    assert (len(shared), len(separate)) == (1, 4)
+    assert_same(objective_and_gradient(model, shared), objective_and_gradient(model, separate), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, float64):
+    graphdef, params = nnx.split(model)
+    wide = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params))
+    wide.compute = replace(model.compute, dtype="float64")
+    shared = pack(group, frames, model.config, SHAPE)
+    separate = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1, row_tokens=64))
+    assert_same(objective_and_gradient(wide, shared), objective_and_gradient(wide, separate), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "row_tokens"), [(1, 80), (3, 128)])
+def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens, model, group, frames):
+    others = [dialogue(model, 7, frames=("c",), prompt_seed=1), dialogue(model, 9, frames=(), own=29, prompt_seed=2)]
+    expected = objective_and_gradient(model, pack([*group, *others], frames, model.config, SHAPE))
+    shape = Shape(num_rows, row_tokens, 48)
+    found = pack([*others, *reversed(group)], frames, model.config, shape)
+    assert_same(expected, objective_and_gradient(model, found), 1e-5)
+
+
+@pytest.mark.slow
+def test_eight_devices_give_the_same_gradient_as_one(model, group, frames):
+    others = [dialogue(model, n, own=20 + n, prompt_seed=n) for n in range(5, 12)]
+    batches = pack([*group, *others], frames, model.config, Shape(8, 160, 32))
+    expected = objective_and_gradient(model, batches)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        found = objective_and_gradient(model, batches, mesh)
+    assert_same(expected, found, 1e-5)
+
+
+def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(model, group, frames):
+    others = [dialogue(model, 7, frames=("c",), prompt_seed=1)]
+    everything = [*group, *others]
+    batches = pack(everything, frames, model.config, replace(SHAPE, row_tokens=80, num_rows=1))
+    found = sorted(
+        (
+            everything[int(batch.dialogue[b, a])].episode,
+            int(batch.target[b, a]),
+            float(batch.behavior_logp[b, a]),
+            float(batch.advantage[b, a]),
+        )
+        for batch in batches
+        for b, a in np.argwhere(batch.loss_mask)
+    )
+    expected = sorted(
+        (d.episode, int(d.ids[t]), float(d.behavior_logp[t]), float(d.advantage[t]))
+        for d in everything
+        for t in np.flatnonzero(d.loss_mask)
+    )
+    assert found == expected
+    for batch in batches:
+        for b, a in np.argwhere(batch.loss_mask):
+            source = batch.source[b, a]
+            assert batch.text.segment_ids[b, source] > 0
+
+
+def test_the_first_token_of_a_branch_is_predicted_by_the_last_of_the_prompt(model, frames):
+    twins = [dialogue(model, n) for n in range(2)]
+    for twin in twins:
+        twin.loss_mask[twin.num_shared] = True
+    (batch,) = pack(twins, frames, model.config, SHAPE)
+    firsts = [(batch.source[0, a], batch.target[0, a]) for a in np.flatnonzero(batch.loss_mask[0])]
+    for twin in twins:
+        assert (twin.num_shared - 1, twin.ids[twin.num_shared]) in firsts
+
+
+def test_sharing_computes_a_prompt_once(model, group, frames):
+    together = pack(group, frames, model.config, replace(SHAPE, num_rows=1))
+    apart = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1))
+    tokens = [sum(np.count_nonzero(batch.text.segment_ids) for batch in batches) for batches in (together, apart)]
+    assert tokens == [31 + 64, 4 * 31 + 64]
+    assert used_frac(together) == pytest.approx((31 + 64) / 160)
+
+
+def test_batches_of_a_step_share_one_shape(model, group, frames):
+    others = [dialogue(model, n, frames=(), own=60, prompt_seed=n) for n in range(5, 9)]
+    batches = pack([*group, *others], frames, model.config, replace(SHAPE, num_rows=1))
+    assert len(batches) > 1
+    assert len({tuple(leaf.shape for leaf in jax.tree.leaves(batch)) for batch in batches}) == 1
+
+
+def test_a_dialogue_longer_than_a_row_says_which_settings_to_change(model, group, frames):
+    with pytest.raises(ValueError, match=r"does not fit into pack\.row_tokens=40; raise it"):
+        pack(group, frames, model.config, replace(SHAPE, row_tokens=40))
+
+
+def test_loss_tokens_in_a_shared_prompt_are_refused(model, group, frames):
+    wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
+    with pytest.raises(ValueError, match="loss tokens in what its group shares"):
+        pack(wrong, frames, model.config, SHAPE)
+
+
+def test_rows_are_as_long_as_the_largest_group_needs_and_no_longer_than_allowed(group):
+    assert 31 + 64 <= fitting_row_tokens(group, 4096) <= 2 * (31 + 64)
+    assert fitting_row_tokens(group, 80) == 80
+    assert fitting_row_tokens([], 4096) > 0
+
+
+def test_sizes_waste_little_and_are_few():
+    sizes = {stepped(count, 4) for count in range(1, 4097)}
+    assert all(count <= stepped(count, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
+    assert len(sizes) < 50
+    assert all(stepped(size, 4) == size for size in sizes)

@@ -1,0 +1,225 @@
+"""Loss and gradient of an update equal those of transformers' model, under the loss of RL and that of imitation."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import model_port
+from model_port.inputs import Frame
+from model_port.sharding import flat_params
+from model_port.tiny import make_tiny
+from model_port.weights import rules
+from paravt_jax.bench.torch_update import TorchLearner, load_reference
+from paravt_jax.learner.learner import LANGUAGE, Learner, OptimConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.packing import Dialogue, Shape, pack
+
+pytestmark = pytest.mark.slow
+
+# Without momentum and clipping the first moment after one update is the gradient.
+OPTIM = OptimConfig(beta1=0.0, max_grad_norm=1e9, head_chunk_tokens=16)
+LOSS = LossConfig(kl_coef=0.01)
+TEMPERATURE = 0.7
+GRIDS = {"a": (4, 6), "b": (2, 4), "c": (6, 2), "d": (4, 4)}
+TYPICAL_LOGP = -7.6  # of a vocabulary of this size
+
+
+@dataclass(frozen=True)
+class Case:
+    policy: Path
+    ref: Path  # another language tower behind the same vision tower
+    dialogues: list[Dialogue]
+    frames: dict[str, Frame]
+
+    @property
+    def num_loss_tokens(self) -> float:
+        return float(sum(dialogue.loss_mask.sum() for dialogue in self.dialogues))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    folder = tmp_path_factory.mktemp("parity")
+    policy, other, ref = (folder / name for name in ("policy", "other", "ref"))
+    config = make_tiny(policy, seed=3)
+    make_tiny(other, seed=4)
+    mixed = load_reference(other)
+    mixed.model.visual.load_state_dict(load_reference(policy).model.visual.state_dict())
+    mixed.save_pretrained(ref)
+    random = np.random.default_rng(0)
+    frames = {
+        key: Frame(random.standard_normal((down * across, config.vision.patch_values), np.float32), (down, across))
+        for key, (down, across) in GRIDS.items()
+    }
+
+    def tokens(*parts: int | str) -> np.ndarray:
+        """A number is so much text, a letter a frame."""
+        ids = []
+        for part in parts:
+            if isinstance(part, str):
+                down, across = GRIDS[part]
+                shown = [config.image_token_id] * (down * across // config.vision.merge_unit)
+                ids += [config.vision_start_token_id, *shown, config.vision_end_token_id]
+            else:
+                ids += random.integers(5, 900, part).tolist()
+        return np.array(ids)
+
+    def dialogue(prompt: np.ndarray, own: np.ndarray, seen: str, shared: int) -> Dialogue:
+        ids = np.r_[prompt, own]
+        sampled = (np.arange(len(ids)) >= len(prompt)) & (ids < 900)
+        sampled[len(prompt) + 5 : len(prompt) + 8] = False  # the environment's
+        structural = np.arange(len(ids)) % 4 == 0
+        advantage = random.choice([-1.0, 1.0]) * random.uniform(0.3, 1.5) + structural * random.normal()
+        return Dialogue(
+            ids=ids,
+            frames=tuple(seen),
+            num_shared=len(prompt),
+            num_shared_frames=shared,
+            loss_mask=sampled,
+            behavior_logp=(TYPICAL_LOGP + random.normal(size=len(ids))).astype(np.float32),
+            advantage=advantage.astype(np.float32),
+            token_class=np.zeros(len(ids), np.int32),
+            episode=0,
+        )
+
+    one, two = tokens(3, "a", 2, "b", 7), tokens(9, "c", 4)
+    dialogues = [
+        dialogue(one, tokens(17), "ab", 2),
+        dialogue(one, tokens(8, "d", 13), "abd", 2),
+        dialogue(one, tokens(5, "a", 29), "aba", 2),
+        dialogue(two, tokens(23), "c", 1),
+        dialogue(two, tokens(11), "c", 1),
+        dialogue(tokens(6), tokens(19), "", 0),
+    ]
+    return Case(policy, ref, dialogues, frames)
+
+
+def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    learner = Learner(model_port.load(case.ref), OPTIM, LOSS, temperature=TEMPERATURE, num_classes=1)
+    model = model_port.load(case.policy)
+    learner.state = replace(learner.state, trainable=nnx.state(model, LANGUAGE))
+    batches = pack(case.dialogues, case.frames, model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
+    assert len(batches) > 1
+    metrics = learner.update(batches, case.num_loss_tokens, len(case.dialogues))
+    return metrics, first_moments(learner)
+
+
+def first_moments(learner: Learner) -> dict[str, np.ndarray]:
+    """Under the names of transformers' parameters."""
+    found = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
+    gradients = {}
+    for rule in rules(learner.model.config):
+        if rule.path in found:
+            layers = np.asarray(found[rule.path]).reshape(-1, *rule.hf_shape)
+            gradients.update(zip(rule.hf_names, layers, strict=True))
+    return gradients
+
+
+def torch_gradients(
+    case: Case, loss: LossConfig = LOSS, temperature: float = TEMPERATURE
+) -> tuple[float, dict[str, np.ndarray]]:
+    learner = TorchLearner(case.policy, OPTIM, loss, temperature=temperature, rows_at_once=4, ref_folder=case.ref)
+    total = learner.add_gradients(case.dialogues, case.frames, case.num_loss_tokens)
+    named = learner.model.named_parameters()
+    return total, {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def ours(case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    return our_update(case)
+
+
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def joined(gradients: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([gradients[name].ravel() for name in sorted(gradients)])
+
+
+def test_the_gradient_of_every_language_weight_equals_that_of_torch(case, ours):
+    metrics, got = ours
+    total, expected = torch_gradients(case)
+    assert set(got) == set(expected) and not any("visual" in name for name in got)
+    assert metrics["loss/total"] == pytest.approx(total, rel=1e-5)
+    assert metrics["optim/grad_norm"] == pytest.approx(np.linalg.norm(joined(expected)), rel=1e-5)
+    for name, gradient in expected.items():
+        assert error(got[name], gradient) <= 1e-4, name
+    assert error(joined(got), joined(expected)) <= 1e-4
+
+
+def test_the_case_exercises_the_loss(case, ours):
+    metrics, _ = ours
+    assert 0.05 < metrics["loss/capped_frac"] < 0.5 and metrics["loss/kl_ref"] > 0.1
+    advantages = [dialogue.advantage[dialogue.loss_mask] for dialogue in case.dialogues]
+    assert all(len(np.unique(values)) == 2 for values in advantages)  # structural tokens and others
+    assert min(map(np.min, advantages)) < -0.5 and max(map(np.max, advantages)) > 0.5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=1.0),
+        dict(loss=replace(LOSS, behavior_cap=float("inf"))),
+        dict(loss=replace(LOSS, kl_coef=0.0)),
+    ],
+    ids=["temperature left out", "cap ignored", "no penalty"],
+)
+def test_another_loss_is_noticed_in_every_weight(wrong, case, ours):
+    _, expected = torch_gradients(case, **wrong)
+    _, got = ours
+    assert all(error(got[name], gradient) > 1e-3 for name, gradient in expected.items())
+
+
+def test_a_token_too_far_is_noticed(case, ours):
+    """Off by one: every token gets the advantage of its neighbour."""
+    shifted = [replace(d, advantage=np.roll(d.advantage, 1)) for d in case.dialogues]
+    _, expected = torch_gradients(replace(case, dialogues=shifted))
+    assert error(joined(ours[1]), joined(expected)) > 1e-3
+
+
+def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    learner = Learner(model_port.load(case.policy), OPTIM, replace(LOSS, kl_coef=0.0), temperature=1.0, num_classes=1)
+    batches = pack(case.dialogues, case.frames, learner.model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
+    assert len(batches) > 1
+    loss = learner.imitate(batches, case.num_loss_tokens)["loss/imitation"]
+    return loss, first_moments(learner)
+
+
+def imitated_by_torch(case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean cross-entropy that transformers itself computes from labels, every dialogue alone."""
+    model = load_reference(case.policy)
+    model.model.visual.requires_grad_(False)
+    total = 0.0
+    for dialogue in case.dialogues:
+        ids = torch.from_numpy(np.asarray(dialogue.ids))[None]
+        labels = torch.where(torch.from_numpy(dialogue.loss_mask), ids, -100)
+        inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+        shown = [case.frames[key] for key in dialogue.frames]
+        if shown:
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([frame.patches for frame in shown]))
+            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in shown])
+        loss = model(**inputs).loss * int(dialogue.loss_mask[1:].sum()) / case.num_loss_tokens
+        loss.backward()
+        total += loss.item()
+    named = model.named_parameters()
+    return total, {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
+
+
+def test_imitation_of_a_packed_batch_equals_that_of_transformers(case):
+    (loss, got), (total, expected) = imitated(case), imitated_by_torch(case)
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert set(got) == set(expected)
+    for name, gradient in expected.items():
+        assert error(got[name], gradient) <= 1e-4, name
+
+
+def test_a_token_of_the_environment_that_is_imitated_is_noticed(case):
+    loose = [replace(d, loss_mask=np.arange(len(d.ids)) >= d.num_shared) for d in case.dialogues]
+    _, expected = imitated_by_torch(case)
+    _, got = imitated(replace(case, dialogues=loose))
+    assert error(joined(got), joined(expected)) > 1e-2

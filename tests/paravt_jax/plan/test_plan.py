@@ -1,0 +1,264 @@
+"""The plan against the compiler, the sharding table and real arrays; and what it tells the user."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from model_port.config import ModelConfig, TextConfig, VisionConfig, preset
+from model_port.loading import abstract_model, abstract_params
+from model_port.sampler import Sampler
+from model_port.sharding import make_mesh, param_spec
+from model_port.tiny import tiny_config
+from paravt_jax.bench.mesh import (
+    compiled_programs,
+    config_of,
+    make_batch,
+    make_learner,
+    planned_program_bytes,
+    program_bytes,
+)
+from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, load_config
+from paravt_jax.learner.learner import OptimConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
+from paravt_jax.plan.plan import DEVICES, make_plan, model_config
+from paravt_jax.plan.tables import plan_of
+
+# Of RL; those of the miniature begin from a checkpoint that is made first.
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
+    if path.stem not in ("sft_8b", "eval_8b") and path.parent.name != "miniature"
+]
+H100, CPU = DEVICES["h100"], DEVICES["cpu"]
+# Small enough to compile in seconds, and as at 8B activations outweigh weights.
+MID = ModelConfig(
+    TextConfig(6, 256, 768, 8, 4, head_dim=32, vocab_size=4096, mrope_sections=(6, 5, 5)),
+    VisionConfig(4, 64, 128, 2, 256, (0, 1, 2), num_positions=256),
+    tie_embeddings=False,
+    image_token_id=4090,
+    video_token_id=4091,
+    vision_start_token_id=4092,
+    vision_end_token_id=4093,
+)
+LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=32_768))
+CASES = {
+    "full": (MID, (1, 2, 2), 1024, "full", "blocked"),
+    "none": (MID, (1, 2, 2), 1024, "none", "blocked"),
+    "dots": (MID, (2, 1, 2), 1024, "dots", "blocked"),
+    "full, xla": (MID, (2, 2, 1), 512, "full", "xla"),
+    "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
+    "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
+}
+
+
+def case(name: str) -> tuple[ModelConfig, Config]:
+    model, mesh, row_tokens, remat, attention = CASES[name]
+    rows = 2 if mesh[1] == 2 else 1
+    policy = PolicyConfig(dtype="float32", remat=remat, attention=attention)
+    optim = OptimConfig(train_vision=name == "trainable vision")
+    return model, config_of(mesh, rows=rows, row_tokens=row_tokens, model=policy, optim=optim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_of_an_update_is_what_the_compiler_says(name):
+    model, config = case(name)
+    plan = make_plan(config, model, device=CPU)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    programs = compiled_programs(make_learner(config, model, mesh), make_batch(plan.batch, model))
+    compiled = max(map(program_bytes, programs.values()))
+    assert planned_program_bytes(plan) == pytest.approx(compiled, rel=0.25)
+
+
+@pytest.mark.parametrize(("name", "remat"), [("full", "none"), ("none", "full")])
+def test_the_comparison_would_notice_the_wrong_remat(name, remat):
+    model, config = case(name)
+    other = replace(config, model=replace(config.model, remat=remat))
+    one, another = (planned_program_bytes(make_plan(c, model, device=CPU)) for c in (config, other))
+    assert max(one, another) > 2 * min(one, another)
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_what_is_always_there_is_what_a_learner_holds(train_vision):
+    config = config_of(
+        (1, 2, 2), rows=1, row_tokens=256, loss=LossConfig(kl_coef=0.1), optim=OptimConfig(train_vision=train_vision)
+    )
+    learner = make_learner(config, MID, make_mesh(1, 2, 2))
+    held = {
+        "masters, float32": learner.state.trainable,
+        "frozen vision tower, float32": learner.state.frozen,
+        "Adam moments, float32": [part for part in jax.tree.leaves(learner.state.opt_state) if part.ndim],
+        "reference": learner._ref,
+    }
+    sizes = {name: sum(_bytes_here(leaf) for leaf in jax.tree.leaves(tree)) for name, tree in held.items()}
+    resident = make_plan(config, MID, device=CPU).memory.resident
+    assert resident == {name: size for name, size in sizes.items() if size}
+
+
+def _bytes_here(array: jax.Array) -> int:
+    return array.addressable_shards[0].data.nbytes
+
+
+def test_the_cache_is_as_large_as_the_samplers():
+    engine = EngineConfig(kind="jax", max_rows=8)
+    config = config_of((2, 2, 2), rows=1, row_tokens=256, engine=engine)
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        rows = Sampler(make_learner(config, MID, None).model, max_rows=8, max_context_tokens=256)._rows
+    planned = make_plan(config, MID, device=CPU).memory.resident["key/value cache"]
+    assert planned == _bytes_here(rows.keys) + _bytes_here(rows.values)
+
+
+def test_parameters_of_8b_are_counted_exactly():
+    params = make_plan(Config(), preset("8b")).params
+    shapes = jax.tree.leaves(abstract_params(abstract_model(preset("8b")), "float32"))
+    assert params.text + params.vision == sum(leaf.size for leaf in shapes) == 8_767_123_696
+    assert params.trainable == params.text == 8_190_735_360
+
+
+def test_masters_on_512_devices_are_the_sum_of_their_shards():
+    mesh = AbstractMesh((1, 64, 8), ("data", "fsdp", "tensor"))
+    shapes = param_shapes(preset("8b"))
+    shards = [NamedSharding(mesh, param_spec(path, len(shape))).shard_shape(shape) for path, shape in shapes.items()]
+    assert shard_values(shapes, MeshConfig(1, 64, 8)) == sum(int(np.prod(shard)) for shard in shards)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_named():
+    config = config_of((1, 1, 16), rows=1, row_tokens=1024)
+    with pytest.raises(ValueError, match=r"mesh\.tensor=16 does not divide the model's num_kv_heads=8"):
+        make_plan(config, preset("8b"))
+
+
+def test_flops_are_those_of_the_traced_update():
+    config = config_of((1, 1, 1), rows=2, row_tokens=1024)
+    plan = make_plan(config, MID, device=CPU)
+    counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID))
+    assert plan.flops["update, frames"] == pytest.approx(counted["_see"], rel=0.02)
+    update = plan.flops["update, forward and backward"] + plan.flops["update, computed again"]
+    assert update == pytest.approx(counted["_add"], rel=0.05)
+
+
+class Traced(Exception):
+    pass
+
+
+def traced_flops(learner, batch) -> dict[str, float]:
+    found = {}
+
+    def spy(name, function):
+        def call(*args, **kwargs):
+            found[name] = products(function.trace(*args, **kwargs).jaxpr.jaxpr)
+            if name == "_add":
+                raise Traced
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("_see", "_add"):
+        setattr(learner, name, spy(name, getattr(learner, name)))
+    with pytest.raises(Traced):
+        learner.update([batch], 1.0, 2)
+    return found
+
+
+def products(jaxpr) -> float:
+    """FLOPs of all products of a jaxpr, a scan's body as often as it runs."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += 2.0 * eqn.outvars[0].aval.size * np.prod([left[axis] for axis in contracted])
+        inner = [getattr(part, "jaxpr", part) for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)]
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(products(part) for part in inner if hasattr(part, "eqns"))
+    return total
+
+
+def is_jaxpr(value) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_has_a_plan_for_a_narrow_terminal(path):
+    text = plan_of(load_config(path), "h100")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "peak" in text and "assumed" in text
+
+
+def test_8b_on_one_h100_does_not_fit_and_the_advice_does():
+    plan = make_plan(Config(), preset("8b"), device=H100)
+    assert plan.fit.fits is False and plan.fit.row_tokens == 0 and plan.fit.num_rows == 0
+    assert plan.memory.resident["masters, float32"] == 4 * 8_190_735_360
+    *_, mesh_advice = plan.fit.advice
+    settings, _, remark = mesh_advice.partition(", which takes ")
+    assert settings.startswith("mesh.fsdp=") and remark.endswith(" devices")
+    assert make_plan(load_config(None, *settings.split()), preset("8b"), device=H100).fit.fits
+
+
+def test_the_largest_row_fits_and_a_longer_one_does_not():
+    def plan(row_tokens: int):
+        config = config_of((1, 8, 1), rows=1, row_tokens=row_tokens, dtype="bfloat16")
+        return make_plan(config, preset("8b"), device=H100)
+
+    largest = plan(8192).fit.row_tokens
+    assert largest > 8192 and plan(largest).fit.fits and not plan(largest + 128).fit.fits
+
+
+def test_more_of_anything_needs_more():
+    def peak(**changed) -> int:
+        config = config_of((1, 8, 1), rows=1, row_tokens=4096, dtype="bfloat16")
+        return make_plan(replace(config, **changed), preset("8b")).memory.peak_bytes
+
+    policy = PolicyConfig(dtype="bfloat16", remat="full")
+    assert peak() < peak(model=replace(policy, remat="attention")) < peak(model=replace(policy, remat="dots"))
+    assert peak(model=replace(policy, remat="offload")) < peak() < peak(loss=LossConfig(kl_coef=0.01))
+    assert (
+        peak() < peak(pack=PackConfig(4096, 16)) < peak(pack=PackConfig(4096, 16), optim=OptimConfig(train_vision=True))
+    )
+
+
+def test_seconds_go_by_the_stated_utilisation_and_the_devices():
+    def update_s(fsdp: int, utilisation: float) -> float:
+        config = config_of((1, fsdp, 1), rows=8 // fsdp, row_tokens=4096, dtype="bfloat16")
+        found = make_plan(config, preset("8b"), utilisation=utilisation).update_s
+        assert found is not None
+        return found
+
+    assert update_s(4, 0.4) == pytest.approx(2 * update_s(8, 0.4)) == pytest.approx(4 * update_s(8, 0.8))
+    assert make_plan(config_of((1, 1, 1), rows=1, row_tokens=512), tiny_config(), device=CPU).update_s is None
+
+
+def test_a_size_is_found_without_weights():
+    assert model_config("Qwen/Qwen3-VL-8B-Instruct")[0] == preset("8b")
+    assert model_config("runs/sft-32b.hf")[0] == preset("32b")
+    assert model_config("tiny") == (tiny_config(), ())
+    with pytest.raises(ValueError, match="its name has none of the sizes 2b, 4b, 8b, 32b"):
+        model_config("Qwen/Qwen3-VL-235B-A22B")
+
+
+def test_bad_options_are_named():
+    with pytest.raises(ValueError, match="--device b200 is not known; known are h100, h200"):
+        plan_of(Config(), "b200")
+    with pytest.raises(ValueError, match=r"utilisation=1\.5 must be above 0 and at most 1"):
+        make_plan(Config(), tiny_config(), utilisation=1.5)
+
+
+def test_an_engine_beside_the_update_takes_memory_in_every_phase():
+    config = config_of((1, 1, 1), rows=1, row_tokens=512, engine=EngineConfig(kind="jax", max_rows=2))
+    alone = make_plan(config, MID, device=CPU).memory
+    beside = make_plan(replace(config, train=replace(config.train, max_staleness=1)), MID, device=CPU).memory
+    assert set(beside.resident) - set(alone.resident) == {"copy for sampling"}
+    assert beside.worst.num_bytes > alone.worst.num_bytes
+    assert "publish" in {phase.name for phase in beside.phases}
+
+
+def test_memory_needs_no_device():
+    batch = make_plan(Config(), preset("8b")).batch
+    config = load_config(None, "mesh.fsdp=64", "mesh.tensor=8", "pack.num_rows=64")
+    memory = memory_of(config, preset("8b"), replace(batch, num_rows=64), None, score_arrays=2)
+    assert memory.peak_bytes > sum(memory.resident.values()) > 0

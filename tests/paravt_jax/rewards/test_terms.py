@@ -1,0 +1,448 @@
+"""Every credit by hand, what each fault costs, and that no play with tags is worth more than the grammar."""
+
+import math
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paravt_jax.rewards.terms import OUTCOMES, TAG, RewardConfig, check_ground_truth, find_prediction, reward_terms
+
+CALL = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 2, "end_time": 5}}'
+THINK = "<think>\nlet me look</think>"  # 11 characters
+TOOL_TURN = f"{THINK}\n<tool_call>{CALL}</tool_call>"
+ANSWER_TURN = f"{THINK}<answer>B</answer>"
+MIN_TOTAL, MAX_TOTAL = -0.5 * 0.3, 1.0 + 1.0 + (0.3 + 0.5)  # λγ; accuracy, format and tool at their best
+SLACK = 1e-9
+
+
+def terms(*turns, outcomes=(), answer="B", question_type="mcq", judged=None, **config):
+    return reward_terms(list(turns), list(outcomes), answer, question_type, RewardConfig(**config), judged)
+
+
+def parts(found):
+    return found.base, found.anchor, found.think_first, found.balanced, found.format
+
+
+@pytest.mark.parametrize(
+    ("text", "by_hand"),
+    [
+        # base, anchor, think first, balanced, and their sum with λ = 0.5 and a bound of 1
+        (ANSWER_TURN, (0.7, 0.7, 0.0, 0.1, 1.0)),  # 0.7 + 0.35 + 0.1 = 1.15
+        (f" {THINK}\n\n<answer>B</answer>\n", (0.7, 0.7, 0.0, 0.1, 1.0)),
+        (TOOL_TURN, (0.2, 0.4, 0.3, 0.1, 0.8)),  # it did not come to an answer
+        (THINK, (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{THINK}<answer>B", (0.5, 0.4, 0.0, 0.0, 0.7)),  # cut off
+        (f"{THINK}<answer>", (0.2, 0.4, 0.0, 0.0, 0.4)),
+        (f"{THINK}<answer> </answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # says nothing
+        ("<think>\n short   </think><answer>B</answer>", (0.5, 0.3, 0.0, 0.1, 0.75)),  # 5 characters of thinking
+        ("<think>\n123456789</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
+        ("<think>\n1234567890</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        ("<think>\nlet me look", (0.0, -0.3, 0.0, 0.0, -0.15)),
+        ("", (0.0, 0.0, 0.0, 0.0, 0.0)),
+        ("let me look. B", (0.0, 0.0, 0.0, 0.0, 0.0)),
+    ],
+)
+def test_format_by_hand(text, by_hand):
+    assert parts(terms(text)) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("text", "by_hand"),
+    [
+        (ANSWER_TURN, (0.6, 0.7, 0.0, 0.1, 1.0)),  # 0.3 + 0.2 + 0.1; 0.6 + 0.35 + 0.1 = 1.05
+        (f"{THINK}<answer>B", (0.5, 0.4, 0.0, 0.0, 0.7)),  # 0.3 + 0.2
+        ("<think>\nshort</think><answer>B</answer>", (0.3, 0.3, 0.0, 0.1, 0.55)),
+    ],
+)
+def test_format_without_the_answer_suffix_by_hand(text, by_hand):
+    assert parts(terms(text, answer_suffix=False)) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("text", "by_hand"),
+    [
+        ("<think>\nlet me look<answer>B</answer>", (0.0, -0.3, 0.0, 0.0, -0.15)),  # dropped </think>
+        ("<think>\n<think>let me look</think><answer>B</answer>", (0.0, -0.3, 0.0, 0.0, -0.15)),  # doubled <think>
+        (f"<answer>B</answer>{THINK}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # wrong order: no thinking comes first
+        (f"so: {ANSWER_TURN}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # leading text
+        (f"<think>\nlet me look <answer>B</answer></think>{ANSWER_TURN}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # nested
+        # What follows closed thinking is outside: only the thinking earns.
+        (f"{ANSWER_TURN} indeed", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{THINK}so: <answer>B</answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{THINK}B", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{ANSWER_TURN}<answer>B</answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{THINK}<answer><answer>B</answer>", (0.2, 0.4, 0.0, 0.0, 0.4)),
+        (f"{THINK}</think><answer>B</answer>", (0.2, 0.4, 0.0, 0.0, 0.4)),
+        (f"{ANSWER_TURN}<think>", (0.2, 0.1, 0.0, 0.0, 0.25)),  # 0.4 − 0.3: opened again
+        (f"{TOOL_TURN}<answer>B</answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # either calls or an answer
+        (f"{TOOL_TURN} now", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        (f"{THINK}<tool_code>crop_video('a', 1, 2)</tool_code>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # not the trained form
+    ],
+)
+def test_faults_by_hand(text, by_hand):
+    found = terms(text)
+    assert parts(found) == pytest.approx(by_hand)
+    assert not found.parseable
+
+
+def test_a_property_of_several_turns_is_one_of_every_turn():
+    whole = terms(TOOL_TURN, TOOL_TURN, ANSWER_TURN)
+    assert parts(whole) == pytest.approx((0.7, 0.7, 0.3, 0.1, 1.0))
+    assert whole.parseable
+    short = terms("<think>\nhm</think><tool_call>{}</tool_call>", ANSWER_TURN)
+    assert parts(short) == pytest.approx((0.5, 0.3, 0.3, 0.1, 1.0))  # 0.5 + 0.15 + 0.3 + 0.1 = 1.05
+    assert short.parseable
+    unclosed = terms(f"<think>\nlook<tool_call>{CALL}</tool_call>", "<think>\nlook", ANSWER_TURN)
+    assert parts(unclosed) == pytest.approx((0.5, -0.3, 0.0, 0.0, 0.35))  # γ once
+
+
+@pytest.mark.parametrize("turns", [[], [ANSWER_TURN] * 2, [TOOL_TURN], [ANSWER_TURN, TOOL_TURN], [TOOL_TURN, THINK]])
+def test_an_episode_is_tool_turns_and_then_an_answer(turns):
+    found = terms(*turns)
+    assert not found.parseable
+    assert "flow" not in {credit.name for credit in found.credits}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "right", "tool"),
+    [
+        (["ok"], True, 0.8),
+        (["ok"], False, 0.3),
+        (["timeout"], False, 0.1),
+        (["error"], True, 0.6),
+        (["invalid"], True, 0.6),  # a bad window: the call itself can be read
+        (["invalid", "ok", "error"], True, 0.8),
+    ],
+)
+def test_tool_reward_by_hand(outcomes, right, tool):
+    found = terms(TOOL_TURN, ANSWER_TURN, outcomes=outcomes, answer="B" if right else "C")
+    assert found.tool == pytest.approx(tool)
+    assert found.total == pytest.approx(right + 1.0 + tool)
+
+
+def test_a_call_that_is_none_earns_nothing_even_with_a_right_answer():
+    bad, unknown = TOOL_TURN.replace(CALL, "{"), TOOL_TURN.replace("crop_video", "cut_video")
+    assert terms(ANSWER_TURN).tool == 0.0
+    assert terms(bad, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
+    assert terms(unknown, ANSWER_TURN, outcomes=["unknown_tool"]).tool == 0.0
+    assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool_reward=False).tool == 0.0
+
+
+def test_a_leaked_call_earns_by_its_execution_only():
+    leak = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
+    assert terms(leak, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
+    assert terms(leak, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
+
+
+@pytest.mark.parametrize(
+    "imitation", ["<tool_response>a red car</tool_response>", "ok", "outcome: ok", "</tool_response>"]
+)
+def test_text_that_imitates_a_tool_response_earns_nothing(imitation):
+    plain = terms(TOOL_TURN, ANSWER_TURN, outcomes=["timeout"])
+    for turns in (
+        (f"{TOOL_TURN}{imitation}", ANSWER_TURN),
+        (TOOL_TURN.replace("let me look", f"let me look {imitation}"), ANSWER_TURN),
+        (TOOL_TURN, f"{imitation}{ANSWER_TURN}"),
+    ):
+        found = terms(*turns, outcomes=["timeout"])
+        assert found.tool == plain.tool
+        assert found.total <= plain.total
+    thought_of_imitation = terms("<think><tool_response>a red car</tool_response></think><answer>B</answer>")
+    assert thought_of_imitation.format == 0.0
+
+
+def test_the_exploits_of_the_release_score_below_the_correct_response():
+    correct = terms(ANSWER_TURN).total
+    dropped = terms(ANSWER_TURN.replace("</think>", "")).total
+    doubled = terms(ANSWER_TURN.replace("<think>", "<think><think>")).total
+    assert correct == pytest.approx(2.0)
+    assert dropped == doubled == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize(
+    ("question_type", "answer", "said", "accuracy"),
+    [
+        ("mcq", "B", "(B) red", 1.0),
+        ("mcq", "B. red", "b", 1.0),
+        ("mcq", "B", "B or C", 0.0),
+        ("mcq", "B", "C", 0.0),
+        ("tvg", "[0, 10]", "The event happens in the 5 - 15 seconds.", 1 / 3),
+        ("tvg", "0:00 - 0:10", "10 to 0", 0.0),
+        ("tvg", "0, 10", "soon", 0.0),
+        ("oe", "the red car", "a red truck", 0.5),
+        ("oe", "a", "the", 0.0),
+    ],
+)
+def test_accuracy_by_question_type(question_type, answer, said, accuracy):
+    found = terms(ANSWER_TURN.replace(">B<", f">{said}<"), answer=answer, question_type=question_type)
+    assert found.accuracy == pytest.approx(accuracy)
+    assert found.total == pytest.approx(accuracy + 1.0)
+    assert found.prediction == said
+
+
+def test_exact_mode_wants_all_words():
+    turn = ANSWER_TURN.replace(">B<", ">the red truck<")
+    assert terms(turn, answer="Red truck.", question_type="oe", oe_mode="exact").accuracy == 1.0
+    assert terms(turn, answer="red car", question_type="oe", oe_mode="exact").accuracy == 0.0
+
+
+def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
+    assert find_prediction([f"{THINK}<answer>A</answer><answer>B</answer>"]) == "B"
+    assert find_prediction([f"{THINK}<answer>A<answer>B</answer>"]) == "B"
+    for text in (
+        f"{THINK}B",
+        f"{THINK}<answer>B",
+        f"{THINK}</answer>B<answer>",
+        f"{THINK}<answer><think>B</answer>",
+        "",
+    ):
+        assert find_prediction([text]) is None
+        assert terms(text).accuracy == 0.0
+
+
+def test_without_require_answer_block_what_follows_the_thinking_is_the_answer():
+    assert terms(f"{THINK}\nThe answer is B", require_answer_block=False).accuracy == 1.0
+    assert terms(f"{THINK}<answer>B", require_answer_block=False).prediction == "B"
+    assert terms("<think>\nThe answer is B", require_answer_block=False).accuracy == 0.0  # a thought, unfinished
+    assert terms("B", require_answer_block=False).accuracy == 1.0
+
+
+def test_an_answer_without_its_judge_is_missing_and_not_zero():
+    open_question = dict(question_type="oe", answer="red", oe_mode="llm")
+    missing = terms(ANSWER_TURN, **open_question)
+    assert missing.missing
+    assert missing.accuracy is missing.tool is missing.total is missing.total_without_anchor is None
+    assert missing.format == 1.0
+    assert terms(ANSWER_TURN, judged=0.5, **open_question).total == pytest.approx(1.5)
+    assert terms(ANSWER_TURN, judged=0.0, **open_question).total == pytest.approx(1.0)
+    for without_answer in (THINK, ANSWER_TURN.replace(">B<", "><")):  # nothing to ask a judge about
+        assert terms(without_answer, **open_question).accuracy == 0.0
+
+
+def test_a_score_without_a_judge_is_refused():
+    with pytest.raises(ValueError, match="only open questions"):
+        terms(ANSWER_TURN, judged=1.0)
+    with pytest.raises(ValueError, match="judged=nan must be between 0 and 1"):
+        terms(ANSWER_TURN, answer="red", question_type="oe", oe_mode="llm", judged=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("answer", "question_type", "complaint"),
+    [
+        ("B", "quiz", "question_type 'quiz' is unknown, expected mcq, tvg or oe"),
+        ("red", "mcq", "'red' of an mcq question names no option"),
+        ("A or B", "mcq", "names no option"),
+        ("soon", "tvg", "'soon' of a tvg question is no interval"),
+        ("[10, 2]", "tvg", "no interval"),
+        ("[2, 2]", "tvg", "no interval"),
+    ],
+)
+def test_a_bad_row_of_the_data_is_an_error_whatever_was_said(answer, question_type, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        terms("", answer=answer, question_type=question_type)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        check_ground_truth(answer, question_type)
+
+
+def test_arguments_that_can_only_be_mistakes_are_errors():
+    with pytest.raises(ValueError, match="outcome 'done' is none of the dispatcher's"):
+        terms(TOOL_TURN, outcomes=["done"])
+    with pytest.raises(ValueError, match="turns is one string"):
+        reward_terms(ANSWER_TURN, [], "B", "mcq")
+    with pytest.raises(ValueError, match=r"reward.anchor_weight=-1.0 must be a finite number"):
+        RewardConfig(anchor_weight=-1.0)
+
+
+def test_weights_and_arms():
+    assert terms(ANSWER_TURN, format_weight=0.0).total == pytest.approx(1.0)
+    assert terms("<think>\nlook", unclosed_penalty=0.0).total == 0.0
+    assert terms("<think>\nlook", anchor_weight=1.0, format_weight=2.0).total == pytest.approx(-0.6)
+    plain = terms(f"{THINK}<answer>B", anchor_weight=0.0)
+    anchored = terms(f"{THINK}<answer>B")
+    assert plain.total == anchored.total_without_anchor == pytest.approx(0.5)
+    assert anchored.total - 0.5 * anchored.anchor == pytest.approx(anchored.total_without_anchor)
+
+
+def test_the_bound_of_format_does_not_turn_the_anchor_into_a_punishment():
+    """R − λ·R_anchor, taken after the bound of 1, would favour the shorter thinking: 0.85 against 0.65."""
+    better, worse = terms(TOOL_TURN, ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN.replace("let me look", "hm"))
+    assert better.total - 0.5 * better.anchor < worse.total - 0.5 * worse.anchor
+    assert better.total_without_anchor == worse.total_without_anchor and better.anchor > worse.anchor
+
+
+def test_a_well_formed_call_is_worth_a_well_formed_answer_with_and_without_the_anchor():
+    answered, called = terms(ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN, tool_reward=False)
+    assert called.think_first > answered.think_first == 0
+    assert answered.format == called.format == 1
+    assert answered.total_without_anchor == called.total_without_anchor == pytest.approx(1 + 0.65)
+    alone = terms(ANSWER_TURN, anchor_weight=0.0), terms(TOOL_TURN, ANSWER_TURN, anchor_weight=0.0, tool_reward=False)
+    assert [found.total_without_anchor for found in alone] == [found.total for found in alone]
+
+
+def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them():
+    turns = [f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>", ANSWER_TURN]
+    found = reward_terms(turns, ["timeout", "ok"], "B", "mcq")
+    for term in ("accuracy", "base", "anchor", "think_first", "balanced", "tool"):
+        assert math.fsum(c.value for c in found.credits if c.term == term) == pytest.approx(getattr(found, term))
+    earned = {c.name: (c.value, [turns[p.turn][slice(*p.span)] for p in c.places]) for c in found.credits}
+    assert earned == {
+        "think": (0.2, [THINK, THINK]),
+        "think_closing": (0.4, ["</think>", "</think>"]),
+        "answer_opening": (0.3, ["<answer>"]),
+        "answer_closing": (0.2, ["</answer>"]),
+        "flow": (0.3, turns),
+        "think_first": (0.3, [THINK]),
+        "balanced": (0.1, [match[0] for turn in turns for match in TAG.finditer(turn)]),
+        "accuracy": (1.0, ["B"]),
+        "tool_executed": (0.3, [f"<tool_call>{CALL}</tool_call>"]),  # the second call, not the first
+        "tool_right": (0.5, [f"<tool_call>{CALL}</tool_call>"]),
+    }
+    (executed,) = (credit for credit in found.credits if credit.name == "tool_executed")
+    assert executed.places[0].start == turns[0].rindex("<tool_call>")
+
+
+def test_every_structural_tag_has_a_span_whatever_the_grammar_says():
+    turns = ["</answer><think>x<tool_call>", "<tool_code></tool_code><tool_response></think>"]
+    found = terms(*turns)
+    assert [(t.turn, t.name, t.closing) for t in found.tags] == [
+        (0, "answer", True),
+        (0, "think", False),
+        (0, "tool_call", False),
+        (1, "think", True),
+    ]
+    assert [turns[tag.turn][slice(*tag.span)] for tag in found.tags] == [
+        *("</answer>", "<think>", "<tool_call>", "</think>"),
+    ]
+
+
+NAMES = ("think", "tool_call", "answer", "tool_response", "tool_code")
+TAGS = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
+words = st.sampled_from(["", " ", "let me look", "\n", "hm", "ok", "12 - 15", CALL, "{", "<think", "answer>", "red"])
+texts = st.lists(words, max_size=3).map(" ".join)
+adversarial = st.lists(
+    st.one_of(st.sampled_from([*TAGS, *TAGS[:6], "B", CALL]), words, st.text(max_size=5)), max_size=16
+)
+any_turn = adversarial.map("".join)
+outcome_lists = st.lists(st.sampled_from(OUTCOMES), max_size=4)
+ground_truths = st.sampled_from([("B", "mcq"), ("[12, 18]", "tvg"), ("let me look at the red car", "oe")])
+thinking = texts.map(lambda text: f"<think>\n{text}</think>")
+calls = st.lists(texts.map(lambda text: f"<tool_call>{text}</tool_call>"), min_size=1, max_size=3).map("\n".join)
+tool_turns = st.builds("{}{}".format, thinking, calls)
+answers = st.sampled_from(["B", "C", ""])  # no other part of these turns names an option
+answer_turns = st.builds("{}<answer>{}</answer>".format, thinking, answers)
+episodes = st.builds(lambda before, last: [*before, last], st.lists(tool_turns, max_size=2), answer_turns)
+configs = st.builds(
+    RewardConfig,
+    answer_suffix=st.booleans(),
+    require_answer_block=st.booleans(),
+    tool_reward=st.booleans(),
+    unclosed_penalty=st.sampled_from([0.0, 0.3]),
+    anchor_weight=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+def with_tags(text, tags):
+    """The text with its tags replaced, in place, by others: "" takes one out, two in one string double it."""
+    pieces = TAG.split(text)[:: TAG.groups + 1]
+    return "".join(piece + tag for piece, tag in zip(pieces, [*tags, ""], strict=True))
+
+
+def tags_of(text):
+    return [match[0] for match in TAG.finditer(text)]
+
+
+@st.composite
+def played_with(draw, turns, plays=("delete", "double", "reorder", "insert")):
+    """An episode, and the same with some tags of one turn deleted, doubled, put in another order or added."""
+    turns = draw(turns)
+    turn = draw(st.integers(0, len(turns) - 1))
+    text, tags = turns[turn], tags_of(turns[turn])
+    play = draw(st.sampled_from(plays))
+    if play == "insert":
+        at = draw(st.integers(0, len(text)))
+        changed = text[:at] + draw(st.sampled_from(TAGS)) + text[at:]
+    elif play == "reorder":
+        changed = with_tags(text, draw(st.permutations(tags)))
+    else:
+        chosen = draw(st.lists(st.booleans(), min_size=len(tags), max_size=len(tags)))
+        times = 0 if play == "delete" else 2
+        changed = with_tags(text, [tag * times if pick else tag for tag, pick in zip(tags, chosen, strict=True)])
+    return turns, [*turns[:turn], changed, *turns[turn + 1 :]]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
+def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):
+    found = reward_terms(turns, outcomes, *truth, config)
+    low, high = -config.anchor_weight * config.unclosed_penalty, 2.8 if config.tool_reward else 2.0
+    assert low - SLACK <= found.total <= high + SLACK
+    assert low - SLACK <= found.format <= 1.0
+    assert found.total_without_anchor >= 0.0
+    for credit in found.credits:
+        for place in credit.places:
+            assert 0 <= place.start <= place.end <= len(turns[place.turn])
+    assert [turns[tag.turn][slice(*tag.span)] for tag in found.tags] == [
+        tag for turn in turns for tag in tags_of(turn) if "tool_res" not in tag and "tool_code" not in tag
+    ]
+
+
+def test_the_bounds_are_reached():
+    assert terms("<think>\nlook").total == pytest.approx(MIN_TOTAL)
+    assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"]).total == pytest.approx(MAX_TOTAL)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(played_with(episodes), outcome_lists, configs)
+def test_no_play_with_the_tags_of_an_episode_in_the_grammar_raises_its_total(pair, outcomes, config):
+    original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
+    assert original.parseable
+    assert changed.total <= original.total + SLACK
+    assert changed.total_without_anchor <= original.total_without_anchor + SLACK
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(played_with(st.lists(any_turn, min_size=1, max_size=3), ["double"]), outcome_lists, configs)
+def test_doubling_tags_of_any_text_never_raises_its_total(pair, outcomes, config):
+    original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
+    assert changed.total <= original.total + SLACK
+
+
+FULL_TURN = f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>"
+
+
+@pytest.mark.parametrize("turns", [[ANSWER_TURN], [TOOL_TURN, ANSWER_TURN], [FULL_TURN, TOOL_TURN, ANSWER_TURN]])
+def test_every_deleted_doubled_or_exchanged_tag_of_a_right_episode_costs_something(turns):
+    outcomes = ["ok"] * sum(turn.count("<tool_call>") for turn in turns)
+    whole = terms(*turns, outcomes=outcomes).total
+    for number, text in enumerate(turns):
+        tags = tags_of(text)
+        changes = [[*tags[:i], tags[i] * times, *tags[i + 1 :]] for i in range(len(tags)) for times in (0, 2)]
+        for i in range(len(tags)):
+            for j in range(i):
+                changes.append([tags[{i: j, j: i}.get(k, k)] for k in range(len(tags))])
+        for changed in (with_tags(text, change) for change in changes if change != tags):
+            assert terms(*turns[:number], changed, *turns[number + 1 :], outcomes=outcomes).total < whole - 0.05, (
+                changed
+            )
+
+
+@settings(deadline=None)
+@given(st.lists(any_turn, max_size=3), outcome_lists)
+def test_the_tool_reward_of_executed_calls_is_the_same_whatever_the_text(turns, outcomes):
+    found = reward_terms(turns, [*outcomes, "ok"], "C", "mcq")
+    assert found.tool == pytest.approx(0.3 + 0.5 * found.accuracy)
+    assert found.total <= found.accuracy + 1.0 + found.tool + SLACK
+
+
+def test_terms_are_frozen_and_complete():
+    found = terms(ANSWER_TURN)
+    with pytest.raises(AttributeError):
+        found.total = 3.0
+    assert {"accuracy", "base", "anchor", "think_first", "balanced", "format", "tool", "total", "parseable"} <= {
+        field.name for field in fields(found)
+    }

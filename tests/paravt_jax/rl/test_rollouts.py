@@ -1,0 +1,217 @@
+"""Visits become groups; what cannot be had is missing and counted; what teaches nothing is replaced."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+from agents import FakeFrames, call, is_subagent
+
+from model_port.tiny import make_tiny
+from paravt_jax.config import load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.rewards.judge import Judge, JudgeConfig
+from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.rollouts import Rollouts, evaluate, records
+from rollout.chat import Chat
+from rollout.engine.protocol import EngineError
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+
+PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(5)]
+COMMON = ["train.prompts_per_step=2", "train.group_size=4", "video.gating=false", "video.overview_frames=3"]
+RIGHT = "I have looked.</think><answer>A</answer><|im_end|>"
+WRONG = "I have looked.</think><answer>B</answer><|im_end|>"
+CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory)
+    return Chat.from_hf(directory)
+
+
+class GivenScores(Judge):
+    """None is no verdict."""
+
+    def __init__(self, *scores):
+        super().__init__(JudgeConfig("http://judge/v1", "m"))
+        self.scores = list(scores)
+
+    async def judge(self, question, answer, prediction):
+        return self.scores.pop(0)
+
+
+def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=None):
+    """The groups of each step. `say(episode, request)` gives the text of a main agent's turn, or raises."""
+    config = load_config(None, *COMMON, *overrides)
+
+    async def reply(request):
+        text = "A report.<|im_end|>" if is_subagent(chat, request) else say(request.episode, request)
+        return chat.encode(text).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
+        rollouts = Rollouts(agent, Visits(prompts, 0), cursor or Cursor(), judge, config)
+        try:
+            return [await rollouts.take(step) for step in range(1, steps + 1)]
+        finally:
+            await rollouts.close()
+
+    return asyncio.run(work())
+
+
+def half_right(episode, request):
+    return RIGHT if int(episode[-1]) % 2 else WRONG
+
+
+def test_a_step_has_its_prompts_with_their_groups_scored(chat):
+    (groups,) = collect(chat, half_right)
+    assert [len(group.members) for group in groups] == [4, 4]
+    assert len({group.visit.prompt.id for group in groups}) == 2
+    for group in groups:
+        assert [member.terms.accuracy for member in group.members] == [0, 1, 0, 1]
+        assert group.advantages.sequence == pytest.approx([-1, 1, -1, 1], abs=1e-4)
+        assert group.teaches
+
+
+def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
+    def say(episode, request):
+        if episode.endswith("/2"):
+            raise EngineError("the server is gone")
+        return half_right(episode, request)
+
+    (groups,) = collect(chat, say)
+    for group in groups:
+        assert [member.missing for member in group.members] == [False, False, True, False]
+        assert group.members[2].problem == "EngineError: the server is gone"
+        assert list(group.advantages.keep) == [True, True, False, True]
+    metrics = rollout_metrics(groups)
+    assert metrics["rollout/num_missing"] == 2
+    assert metrics["rollout/accuracy_mean"] == pytest.approx(2 / 3)
+
+
+def test_a_video_that_cannot_be_read_makes_its_group_missing(chat):
+    prompts = [replace(PROMPTS[0], videos=("/missing.mp4",)), PROMPTS[1]]
+    (groups,) = collect(chat, half_right, prompts=prompts)
+    assert sorted(group.teaches for group in groups) == [False, True]
+    (lost,) = [group for group in groups if not group.teaches]
+    assert all(member.problem == "overview: the video cannot be opened" for member in lost.members)
+
+
+def test_a_step_that_lost_most_of_its_episodes_ends_the_run_with_a_reason(chat):
+    def say(episode, request):
+        raise EngineError("no server is left")
+
+    with pytest.raises(RuntimeError, match=r"8 of 8 episodes are missing, more than .*no server is left"):
+        collect(chat, say)
+
+
+def test_an_answer_without_a_verdict_is_missing(chat):
+    prompts = [Prompt("p", "What is it?", ("/v.mp4",), "a dog", "oe")]
+    judge = GivenScores(1.0, None, 0.5, 0.0)
+    (groups,) = collect(
+        chat,
+        half_right,
+        "reward.oe_mode=llm",
+        "judge.url=http://judge/v1",
+        "judge.model=m",
+        "train.prompts_per_step=1",
+        judge=judge,
+        prompts=prompts,
+    )
+    (group,) = groups
+    assert sorted(m.terms.accuracy for m in group.members if not m.missing) == [0.0, 0.5, 1.0]
+    assert [m.problem for m in group.members if m.missing] == ["no verdict of the judge"]
+
+
+def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
+    def same(episode, request):
+        return RIGHT
+
+    (groups,) = collect(chat, same, "train.max_resamples=2")
+    assert [group.teaches for group in groups] == [False] * 6
+    (groups,) = collect(chat, half_right, "train.max_resamples=2")
+    assert [group.teaches for group in groups] == [True] * 2
+    assert rollout_metrics(collect(chat, same)[0])["rollout/num_groups_without_spread"] == 2
+
+
+def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
+    for ahead in (0, 2):
+        cursor = Cursor()
+        steps = collect(chat, half_right, "train.num_steps=4", f"train.max_staleness={ahead}", steps=4, cursor=cursor)
+        numbers = [group.visit.number for groups in steps for group in groups]
+        assert sorted(numbers) == list(range(8))
+        epochs = [group.visit.prompt.id for groups in steps for group in groups][:5]
+        assert len(set(epochs)) == 5
+
+
+def test_steps_are_begun_ahead_only_as_far_as_allowed(chat):
+    cursor = Cursor()
+    collect(chat, half_right, "train.num_steps=9", "train.max_staleness=2", cursor=cursor)
+    assert cursor.to_record()["next"] == 2 * (1 + 2)
+
+
+def test_episodes_are_recorded_with_what_they_earned(chat):
+    def say(episode, request):
+        if episode.endswith("/3"):
+            raise EngineError("gone")
+        return CALL if "A report" not in chat.decode(request.ids) and episode.endswith("/0") else RIGHT
+
+    (groups,) = collect(chat, say)
+    rows = records(groups, step=7)
+    assert len(rows) == 8
+    first, lost = rows[0], rows[3]
+    assert (first["step"], first["frame_budget"], first["question_type"]) == (7, 3, "mcq")
+    assert first["turns"][0]["calls"][0]["outcome"] == "ok"
+    assert math.fsum(c["value"] for c in first["reward"]["credits"] if c["term"] == "tool") == first["reward"]["tool"]
+    assert (lost["missing"], lost["problem"], "reward" in lost) == (True, "EngineError: gone", False)
+    assert lost["id"] == groups[0].members[3].id
+
+
+def test_the_numbers_of_a_step_by_hand(chat):
+    def say(episode, request):
+        return (
+            CALL
+            if "A report" not in chat.decode(request.ids) and episode.endswith("/0")
+            else half_right(episode, request)
+        )
+
+    (groups,) = collect(chat, say)
+    metrics = rollout_metrics(groups)
+    assert metrics["rollout/tool_calls_mean"] == metrics["rollout/tool_use_frac"] == 0.25  # one of four
+    assert metrics["rollout/calls_ok"] == 2
+    assert metrics["rollout/parseable_frac"] == 1
+    assert metrics["rollout/accuracy_mean"] == 0.5
+    assert metrics["rollout/frame_budget_mean"] == 3
+    assert metrics["rollout/turns_mean"] == 1.25
+    assert staleness_mean(groups, 7) == 2
+    ledgers = [ledger for group in groups for member in group.members for ledger in member.episode.ledgers]
+    assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
+    assert member_metrics([])["num_episodes"] == 0
+
+
+def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):
+    arms = [["reward.anchor_weight=0", "reward.unclosed_penalty=0"], ["reward.format_weight=0.1"], []]
+    found = [rollout_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
+    assert len({metrics["rollout/format_reward"] for metrics in found}) == 1
+    assert len({metrics["rollout/reward_mean"] for metrics in found}) == 3
+
+
+def test_validation_plays_every_prompt_once(chat):
+    config = load_config(None, *COMMON)
+
+    async def reply(request):
+        return chat.encode(RIGHT).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, replace(config.rollout, temperature=0.0))
+        bad = replace(PROMPTS[0], videos=("/missing.mp4",), id="bad")
+        return await evaluate(agent, [*PROMPTS, bad], config.video.overview_frames, None, config)
+
+    members = asyncio.run(work())
+    assert len({member.id for member in members}) == 6
+    metrics = member_metrics(members)
+    assert (metrics["num_episodes"], metrics["num_missing"], metrics["accuracy_mean"]) == (5, 1, 1.0)

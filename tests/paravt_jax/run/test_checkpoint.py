@@ -1,0 +1,344 @@
+"""A checkpoint is every bit of the state, whole or not there, and neither a full disk nor a lost file ends a run."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import model_port
+from model_port.checkpoint import flattened
+from model_port.export import export
+from model_port.sharding import flat_params, make_mesh
+from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.config import CheckpointConfig
+from paravt_jax.learner.learner import Learner, OptimConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.run.checkpoint import Checkpoints
+
+OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
+PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory, seed=3)
+    return directory
+
+
+def learner(hf, mesh=None, **optim) -> Learner:
+    model = model_port.load(hf, mesh=mesh)
+    return Learner(model, replace(OPTIM, **optim), LossConfig(kl_coef=0.0), temperature=0.7, num_classes=1, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def subject(hf):
+    """One learner for all tests that only move states."""
+    return learner(hf)
+
+
+def at_step(learner, step, seed=0) -> Learner:
+    """The learner with random bits for a state, NaNs of every kind among them."""
+    random = np.random.default_rng([seed, step])
+
+    def draw(leaf):
+        if leaf.ndim == 0:
+            return jax.numpy.array(step, leaf.dtype)
+        return jax.device_put(random.integers(0, 2**32, leaf.shape, np.uint32).view(np.float32), leaf.sharding)
+
+    learner.state = replace(jax.tree.map(draw, learner.state), num_bad=jax.numpy.array(2))
+    return learner
+
+
+def bits(learner) -> dict[str, tuple]:
+    leaves = jax.tree_util.tree_leaves_with_path(learner.state)
+    return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
+
+
+@contextmanager
+def opened(directory, hf, keep=3, said=None):
+    checkpoints = Checkpoints(directory, hf, CheckpointConfig(keep=keep), [].append if said is None else said.append)
+    try:
+        yield checkpoints
+    finally:
+        checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def two_steps(hf, subject, tmp_path_factory):
+    """A directory with checkpoints 1 and 2, and the bits of each."""
+    directory, expected = tmp_path_factory.mktemp("run") / "checkpoints", {}
+    with opened(directory, hf) as checkpoints:
+        for step in (1, 2):
+            expected[step] = bits(at_step(subject, step))
+            checkpoints.save(subject, {"step": step})
+    return directory, expected
+
+
+def batches(hf, num_rows=8):
+    found = []
+    for number in range(num_rows):
+        ids = np.random.default_rng(number).integers(5, 900, 32)
+        mask = np.arange(32) >= 20
+        advantage = np.full(32, number - 2.5, np.float32)
+        logp = np.full(32, -6.0, np.float32)
+        found.append(Dialogue(ids, (), 0, 0, mask, logp, advantage, np.zeros(32, np.int32), number))
+    return pack(found, {}, model_port.load(hf).config, Shape(num_rows=num_rows, row_tokens=32, row_patches=16))
+
+
+def update(learner, packed) -> dict[str, float]:
+    return learner.update(packed, 96.0, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [None, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_training_goes_on_bit_for_bit(axes, hf, tmp_path):
+    mesh = None if axes is None else make_mesh(**axes)
+    packed, before = batches(hf), learner(hf, mesh)
+    update(before, packed)
+    with opened(tmp_path, hf) as checkpoints:
+        saved = bits(before)
+        checkpoints.save(before, PROGRESS)
+        metrics = [update(before, packed) for _ in range(2)]  # while it is being written
+        checkpoints.wait()
+        after = learner(hf, mesh)
+        assert checkpoints.restore(after) == PROGRESS
+    assert bits(after) == saved
+    assert [update(after, packed) for _ in range(2)] == metrics
+    assert bits(after) == bits(before)
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on"),
+    [
+        (None, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"fsdp": 4, "tensor": 2}, None),
+        ({"fsdp": 8}, {"data": 4, "tensor": 2}),
+    ],
+)
+def test_a_state_restores_onto_any_mesh(saved_on, restored_on, hf, tmp_path):
+    one, other = (learner(hf, None if axes is None else make_mesh(**axes)) for axes in (saved_on, restored_on))
+    expected = bits(at_step(one, 5))
+    places = [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(other.state)]
+    with opened(tmp_path, hf) as checkpoints:
+        checkpoints.save(one, PROGRESS)
+        assert checkpoints.restore(other) == PROGRESS
+    assert bits(other) == expected
+    assert [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(other.state)] == places
+
+
+def test_only_the_newest_are_kept(hf, subject, tmp_path):
+    with opened(tmp_path, hf, keep=2) as checkpoints:
+        for step in (8, 9, 10, 11):
+            checkpoints.save(at_step(subject, step), {})
+        checkpoints.wait()
+        assert checkpoints.steps == [10, 11]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"10", "11"}
+
+
+def test_a_step_is_saved_once_with_the_progress_of_that_moment(hf, subject, tmp_path):
+    with opened(tmp_path, hf) as checkpoints:
+        assert checkpoints.restore(subject) is None
+        progress = {"losses": [1.0]}
+        checkpoints.save(at_step(subject, 4), progress)
+        progress["losses"].append(2.0)
+        checkpoints.save(subject, {"losses": []})
+        assert checkpoints.restore(subject) == {"losses": [1.0]}
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpoints.save(at_step(subject, 5), {"cursor": np.int64(3)})
+
+
+def test_a_checkpoint_is_a_model_for_every_reader(hf, subject, two_steps, tmp_path):
+    directory, expected = two_steps[0] / "2", two_steps[1][2]
+    at_step(subject, 2)
+    weights = {path: np.asarray(leaf).tobytes() for path, leaf in flat_params(nnx.state(subject.model)).items()}
+    moments = {bits for name, (shape, _, bits) in expected.items() if "opt_state" in name and shape}
+    export(directory, tmp_path / "hf")
+    for source in (directory, tmp_path / "hf"):
+        found = flat_params(nnx.state(model_port.load(source)))
+        assert {path: np.asarray(leaf).tobytes() for path, leaf in found.items()} == weights
+    with ocp.StandardCheckpointer() as orbax:
+        found = [flattened(orbax.restore(directory / part / "params")) for part in (".", "optimizer")]
+    assert {path: leaf.tobytes() for path, leaf in found[0].items()} == weights
+    assert {leaf.tobytes() for leaf in found[1].values()} == moments
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+
+
+FILES = (
+    "state.json",
+    "params/text.layers.mlp.up_kernel_fd/0.0.0",
+    "params/_METADATA",
+    "optimizer/params/opt_state.1.0.nu.text.embed.table_vd/.zarray",
+    "hf/tokenizer.json",
+)
+
+
+@pytest.mark.parametrize("how", ["truncated", "deleted"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, hf, subject, two_steps, tmp_path):
+    run, said = tmp_path / "checkpoints", []
+    shutil.copytree(two_steps[0], run)
+    if how == "deleted":
+        (run / "2" / name).unlink()
+    else:
+        os.truncate(run / "2" / name, (run / "2" / name).stat().st_size // 2)
+    with opened(run, hf, said=said) as checkpoints:
+        assert checkpoints.restore(subject) == {"step": 1}
+        assert bits(subject) == two_steps[1][1]
+        assert checkpoints.steps == [1]
+        (message,) = said
+        assert f"{run / '2'} is broken" in message and "kept as 2.broken; step 1 is tried next" in message
+        assert name in message
+        checkpoints.save(at_step(subject, 2), {"again": True})
+        assert checkpoints.restore(subject) == {"again": True}
+    assert {entry.name for entry in run.iterdir()} == {"1", "2", "2.broken"}
+
+
+def test_damage_that_only_reading_shows_falls_back_too(hf, tmp_path, two_steps, subject):
+    shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    (last,) = (tmp_path / "checkpoints").glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
+    last.write_bytes(b" " * last.stat().st_size)
+    with opened(tmp_path / "checkpoints", hf, said=(said := [])) as checkpoints:
+        assert checkpoints.restore(subject) == {"step": 1}
+    assert bits(subject) == two_steps[1][1]
+    assert "zarray" in said[0]
+
+
+def test_a_state_that_is_half_replaced_is_not_trained_on(hf, tmp_path, two_steps):
+    shutil.copytree(two_steps[0] / "2", tmp_path / "2")
+    (last,) = tmp_path.glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
+    last.write_bytes(b" " * last.stat().st_size)
+    with opened(tmp_path, hf) as checkpoints, pytest.raises(RuntimeError, match="broke off while it was read"):
+        checkpoints.restore(learner(hf))
+
+
+def test_with_nothing_whole_the_state_stays(hf, tmp_path, two_steps, subject):
+    shutil.copytree(two_steps[0] / "2", tmp_path / "2")
+    (tmp_path / "2" / "state.json").write_text("{}")
+    before = bits(at_step(subject, 7))
+    with opened(tmp_path, hf, said=(said := [])) as checkpoints:
+        assert checkpoints.restore(subject) is None
+    assert bits(subject) == before
+    assert "there is none before it" in said[0]
+
+
+@contextmanager
+def full_disk():
+    """No file may grow beyond a few blocks."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_said_and_training_goes_on(hf, subject, tmp_path):
+    with opened(tmp_path, hf, said=(said := [])) as checkpoints:
+        for step, latest in ((1, "would begin anew"), (3, "would continue from step 2")):
+            with full_disk():
+                checkpoints.save(at_step(subject, step), {})
+                checkpoints.wait()
+            assert said[-1].startswith(f"The checkpoint of step {step} could not be written (")
+            assert "File too large" in said[-1] and said[-1].endswith(f"Training goes on; a restart {latest}.")
+            checkpoints.save(at_step(subject, 2), {"step": 2})
+            checkpoints.wait()
+        assert len(said) == 2
+        assert checkpoints.restore(subject) == {"step": 2}
+        checkpoints.save(at_step(subject, 3), {"step": 3})  # and there is room again
+        assert checkpoints.restore(subject) == {"step": 3}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"2", "3"}
+
+
+def test_a_failure_is_noticed_by_the_next_save(hf, subject, tmp_path):
+    with opened(tmp_path / "checkpoints", hf, said=(said := [])) as checkpoints:
+        (tmp_path / "checkpoints" / ".1.partial").write_text("in the way")
+        checkpoints.save(at_step(subject, 1), {})
+        checkpoints.save(at_step(subject, 2), {})
+        assert len(said) == 1 and "step 1 could not be written" in said[0] and "File exists" in said[0]
+    with opened(tmp_path / "checkpoints", hf) as checkpoints:
+        assert checkpoints.steps == [2]
+    assert {entry.name for entry in (tmp_path / "checkpoints").iterdir()} == {"2"}
+
+
+def test_another_model_or_optimizer_is_an_error_that_says_what_differs(hf, two_steps, tmp_path):
+    config = tiny_config()
+    make_tiny(tmp_path / "hf", config=replace(config, text=replace(config.text, ffn_width=192)))
+    with opened(two_steps[0], hf) as checkpoints:
+        with pytest.raises(ValueError, match=r"down_kernel_df is \(4, 128, 256\) there and \(4, 128, 192\) here"):
+            checkpoints.restore(learner(tmp_path / "hf"))
+        with pytest.raises(ValueError, match=r"opt_state\.1\.0\.mu\.vision\S+ is missing there and \(4, 32\) here"):
+            checkpoints.restore(learner(hf, train_vision=True))
+        assert checkpoints.steps == [1, 2]
+
+
+SAVE_ON_AND_ON = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import jax
+import model_port
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.config import CheckpointConfig
+from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.learner import Learner, OptimConfig
+
+hf, directory = map(Path, sys.argv[1:])
+learner = Learner(model_port.load(hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0, num_classes=1)
+checkpoints = Checkpoints(directory, hf, CheckpointConfig(keep=2), print)
+step = 0
+while True:
+    step += 1
+    learner.state = jax.tree.map(lambda leaf: jax.numpy.full_like(leaf, step), learner.state)
+    checkpoints.save(learner, {"step": step})
+    print(step, flush=True)
+"""
+
+
+def steps(run) -> list[int]:
+    return [int(entry.name) for entry in run.iterdir() if entry.name.isdecimal()]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_has_only_whole_checkpoints(hf, subject, tmp_path):
+    command = [sys.executable, "-c", SAVE_ON_AND_ON, str(hf), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stdout:
+                if line == "3\n":  # two are on disk, and it goes on
+                    break
+            for moment in range(10):
+                newest = max(steps(tmp_path / "run"))
+                while moment % 2 and max(steps(tmp_path / "run")) == newest:
+                    assert process.poll() is None
+                time.sleep(0.0005 * moment if moment % 2 else 0.037)  # half of them just after a rename
+                process.send_signal(signal.SIGSTOP)  # what the disk has now is what a SIGKILL would leave
+                os.waitpid(process.pid, os.WUNTRACED)
+                shutil.copytree(tmp_path / "run", tmp_path / str(moment))
+                process.send_signal(signal.SIGCONT)
+        finally:
+            process.kill()
+    moments = [tmp_path / "run", *(tmp_path / str(moment) for moment in range(10))]
+    assert any(entry.name.startswith(".") for run in moments for entry in run.iterdir())  # in the midst of writing
+    for run in moments:
+        with opened(run, hf, said=(said := [])) as checkpoints:
+            assert all(entry.name.isdecimal() for entry in run.iterdir())
+            step = checkpoints.steps[-1]
+            assert checkpoints.restore(subject) == {"step": step} and not said
+            assert all((np.asarray(leaf) == step).all() for leaf in jax.tree.leaves(subject.state))
+            for older in checkpoints.steps[:-1]:
+                files = json.loads((run / str(older) / "state.json").read_text())["file_bytes"]
+                assert all((run / str(older) / name).stat().st_size == size for name, size in files.items())

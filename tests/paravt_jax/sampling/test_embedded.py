@@ -1,0 +1,229 @@
+"""The embedded engine gives what the sampler gives, whoever else is sampling, and says which version sampled what."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model_port
+from model_port.processing import VisionContract, expand_placeholders
+from model_port.sampler import Prompt, Sampler
+from model_port.sampler import Request as SamplerRequest
+from model_port.sampler import Sampling as SamplerSampling
+from model_port.sharding import make_mesh
+from model_port.tiny import make_tiny
+from paravt_jax.sampling.embedded import EmbeddedEngine
+from paravt_jax.sampling.frames import frame_of
+from paravt_jax.sampling.weights import ModelWeights
+from rollout.chat import Chat
+from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
+from rollout.picture import Picture
+
+SETTINGS = dict(max_rows=4, max_context_tokens=512, token_bucket=64, patch_bucket=16)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    make_tiny(directory)
+    make_tiny(directory.parent / "other", seed=1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(hf):
+    return model_port.load(hf)
+
+
+@pytest.fixture(scope="module")
+def other(hf):
+    return model_port.load(hf.parent / "other")
+
+
+@pytest.fixture(scope="module")
+def chat(hf):
+    return Chat.from_hf(hf)
+
+
+@pytest.fixture(scope="module")
+def contract(hf):
+    return VisionContract.from_hf(hf)
+
+
+PICTURES = tuple(
+    Picture.of(np.random.default_rng(n).integers(0, 255, size).astype(np.uint8))
+    for n, size in enumerate([(64, 32, 3), (32, 96, 3)])
+)
+
+
+def request(chat, episode="e", seed=0, max_new_tokens=24, **kwargs) -> Request:
+    content = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}, {"type": "text", "text": episode}]
+    ids = chat.prompt([{"role": "user", "content": content}])
+    sampling = Sampling(max_new_tokens, temperature=0.7, seed=seed, stop_ids=chat.stop_ids)
+    return Request(ids, PICTURES, sampling, episode, **{"deadline_s": 60, **kwargs})
+
+
+def run(model, contract, work):
+    async def body():
+        engine = EmbeddedEngine(model, contract, **SETTINGS)
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(body())
+
+
+def test_tokens_are_those_of_the_sampler_alone_or_in_company(model, contract, chat):
+    async def work(engine):
+        alone = await engine.generate(request(chat, "a", seed=5))
+        company = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
+        return alone, company[2]
+
+    alone, in_company = run(model, contract, work)
+    np.testing.assert_array_equal(alone.ids, in_company.ids)
+    np.testing.assert_array_equal(alone.behavior_logp, in_company.behavior_logp)
+    asked = request(chat, "a", seed=5)
+    ids = expand_placeholders(asked.ids, [2, 3], model.config.image_token_id)
+    prompt = Prompt(ids, tuple(frame_of(picture, contract) for picture in PICTURES))
+    sampling = SamplerSampling(24, 5, 0.7, chat.stop_ids)
+    (expected,) = Sampler(model, **SETTINGS).generate([SamplerRequest(prompt, sampling)])
+    assert alone.ids.tolist() == expected.ids
+    assert (alone.num_prompt_tokens, alone.finish) == (len(ids), expected.finish)
+
+
+def test_members_of_a_group_share_one_prefill(model, contract, chat):
+    async def work(engine):
+        prefills = []
+        compute = engine._sampler._compute_prefill
+        engine._sampler._compute_prefill = lambda prompt: prefills.append(prompt) or compute(prompt)
+        await asyncio.gather(*(engine.generate(request(chat, "g", seed=n)) for n in range(4)))
+        return prefills
+
+    assert len(run(model, contract, work)) == 1
+
+
+def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, chat):
+    long = dict(max_new_tokens=300)
+
+    async def work(engine):
+        task = asyncio.create_task(engine.generate(request(chat, "r", seed=3, **long)))
+        while not any(engine._sampler.num_sampled(n) for n in list(engine._running)):
+            await asyncio.sleep(0.01)
+        await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
+        fresh = await engine.generate(request(chat, "f", seed=3, version=7))
+        return await task, fresh
+
+    mixed, fresh = run(model, contract, work)
+    changes = np.flatnonzero(np.diff(mixed.versions))
+    assert len(changes) == 1
+    assert (mixed.versions[0], mixed.versions[-1], set(fresh.versions.tolist())) == (0, 7, {7})
+
+    async def from_scratch(engine):
+        return await engine.generate(request(chat, "f", seed=3))
+
+    np.testing.assert_array_equal(fresh.ids, run(other, contract, from_scratch).ids)
+
+
+def test_another_version_than_asked_for_is_an_error(model, contract, chat):
+    async def work(engine):
+        with pytest.raises(VersionMismatch, match="version 3 was asked for"):
+            await engine.generate(request(chat, version=3))
+
+    run(model, contract, work)
+
+
+def test_abort_returns_what_there_is_and_frees_the_row(model, contract, chat):
+    async def work(engine):
+        tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
+        while len(engine._running) < 2 or not all(engine._sampler.num_sampled(n) for n in list(engine._running)):
+            await asyncio.sleep(0.01)
+        await engine.abort("a")
+        aborted = await tasks[0]
+        await engine.abort()
+        return aborted, await tasks[1], await engine.generate(request(chat, "c"))
+
+    first, second, third = run(model, contract, work)
+    assert (first.finish, second.finish) == ("abort", "abort")
+    assert 0 < len(first.ids) < 400
+    assert third.finish in ("stop", "length")
+
+
+def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(model, contract, chat):
+    async def work(engine):
+        with pytest.raises(DeadlineExceeded, match=r"did not finish a request in 0\.05 s"):
+            await engine.generate(request(chat, max_new_tokens=450, deadline_s=0.05))
+        task = asyncio.create_task(engine.generate(request(chat, max_new_tokens=450)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        return dict(engine._running), engine._sampler.busy
+
+    assert run(model, contract, work) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (dict(max_new_tokens=600), "max_context_tokens=512"),
+        (dict(pictures=PICTURES[:1]), "placeholder"),
+        (dict(pictures=(PICTURES[0], Picture.of(np.zeros((40, 64, 3), np.uint8)))), "resize frames"),
+        (dict(top_p=0.5), "whole distribution"),
+    ],
+)
+def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(change, complaint, model, contract, chat):
+    right = request(chat)
+    sampling = Sampling(
+        change.get("max_new_tokens", 8), stop_ids=chat.stop_ids, top_p=change.get("top_p", 1.0), temperature=0.7
+    )
+    wrong = Request(right.ids, change.get("pictures", right.pictures), sampling, "e", 60)
+
+    async def work(engine):
+        with pytest.raises(RequestRejected, match=complaint):
+            await engine.generate(wrong)
+        return await engine.generate(right)
+
+    assert len(run(model, contract, work).ids)
+
+
+def test_a_sampler_that_breaks_is_heard_by_everybody(model, contract, chat):
+    async def work(engine):
+        def broken():
+            raise RuntimeError("out of memory")
+
+        engine._sampler.step = broken
+        results = await asyncio.gather(*(engine.generate(request(chat, e)) for e in "ab"), return_exceptions=True)
+        assert all(isinstance(result, RuntimeError) for result in results)
+        with pytest.raises(EngineError, match="failed before"):
+            await engine.generate(request(chat))
+        assert not (await engine.health()).alive
+
+    run(model, contract, work)
+
+
+def test_weights_of_a_model_are_the_tensors_of_its_files(model, hf, tmp_path):
+    from safetensors.numpy import load_file
+
+    weights = ModelWeights(model, np.dtype(np.float32))
+    expected = load_file(hf / "model.safetensors")
+    sent = dict(weights.tensors())
+    assert sent.keys() == expected.keys()
+    for name, tensor in sent.items():
+        np.testing.assert_array_equal(tensor, expected[name])
+    weights.write(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size >= weights.num_bytes
+    assert load_file(tmp_path / "model.safetensors").keys() == expected.keys()
+    half = ModelWeights(model, np.dtype(jnp.bfloat16))
+    assert half.num_bytes * 2 == weights.num_bytes
+
+
+def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(hf, contract):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    model = model_port.load(hf, mesh=mesh)
+    for given, is_split in ((mesh, True), (None, False)):
+        engine = EmbeddedEngine(model, contract, mesh=given, **SETTINGS)
+        largest = max(jax.tree.leaves(engine._sampler._rows), key=lambda leaf: leaf.size)
+        assert (len(largest.sharding.device_set) == 8) == is_split

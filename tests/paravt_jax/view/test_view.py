@@ -1,0 +1,299 @@
+"""The page of a run: whole, bounded, offline, and safe from what a model wrote."""
+
+import base64
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from view_run import DURATION_S, QUESTIONS, make_run
+
+from model_port.cli import run_cli
+from paravt_jax.run.log import load_jsonl
+from paravt_jax.view import episodes
+from paravt_jax.view.__main__ import main
+from paravt_jax.view.episodes import PAGE_BYTES, Mark, pieces, visible
+from paravt_jax.view.figures import MAX_POINTS
+from paravt_jax.view.page import make_page
+
+NASTY = (
+    "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
+    "<think>\n\"'`${data} $script $$ {{js}} &lt; &amp; <!-- <script> --> ]]> \\u003c </style></textarea></think>",
+    "<think>\nNUL \x00 ESC \x1b bell \x07 lines \u2028 \u2029 turned \u202e around \u2066</think>",
+    "<think>\nhalf of a pair \ud83d and the other \ude00</think>",
+    "<think>\n\U0001f3fa before a tag</think><answer>B</answer>",
+    "<think>" * 300 + "</answer>" * 300,
+)
+
+
+class Page(HTMLParser):
+    """What a browser would make of it, as far as the standard library tells."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.contents: dict[str, str] = {}
+        self._inside = ""
+        self.feed(page.decode())
+        self.close()
+        self.data = json.loads(self.contents["application/json"])
+        self.episodes = self.data["sample"]["episodes"]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += attrs
+        self._inside = dict(attrs).get("type") or tag
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.contents[self._inside] = self.contents.get(self._inside, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+def view(run_dir: Path, max_episodes: int = 200) -> Page:
+    return Page(make_page(run_dir, max_episodes))
+
+
+def command(monkeypatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["view", *map(str, args)])
+    with pytest.raises(SystemExit) as end:
+        run_cli(main)
+    return int(end.value.code or 0)
+
+
+def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("view") / "studio")
+
+
+@pytest.fixture(scope="module")
+def page(run_dir) -> Page:
+    return view(run_dir)
+
+
+def test_the_page_asks_for_nothing_and_allows_only_its_own_style_and_script(page):
+    links = {value for name, value in page.attributes if name in ("src", "href", "data", "action", "srcset")}
+    assert links == {"#episodes"}
+    policy = next(
+        value or "" for name, value in page.attributes if name == "content" and "default-src" in (value or "")
+    )
+    for name in ("style", "script"):
+        digest = base64.b64encode(hashlib.sha256(page.contents[name].encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
+    nasty = view(make_run(tmp_path / "<script>x&amp;", texts=NASTY))
+    assert nasty.tags == page.tags
+    shown = [
+        "".join(piece["text"] for turn in episode["turns"] for piece in turn["pieces"]) for episode in nasty.episodes
+    ]
+    assert {visible(text) for text in NASTY} <= set(shown)
+    assert nasty.contents["script"] == page.contents["script"]
+
+
+def test_the_data_are_plain_ascii_without_a_sign_of_markup(tmp_path):
+    data = view(make_run(tmp_path / "run", texts=NASTY)).contents["application/json"]
+    assert data.isascii() and not set(data) & set("<>&\x00")
+
+
+def test_what_has_no_shape_is_spelled_out():
+    assert visible("a\n\tb\x00\u202e\ud83dc") == "a\n\tb\u2400⟨U+202E⟩⟨U+D83D⟩c"
+    assert visible("\U0001f3fa ünï") == "\U0001f3fa ünï"
+
+
+def test_lit_characters_are_those_that_earned_the_credit(run_dir, page):
+    records = [record for path in sorted((run_dir / "episodes").iterdir()) for record in load_jsonl(path)]
+    num_checked = 0
+    for record, episode in zip(records, page.episodes, strict=True):
+        for number, credit in enumerate(record.get("reward", {}).get("credits", [])):
+            earned = "".join(record["turns"][turn]["text"][start:end] for turn, start, end in credit["places"])
+            pieces_ = [piece for turn in episode["turns"] for piece in turn["pieces"]]
+            assert "".join(piece["text"] for piece in pieces_ if number in piece.get("credits", [])) == earned
+            num_checked += 1
+    assert num_checked > 200
+
+
+def test_spans_count_characters_and_not_utf16_units():
+    found = pieces("\U0001f3fa\U0001f3fa</think>", [Mark(2, 10, "credit", 3)], 100)
+    assert found == [{"text": "\U0001f3fa\U0001f3fa"}, {"text": "</think>", "credits": [3]}]
+
+
+def test_of_a_long_text_the_middle_is_left_out_and_counted():
+    found = pieces("a" * 40 + "b" * 1000 + "c" * 40, [Mark(500, 600, "tag"), Mark(1075, 1080, "credit", 0)], 60)
+    assert found == [
+        {"text": "a" * 30},
+        {"text": "", "left_out": 1020},
+        {"text": "c" * 25},
+        {"text": "c" * 5, "credits": [0]},
+    ]
+
+
+def test_the_forced_prefix_is_told_from_what_was_sampled(page):
+    first = [turn["pieces"][0] for episode in page.episodes for turn in episode["turns"]]
+    forced = [piece for piece in first if "forced" in piece]
+    assert len(forced) > 50 and {piece["text"] for piece in forced} == {"<think>"}  # its line break is the next piece
+    assert not any("forced" in turn["pieces"][-1] for episode in page.episodes for turn in episode["turns"])
+
+
+def test_ids_and_log_probs_of_tokens_stay_out(page):
+    def keys(value):
+        if isinstance(value, dict):
+            return set(value).union(*map(keys, value.values()))
+        return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+    assert not keys(page.episodes) & {"ids", "behavior_logp", "segments", "token_span"}
+    assert page.episodes[0]["turns"][0]["num_sampled"] > 5
+
+
+def test_calls_have_their_window_in_the_video_and_frames_their_times(page):
+    episode = next(one for one in page.episodes if sum(len(turn["calls"]) for turn in one["turns"]) > 1)
+    (video,) = episode["videos"]
+    assert (video["name"], video["duration_s"]) == ("video.mp4", DURATION_S)
+    assert len(video["frames_s"]) == episode["frame_budget"] and video["frames_s"] == sorted(video["frames_s"])
+    calls = [call for turn in episode["turns"] for call in turn["calls"]]
+    assert [call["window_s"] for call in calls if call["outcome"] == "ok"]
+    assert all(call["video"] == 0 and call["response"] for call in calls)
+
+
+def test_without_the_runs_tokenizer_there_is_no_timeline_but_a_page(tmp_path):
+    assert all(not episode["videos"] for episode in view(make_run(tmp_path / "run", 1, tokenizer=False)).episodes)
+
+
+def test_a_missing_episode_is_shown_with_its_problem_and_its_siblings_question(page):
+    missing = [episode for episode in page.episodes if episode["missing"]]
+    assert missing and all("no server answered" in episode["problem"] for episode in missing)
+    assert all(episode["reward"] is None and not episode["turns"] for episode in missing)
+    assert {episode["question"] for episode in missing} <= {text.removeprefix("<video>\n") for _, text, _ in QUESTIONS}
+
+
+@pytest.fixture
+def forty_steps(tmp_path) -> Path:
+    (tmp_path / "episodes").mkdir()
+    for step in range(1, 41):
+        lines = [json.dumps({"id": n, "step": step}) + "\n" for n in range(6)]
+        (tmp_path / "episodes" / f"{step:06d}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize("max_episodes", [0, 1, 3, 8, 50])
+def test_episodes_are_taken_evenly_over_the_steps(max_episodes, forty_steps):
+    steps = [episode["step"] for episode in view(forty_steps, max_episodes).episodes]
+    assert len(steps) == max_episodes
+    assert steps == sorted(steps) and max(Counter(steps).values(), default=0) <= 5
+    assert steps[-1:] in ([], [40]) and (max_episodes < 8 or steps[0] == 1)
+
+
+def test_few_episodes_of_many_steps_are_not_always_the_same_members(forty_steps):
+    assert {episode["id"] for episode in view(forty_steps, 40).episodes} == set("012345")
+
+
+def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1, texts=["<think>\n" + "\U0001f3fa<answer>" * 3_000, "\x00" * 200_000] * 3)
+    page = make_page(run_dir, 200)
+    assert len(page) < PAGE_BYTES
+    long = [episode for episode in Page(page).episodes if episode["id"].startswith("000099")]
+    assert all(any("left_out" in piece for piece in episode["turns"][0]["pieces"]) for episode in long)
+
+
+def test_episodes_keep_to_their_share_of_the_page(run_dir, monkeypatch):
+    monkeypatch.setattr(episodes, "PAGE_BYTES", 72 * 2_000)
+    monkeypatch.setattr(episodes, "MIN_EPISODE_BYTES", 100)
+    shown = view(run_dir).episodes
+    assert len(shown) == 72 and max(len(json.dumps(episode)) for episode in shown) <= 2_000
+    assert {episode["problem"] for episode in shown if not episode["turns"]} >= {"too large for this page"}
+
+
+def test_a_run_that_is_writing_is_shown_up_to_its_last_whole_line(run_dir, page, tmp_path):
+    shutil.copytree(run_dir, tmp_path / "run")
+    for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "episodes" / "000003.jsonl"):
+        path.write_bytes(path.read_bytes()[:-20])
+    cut = view(tmp_path / "run")
+    assert cut.data["figures"]["steps"] == [1, 2] and page.data["figures"]["steps"] == [1, 2, 3]
+    assert cut.episodes == page.episodes[:-1]
+
+
+def test_a_run_without_steps_says_so(run_dir, tmp_path):
+    shutil.copy(run_dir / "config.json", tmp_path)
+    page = view(tmp_path)
+    assert page.data["about"]["steps_done"] == 0 and page.data["about"]["steps_planned"] == 5
+    assert page.episodes == [] and page.data["headlines"] == [] and page.data["figures"]["charts"] == []
+
+
+def test_a_run_of_another_kind_has_charts_of_what_it_logged(tmp_path):
+    rows = [
+        {"step": n, "loss/sft": 2.0 / n, "optim/grad_norm": 1.0, "data/bad_rows": 0, "note": "x"} for n in (1, 2, 3)
+    ]
+    data = view(write_metrics(tmp_path, rows)).data
+    sections = {chart["title"]: chart["section"] for chart in data["figures"]["charts"]}
+    assert sections == {"Gradient norm before clipping": "learner", "loss/sft": "learner", "data/bad_rows": "other"}
+    assert [(item["symbol"], item["first"], item["last"]) for item in data["headlines"]] == [("sft", 2.0, 0.66667)]
+
+
+def test_headlines_are_means_of_the_first_and_last_tenth(tmp_path):
+    rows = [{"step": n, "rollout/format_reward": n, "rollout/tool_calls_mean": None} for n in range(1, 21)]
+    (item,) = view(write_metrics(tmp_path, rows)).data["headlines"]
+    assert (item["symbol"], item["first"], item["last"]) == ("f_τ", 1.5, 19.5)  # (1 + 2) / 2, (19 + 20) / 2
+
+
+def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
+    rows = [{"step": n, "loss/policy": float(n % 2)} for n in range(1, 2 * MAX_POINTS + 1)]
+    figures = view(write_metrics(tmp_path, rows)).data["figures"]
+    assert figures["steps_a_point"] == 2 and figures["steps"][-1] == 2 * MAX_POINTS
+    assert figures["columns"]["loss/policy"] == [0.5] * MAX_POINTS
+
+
+def test_parts_of_a_steps_time_add_up_to_the_whole(tmp_path):
+    rows = [{"step": 1, "time/rollout_s": 5.0, "time/update_s": 3.0, "time/publish_s": 0.5, "time/step_s": 10.0}]
+    columns = view(write_metrics(tmp_path, rows)).data["figures"]["columns"]
+    assert columns["time/other_s"] == [1.5]
+
+
+@pytest.mark.parametrize("files", [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}])
+def test_a_directory_that_is_no_run_is_refused_in_one_line(files, tmp_path, monkeypatch, capsys):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert command(monkeypatch, tmp_path) == 1
+    assert "is no run" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_replaces_an_older_one_and_nothing_else_unless_forced(tmp_path, monkeypatch, capsys):
+    write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])
+    assert command(monkeypatch, tmp_path) == command(monkeypatch, tmp_path) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")] * 2
+    other = tmp_path / "thesis.html"
+    other.write_text("<!doctype html> years of work")
+    assert command(monkeypatch, tmp_path, "--out", other) == 1
+    assert "add --force" in capsys.readouterr().err and other.read_text().endswith("years of work")
+    assert command(monkeypatch, tmp_path, "--out", other, "--force") == 0
+    assert Page(other.read_bytes()).data["about"]["steps_done"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_texts_and_runs_none_of_them(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1, texts=NASTY)
+    page = tmp_path / "page.html"
+    page.write_bytes(make_page(run_dir, 200))
+    number = next(n for n, one in enumerate(view(run_dir).episodes) if one["id"].startswith("000099"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    options.append(f"--user-data-dir={tmp_path / 'profile'}")
+    dom = subprocess.run(["chromium", *options, f"{page.as_uri()}#episode-{number}"], capture_output=True, text=True)
+    assert dom.returncode == 0
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in dom.stdout
+    assert "<img" not in dom.stdout and dom.stdout.count("</script>") == 2
