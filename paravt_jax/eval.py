@@ -153,7 +153,7 @@ def main() -> None:
         "Evaluates a policy on held-out prompts. Run again with the same run_dir, it goes on where it was.",
     )
     config = read_config(
-        parser, parser.parse_args(), EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE"
+        parser, parser.parse_intermixed_args(), EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE"
     )
     if config is None:
         return

@@ -26,7 +26,9 @@ def main() -> None:
     parser = config_parser(
         "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
     )
-    config = read_config(parser, parser.parse_args(), SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE")
+    config = read_config(
+        parser, parser.parse_intermixed_args(), SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE"
+    )
     if config is None:
         return
     use_compilation_cache()

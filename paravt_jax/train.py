@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return

@@ -1,0 +1,35 @@
+"""The commands that run a config, as people type them."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+COMMANDS = {"train": "smoke_cpu.yaml", "sft": "miniature/sft.yaml", "eval": "eval_8b.yaml"}
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """What a command prints, called as `python -m paravt_jax.NAME ARGUMENTS`."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", [f"{name}.py", *arguments])
+        importlib.import_module(f"paravt_jax.{name}").main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_may_stand_between_settings(name, shown):
+    given = ["--config", str(CONFIGS / COMMANDS[name]), "seed=41", "--show", "mesh.data=1", "run_dir=runs/elsewhere"]
+    found = shown(name, *given)
+    assert "seed: 41" in found and "run_dir: runs/elsewhere" in found
+
+
+def test_plan_may_stand_between_settings(shown):
+    found = shown(
+        "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
+    )
+    assert "v5p" in found
