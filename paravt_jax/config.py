@@ -7,14 +7,17 @@ makes dead or contradicts: all are errors here, before any model is loaded. Sect
 are that module's own dataclass, which checks itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
+from paravt_jax.keys import keys_in, keys_of, unknown_key
 from paravt_jax.learner.advantages import AdvantageConfig
 from paravt_jax.learner.credit import ANCHORS, Anchor
 from paravt_jax.learner.learner import OptimConfig
@@ -329,18 +332,43 @@ class EvalConfig:
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
     """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here."""
     for override in overrides:
-        if "=" not in override:
+        if "=" not in override[1:]:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
+    layers = [] if path is None else [(str(path), _told(str(path), lambda: OmegaConf.load(path)))]
+    layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
+    problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, schema)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    config: Any = OmegaConf.structured(schema)
+    for place, layer in layers:
+        config = _told(place, partial(OmegaConf.merge, config, layer))
+    return _told("", partial(OmegaConf.to_object, config))
+
+
+def _told(place: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives. What OmegaConf and YAML complain of becomes one line that begins with the place."""
     try:
-        layers = [OmegaConf.structured(schema), OmegaConf.from_dotlist(list(map(_with_value, overrides)))]
-        if path is not None:
-            layers.insert(1, OmegaConf.load(path))
-        found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))
+        return work()
     except OmegaConfBaseException as problem:
-        key = getattr(problem, "full_key", None)
-        said = str(problem).splitlines()[0]
-        raise ValueError(f"{key}: {said}" if key and key not in said else said) from None
-    return found
+        key, said = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        names = [place, "" if key in place or key in said else key]
+        raise ValueError(": ".join([*filter(None, names), said])) from None
+    except MarkedYAMLError as problem:
+        mark = problem.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and mark.name == place else ""
+        said = " ".join(filter(None, [problem.problem, problem.context]))
+        raise ValueError(f"{place}{where} is no YAML: {said}") from None
+    except (YAMLError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
+
+
+def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
+    known, given = list(keys_of(schema)), cast(dict[Any, Any], OmegaConf.to_container(layer))
+    for key in keys_in(given):
+        if key not in known:
+            yield ("" if place.startswith(f"{key}=") else f"{place}: ") + unknown_key(key, known)
 
 
 def _with_value(override: str) -> str:
