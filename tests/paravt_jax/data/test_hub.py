@@ -126,6 +126,19 @@ def test_what_exists_here_always_wins(questions):
     assert answer_of("ada/train.jsonl") == "E" and questions.requests == []
 
 
+MADE = "(python -m paravt_jax.data materialize --output-dir {} makes it from published rows)"
+
+
+def test_a_name_whose_first_folder_is_here_is_local_unless_it_has_a_revision(questions):
+    Path("ada").mkdir()
+    assert message(REPO) == (
+        f"{REPO} does not exist here {MADE.format(REPO)}, though the directory ada does; if the data set {REPO} of the "
+        f"hub is meant, write {REPO}@main"
+    )
+    assert questions.requests == []
+    assert answer_of(f"{REPO}@main") == "A"
+
+
 @pytest.mark.parametrize(
     "path", ["ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/questions"]
 )
@@ -149,7 +162,13 @@ def message(path: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("path", ["ada/nothing", f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
+def test_what_is_neither_here_nor_on_the_hub_is_named_in_both_readings(questions):
+    assert message("data/sft").startswith(
+        f"data/sft does not exist here {MADE.format('data/sft')}, and the data set data/sft could not be downloaded"
+    )
+
+
+@pytest.mark.parametrize("path", [f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
 def test_what_the_hub_does_not_have_is_named_with_what_to_do(questions, path):
     said = message(path)
     assert said.startswith(f"{path} does not exist here, and the data set ada/")
@@ -203,4 +222,5 @@ def test_offline_the_command_says_what_to_do(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(f"error: {REPO} does not exist here") and done.stderr.count("\n") == 1
+    assert MADE.format(REPO) in done.stderr
     assert f"unset HF_HUB_OFFLINE, or {BY_HAND} on a machine that is online and give DIR instead" in done.stderr
