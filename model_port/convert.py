@@ -102,8 +102,11 @@ def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force:
     return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
-def source_directory(src: str | Path) -> Path:
-    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded."""
+def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
+    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded.
+
+    `given_as` is how the user would give a directory instead.
+    """
     if Path(src).is_dir():
         return Path(src)
     if not HUB_ID.fullmatch(str(src)):
@@ -115,7 +118,7 @@ def source_directory(src: str | Path) -> Path:
         raise RuntimeError(
             f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
             f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
-            f"and give DIR as --src"
+            f"and give {given_as}"
         ) from problem
 
 

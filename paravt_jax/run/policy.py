@@ -60,7 +60,7 @@ def open_policy(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Polic
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:
     if path != TINY:
-        return source_directory(path)
+        return source_directory(path, "model.path=DIR")
     made = run_dir / TINY
     if not made.is_dir():
         make_tiny(made, seed)

@@ -129,6 +129,7 @@ def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
         RuntimeError, match=r"is not a directory and could not be downloaded .* run `hf download"
     ) as raised:
         convert("Nobody/nothing", tmp_path / "ckpt")
+    assert str(raised.value).endswith("and give --src DIR")
     assert "\n" not in str(raised.value) and not (tmp_path / "ckpt").exists()
 
 

@@ -4,9 +4,14 @@ import importlib
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.run.policy import open_policy
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 COMMANDS = {"train": "smoke_cpu.yaml", "sft": "miniature/sft.yaml", "eval": "eval_8b.yaml"}
+SETTINGS = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
 
 
 @pytest.fixture
@@ -33,3 +38,12 @@ def test_plan_may_stand_between_settings(shown):
         "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
     )
     assert "v5p" in found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_called(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    config = load_config(CONFIGS / COMMANDS[name], "model.path=Nobody/nothing", schema=SETTINGS[name])
+    with pytest.raises(RuntimeError, match=r"could not be downloaded .* and give model\.path=DIR$"):
+        open_policy(config, tmp_path)
