@@ -62,7 +62,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    # A parquet or JSON-lines file of prompts, a directory of parquet files, a data set on the hub as
+    # A parquet or JSON-lines file of prompts, a directory with parquet files below it, a data set on the hub as
     # OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.
     train: str = SYNTHETIC
     validation: str = ""  # held-out prompts, of the same kinds; empty: no validation

@@ -84,6 +84,18 @@ def local_source(path: str | Path) -> Path:
     raise ValueError(_no_rows(name, [file.name for file in lines]))
 
 
+def row_files(source: Path) -> list[Path]:
+    """A file itself; of a directory all .parquet files in it and below, except in folders that begin with a dot.
+
+    Of what was downloaded only the directory itself: what lies deeper there was asked for by another name.
+    """
+    if not source.is_dir():
+        return [source]
+    downloaded = Path(constants.HF_HUB_CACHE) in source.parents
+    files = sorted(source.glob("*.parquet") if downloaded else source.rglob("*.parquet"))
+    return [file for file in files if not any(step.startswith(".") for step in file.relative_to(source).parts)]
+
+
 def tokenizer_file(source: str) -> Path:
     """tokenizer.json of a Hugging Face directory, or of a model on the hub."""
     local = Path(source)

@@ -109,6 +109,18 @@ def test_parquet_files_are_read_as_a_directory_of_them(hub):
     assert [trace.id for trace in found.traces] == ["a", "b"]
 
 
+def test_what_was_downloaded_under_another_name_is_not_read_with_it(hub):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(lines("A"))]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    content = Path("a.parquet").read_bytes()
+    hub.add_repo(REPO, files={"rl/a.parquet": content, "rl/deep/b.parquet": content})
+    for path in (f"{REPO}/rl/deep", f"{REPO}/rl"):
+        assert len(load_prompts(path, video_root="", max_bad_frac=0.0).prompts) == 1
+
+
 def test_a_revision_is_another_version(questions):
     repo = questions.repos[REPO]
     repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": questions.store(lines("C"))})
