@@ -15,10 +15,7 @@ from typing import Any, Literal, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from paravt_jax.learner.advantages import AdvantageConfig
-from paravt_jax.learner.credit import ANCHORS, Anchor
-from paravt_jax.learner.learner import OptimConfig
-from paravt_jax.learner.losses import LossConfig, MismatchConfig
+from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.terms import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
