@@ -18,10 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from paravt_jax.keys import keys_in, keys_of, unknown_key
-from paravt_jax.learner.advantages import AdvantageConfig
-from paravt_jax.learner.credit import ANCHORS, Anchor
-from paravt_jax.learner.learner import OptimConfig
-from paravt_jax.learner.losses import LossConfig, MismatchConfig
+from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.terms import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig

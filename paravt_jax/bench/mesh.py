@@ -154,7 +154,7 @@ def config_of(
 ) -> "Config":
     """A run whose batches have so many rows for every part of the mesh that rows are split over."""
     from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-    from paravt_jax.learner.losses import LossConfig
+    from paravt_jax.learner.settings import LossConfig
     from paravt_jax.rewards.terms import RewardConfig
     from rollout.episode import EpisodeConfig
 
@@ -258,7 +258,6 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
         config.optim,
         config.loss,
         temperature=config.rollout.temperature,
-        num_classes=1,
         mesh=mesh,
     )
 
@@ -304,27 +303,29 @@ def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
 
 
 def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:
-    """The programs of one update, by the names that the learner has for them; the update is made on the way."""
+    """The programs of one update by their names in learner.programs; the update is made on the way."""
     import jax
 
-    programs: dict[str, Any] = {}
+    from paravt_jax.learner import programs
+
+    compiled: dict[str, Any] = {}
 
     def watched(name: str, function: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            programs[name] = function.lower(*args, **kwargs).compile()
+            compiled[name] = function.lower(*args, **kwargs).compile()
             return function(*args, **kwargs)
 
         return call
 
-    functions = {name: value for name, value in vars(learner).items() if isinstance(value, jax.stages.Wrapped)}
+    functions = {name: value for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped)}
     for name, function in functions.items():
-        setattr(learner, name, watched(name, function))
+        setattr(programs, name, watched(name, function))
     try:
         learner.update([batch], 1.0, len(batch.text.tokens))
     finally:
         for name, function in functions.items():
-            setattr(learner, name, function)
-    return programs
+            setattr(programs, name, function)
+    return compiled
 
 
 def program_bytes(program: Any) -> int:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from model_port.inputs import Frame
-from paravt_jax.learner.learner import OptimConfig
-from paravt_jax.learner.losses import LossConfig
 from paravt_jax.learner.packing import Dialogue
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 
 class TorchLearner:

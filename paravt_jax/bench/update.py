@@ -158,14 +158,14 @@ def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[]
     from flax import nnx
 
     import model_port
-    from paravt_jax.learner.learner import Learner, OptimConfig
-    from paravt_jax.learner.losses import LossConfig
+    from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import Shape, pack
+    from paravt_jax.learner.settings import LossConfig, OptimConfig
 
     dialogues, frames = group.dialogues(way)
     model = model_port.load(folder)
     model.compute = replace(model.compute, dtype=dtype)
-    learner = Learner(model, OptimConfig(), LossConfig(), temperature=TEMPERATURE, num_classes=1)
+    learner = Learner(model, OptimConfig(), LossConfig(), temperature=TEMPERATURE)
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]
     row_patches = max(len(frame.patches) for frame in group.frames)
     if way == "branches":
@@ -187,8 +187,7 @@ def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[]
 
 def _torch_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[], dict[str, float]]:
     from paravt_jax.bench.torch_update import TorchLearner
-    from paravt_jax.learner.learner import OptimConfig
-    from paravt_jax.learner.losses import LossConfig
+    from paravt_jax.learner.settings import LossConfig, OptimConfig
 
     dialogues, frames = group.dialogues(way)
     learner = TorchLearner(

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.learner.credit import Credit, dialogue_of
+from paravt_jax.learner.credit import EpisodeAdvantage, dialogue_of
 from paravt_jax.learner.packing import Dialogue
 from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
@@ -26,7 +26,7 @@ from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
 
-IMITATED = Credit(1.0)
+IMITATED = EpisodeAdvantage(1.0)
 
 
 class Demonstrator:

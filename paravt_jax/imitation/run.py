@@ -18,8 +18,8 @@ from paravt_jax.data.visits import Visits
 from paravt_jax.imitation.batches import Lesson, Lessons
 from paravt_jax.imitation.ledgers import Demonstrator
 from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.losses import LossConfig
 from paravt_jax.learner.packing import used_frac
+from paravt_jax.learner.settings import LossConfig
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.directory import RunPlace
 from paravt_jax.run.log import RunLog
@@ -122,7 +122,6 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             config.optim,
             LossConfig(kl_coef=0.0),
             temperature=1.0,
-            num_classes=1,
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )

@@ -9,28 +9,13 @@ a part is then measured in the same unit whether or not members are missing, and
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from paravt_jax.learner.settings import AdvantageConfig
+
 ROUNDING = 1e-8  # rewards closer than this are equal: the same credits added up in another order
-
-CreditKind = Literal["token", "sequence"]
-Normalise = Literal["std", "none"]
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    credit: CreditKind = "token"  # sequence: the anchor stays inside R, as in the public release
-    normalise: Normalise = "std"  # none: Dr. GRPO; std weighs up groups that are nearly all right or all wrong
-    epsilon: float = 1e-6  # far below the std of any group with spread
-    filter_zero_variance: bool = True  # such groups have nothing to say but KL, and would count in N
-    batch_normalise: bool = False  # over the loss tokens of the step; optional in the paper
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epsilon < math.inf:
-            raise ValueError(f"advantage.epsilon={self.epsilon} must be a finite number above 0, such as 1e-6")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +27,7 @@ class GroupAdvantages:
     keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens; the others give no gradient and do not count in N
     num_missing: int
     has_spread: bool
+    unit: float  # of advantage in a reward of 1
 
 
 def group_advantages(
@@ -51,13 +37,11 @@ def group_advantages(
     *,
     anchor_scale: float,
     config: AdvantageConfig,
-    kl_penalties: Float[np.ndarray, " G"] | None = None,
 ) -> GroupAdvantages:
     """The advantages of a group; NaN among `rewards` marks a missing episode; `anchor_scale` is λ · w_fmt.
 
     Under token credit a group is without spread when neither part has any: where all anchors differ but not the rest,
-    it still teaches its structure. `kl_penalties` (KL in the reward) are subtracted from the rewards but decide nothing
-    about spread: they differ in every episode and would keep every group.
+    it still teaches its structure.
 
     DIFFERS: the reward without the anchor is passed in, not formed as R − λ · w_fmt · R_anchor. The two differ where
     R_fmt has reached its bound of 1; there the difference would punish the episodes with the best structure.
@@ -66,18 +50,29 @@ def group_advantages(
     by_token = config.credit == "token"
     base = rewards_without_anchor if by_token else rewards
     anchor_scale = anchor_scale if by_token else 0.0
-    for name, values in (("rewards", base), ("anchors", anchors), ("kl_penalties", kl_penalties)):
-        if values is not None and not np.isfinite(values[present]).all():
+    for name, values in (("rewards", base), ("anchors", anchors)):
+        if not np.isfinite(values[present]).all():
             raise ValueError(f"{name} of episodes that have a reward must be finite, got {values[present].tolist()}")
     has_spread = _spread(base, present) or (anchor_scale != 0 and _spread(anchors, present))
-    penalised = base if kl_penalties is None else base - kl_penalties
     return GroupAdvantages(
-        sequence=_relative(penalised, present, config),
+        sequence=_relative(base, present, config),
         anchor=anchor_scale * _relative(anchors, present, config),
         keep=present & (has_spread or not config.filter_zero_variance),
         num_missing=int(np.count_nonzero(~present)),
         has_spread=has_spread,
+        unit=1 / _scale(base, present, config),
     )
+
+
+def with_kl_penalty(
+    advantage: Float[np.ndarray, " n"], sampled_mask: Bool[np.ndarray, " n"], kl_penalty: float, unit: float
+) -> Float[np.ndarray, " n"]:
+    """The advantages of an episode whose reward is less by its KL, with its group's mean and std as they were.
+
+    The KL of every episode is another, so a std of penalised rewards would blow up a KL of 1e-4 to an advantage of 1
+    where the rewards themselves are equal.
+    """
+    return np.where(sampled_mask, advantage - np.float32(kl_penalty * unit), 0.0).astype(np.float32)
 
 
 def token_advantages(
@@ -132,6 +127,11 @@ def _relative(
     """Each member against its group; exactly zero without spread, where the rest would be rounding over ε."""
     if not _spread(values, present):
         return np.zeros(values.shape)
-    mean = values[present].mean()
-    scale = values[present].std() + config.epsilon if config.normalise == "std" else 1.0
-    return np.where(present, (values - mean) / scale, 0.0)
+    return np.where(present, (values - values[present].mean()) / _scale(values, present, config), 0.0)
+
+
+def _scale(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
+    """What a distance from the mean is divided by: no spread, no std."""
+    if config.normalise == "none" or not _spread(values, present):
+        return 1.0
+    return float(values[present].std()) + config.epsilon

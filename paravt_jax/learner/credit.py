@@ -6,20 +6,18 @@ structural, also when it spells some of its neighbour too.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from paravt_jax.learner.advantages import token_advantages
 from paravt_jax.learner.packing import Dialogue
+from paravt_jax.learner.settings import ANCHORS, Anchor
 from paravt_jax.rewards.terms import Tag
 from rollout.chat import Chat
 from rollout.episode import Episode, Turn
 from rollout.ledger import Ledger
 
-Anchor = Literal["closings", "openings", "turn_end"]
-ANCHORS = get_args(Anchor)
 OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is forced, never sampled
 
 # Classes of tokens, by which the mismatch between engine and learner is watched.
@@ -28,7 +26,7 @@ CLASSES = ("plain", "structural", "first_of_turn", "first_after_image")
 
 
 @dataclass(frozen=True)
-class Credit:
+class EpisodeAdvantage:
     """What an episode earned relative to its group: for every sampled token, and more for structural ones."""
 
     sequence: float
@@ -38,7 +36,7 @@ class Credit:
 def dialogues_of(
     episode: Episode,
     number: int,
-    credit: Credit,
+    earned: EpisodeAdvantage,
     tags: Sequence[Tag],
     chat: Chat,
     token_px: int,
@@ -51,7 +49,7 @@ def dialogues_of(
     ledgers = episode.ledgers if subagent_loss else [episode.ledger]
     masks = [structural, *(np.zeros(len(ledger.ids), bool) for ledger in ledgers[1:])]
     found = [
-        dialogue_of(ledger, number, credit, mask, chat, token_px) for ledger, mask in zip(ledgers, masks, strict=True)
+        dialogue_of(ledger, number, earned, mask, chat, token_px) for ledger, mask in zip(ledgers, masks, strict=True)
     ]
     return [dialogue for dialogue in found if dialogue.loss_mask.any()]
 
@@ -86,7 +84,7 @@ def _ends(turn: Turn, ids: np.ndarray, chat: Chat) -> bool:
 
 
 def dialogue_of(
-    ledger: Ledger, number: int, credit: Credit, structural: np.ndarray, chat: Chat, token_px: int
+    ledger: Ledger, number: int, earned: EpisodeAdvantage, structural: np.ndarray, chat: Chat, token_px: int
 ) -> Dialogue:
     """One agent's dialogue, placeholders expanded; its sampled tokens are those to learn from."""
     ids, sampled = ledger.ids, ledger.sampled_mask
@@ -95,7 +93,7 @@ def dialogue_of(
     end = int(wrong[0]) if len(wrong) else len(ids)
     shown = ids == chat.image_id
     repeats = ledger.num_tokens_each(chat.image_id, token_px)
-    advantage = token_advantages(credit.sequence, credit.anchor, sampled, structural)
+    advantage = token_advantages(earned.sequence, earned.anchor, sampled, structural)
     prompt = ledger.segments[0]
     return Dialogue(
         ids=np.repeat(ids[:end], repeats[:end]),

@@ -9,65 +9,37 @@ term; the KL term covers every loss token.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
+from paravt_jax.learner.settings import Decision, Denominator, KlEstimator, LossConfig, MismatchConfig, Ratio
+
 TANGENT_FROM = 10.0  # log-ratios go on along the tangent of exp: e^10 is absurd already, and squares stay finite
 
-Ratio = Literal["token", "sequence"]
-BehaviorCorrection = Literal["mask", "truncate", "none"]
-KlEstimator = Literal["k1", "k2", "k3"]
-KlIn = Literal["loss", "reward"]
-Denominator = Literal["tokens", "constant"]
-Decision = Literal["ok", "warn", "geometric_mask", "stop"]
+# Under jit the coefficients of a LossConfig are traced, so that no value of theirs compiles a program of its own.
+COEFFICIENTS = tuple(field.name for field in fields(LossConfig) if type(field.default) is float)
+KINDS = tuple(field.name for field in fields(LossConfig) if field.name not in COEFFICIENTS)
 
 
-@dataclass(frozen=True)
-class LossConfig:
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # above clip_low: clip-higher (DAPO), which leaves rare tokens room to grow
-    ratio: Ratio = "token"  # sequence: GSPO
-    denominator: Denominator = "tokens"  # constant: Dr. GRPO, see `loss_denominator`
-    behavior_correction: BehaviorCorrection = "mask"  # truncate: min(w, cap); none: w = 1
-    behavior_cap: float = 5.0  # published
-    geometric_mask: bool = False  # leaves out sequences whose geometric mean of w is outside the bounds
-    geometric_low: float = 0.9  # ours: a tenth per token, over a whole sequence, is another policy
-    geometric_high: float = 1.1
-    kl_coef: float = 0.01  # published
-    kl_estimator: KlEstimator = "k3"  # GRPO's; k2 has the exact gradient of KL(policy‖ref)
-    kl_in: KlIn = "loss"  # reward: see `kl_penalties`
+def _traced(kinds: tuple[Any, ...], coefficients: Any) -> LossConfig:
+    config = object.__new__(LossConfig)  # its checks are for numbers, and have been made
+    vars(config).update(zip((*KINDS, *COEFFICIENTS), (*kinds, *coefficients), strict=True))
+    return config
 
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"loss.clip_low={self.clip_low} must be above 0 and below 1: ratios are positive")
-        if not 0 < self.clip_high < math.inf:
-            raise ValueError(f"loss.clip_high={self.clip_high} must be a finite number above 0")
-        if not self.behavior_cap >= 1:
-            raise ValueError(
-                f"loss.behavior_cap={self.behavior_cap} must be at least 1, the weight of a token on which engine and "
-                f"learner agree; inf is no cap"
-            )
-        if not 0 < self.geometric_low < 1 < self.geometric_high < math.inf:
-            raise ValueError(
-                f"loss.geometric_low={self.geometric_low} and loss.geometric_high={self.geometric_high} must enclose "
-                f"1, the mean of a sequence on which engine and learner agree"
-            )
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"loss.kl_coef={self.kl_coef} must be a finite number, 0 or more")
-        if self.kl_estimator == "k1" and self.kl_in == "loss":
-            raise ValueError(
-                "loss.kl_estimator=k1 with loss.kl_in=loss pulls nowhere: the gradient of k1 is zero in expectation; "
-                "use k2 or k3, or loss.kl_in=reward"
-            )
 
-    @property
-    def needs_sequences(self) -> bool:
-        return self.ratio == "sequence" or self.geometric_mask
+jax.tree_util.register_pytree_node(
+    LossConfig,
+    lambda config: ([getattr(config, name) for name in COEFFICIENTS], tuple(getattr(config, name) for name in KINDS)),
+    _traced,
+)
+
+SequenceMeans = Callable[[Float[Array, "*t"]], Float[Array, "*t"]]  # see _sequence_means
 
 
 class LossSums(NamedTuple):
@@ -105,54 +77,68 @@ def policy_loss(
     """
     if config.needs_sequences and (sequence_ids is None or num_sequences < 1):
         raise ValueError("loss.ratio=sequence and loss.geometric_mask=true need sequence_ids and num_sequences")
-    if ref_logp is None and config.kl_coef and config.kl_in == "loss":
+    known = isinstance(config.kl_coef, float)  # traced, it is the learner's, which holds a reference for every other
+    if ref_logp is None and known and config.kl_coef and config.kl_in == "loss":
         raise ValueError(f"loss.kl_coef={config.kl_coef} with loss.kl_in=loss needs ref_logp; set loss.kl_coef=0")
-
     policy = _kept(policy_logp, loss_mask)
     prox, behavior, advantage = (
         stop_gradient(_kept(values, loss_mask)) for values in (prox_logp, behavior_logp, advantage)
     )
-    log_ratio = policy - prox
-    log_weight = stop_gradient(prox - behavior)
-    if config.ratio == "sequence":
+
+    def sequence_means(values: Float[Array, "*t"]) -> Float[Array, "*t"]:
         assert sequence_ids is not None
-        shared = _sequence_means(log_ratio, loss_mask, sequence_ids, num_sequences)
-        log_ratio = stop_gradient(shared) + (policy - stop_gradient(policy))
-    ratio = _exp(log_ratio)
+        return _sequence_means(values, loss_mask, sequence_ids, num_sequences)
+
+    ratio = _ratio(config.ratio, policy, prox, sequence_means)
+    weight, capped, outside = _weight(config, prox - behavior, loss_mask, sequence_means)
     unclipped = ratio * advantage
     clipped = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage
-
-    weight = _exp(log_weight)
-    capped = jnp.zeros_like(loss_mask)
-    if config.behavior_correction == "none":
-        weight = jnp.ones_like(weight)
-    else:
-        capped = weight > config.behavior_cap
-        weight = jnp.where(capped, config.behavior_cap if config.behavior_correction == "truncate" else 0.0, weight)
-    outside = jnp.zeros_like(loss_mask)
-    if config.geometric_mask:
-        assert sequence_ids is not None
-        mean = _exp(_sequence_means(log_weight, loss_mask, sequence_ids, num_sequences))
-        outside = loss_mask & ((mean < config.geometric_low) | (mean > config.geometric_high))
-        weight = jnp.where(jnp.isnan(mean), mean, jnp.where(outside, 0.0, weight))
     policy_sum = -jnp.sum(weight * jnp.minimum(unclipped, clipped))
-
-    kl_ref = kl_loss = jnp.zeros_like(policy_sum)
+    loss, kl_ref = policy_sum, jnp.zeros_like(policy_sum)
     if ref_logp is not None:
         ref = stop_gradient(_kept(ref_logp, loss_mask))
         kl_ref = stop_gradient(jnp.sum(k3(ref - policy)))
         if config.kl_in == "loss":
-            kl_loss = jnp.sum(_kl(config.kl_estimator, ref - policy))
+            loss += config.kl_coef * jnp.sum(_kl(config.kl_estimator, ref - policy))
     return LossSums(
-        loss=policy_sum + config.kl_coef * kl_loss,
+        loss=loss,
         policy=policy_sum,
         kl_ref=kl_ref,
-        behavior_kl=jnp.sum(k3(log_weight)),
+        behavior_kl=jnp.sum(k3(prox - behavior)),
         num_tokens=_count(loss_mask, policy),
         num_clipped=_count(clipped < unclipped, policy),
         num_capped=_count(capped, policy),
         num_geometric_masked=_count(outside, policy),
     )
+
+
+def _ratio(
+    kind: Ratio, policy: Float[Array, "*t"], prox: Float[Array, "*t"], sequence_means: SequenceMeans
+) -> Float[Array, "*t"]:
+    """How much likelier the policy makes each token than the policy before the update did."""
+    if kind == "token":
+        return _exp(policy - prox)
+    return _exp(stop_gradient(sequence_means(policy - prox)) + policy - stop_gradient(policy))
+
+
+def _weight(
+    config: LossConfig,
+    log_weight: Float[Array, "*t"],
+    loss_mask: Bool[Array, "*t"],
+    sequence_means: SequenceMeans,
+) -> tuple[Float[Array, "*t"], Bool[Array, "*t"], Bool[Array, "*t"]]:
+    """What corrects for the sampler; the tokens over the cap, and those of sequences outside the geometric bounds."""
+    weight, capped, outside = _exp(log_weight), jnp.zeros_like(loss_mask), jnp.zeros_like(loss_mask)
+    if config.behavior_correction == "none":
+        weight = jnp.ones_like(weight)
+    else:
+        capped = weight > config.behavior_cap
+        weight = jnp.where(capped, config.behavior_cap if config.behavior_correction == "truncate" else 0.0, weight)
+    if config.geometric_mask:
+        mean = _exp(sequence_means(log_weight))
+        outside = loss_mask & ((mean < config.geometric_low) | (mean > config.geometric_high))
+        weight = jnp.where(jnp.isnan(mean), mean, jnp.where(outside, 0.0, weight))
+    return stop_gradient(weight), capped, outside
 
 
 def loss_denominator(kind: Denominator, *, num_loss_tokens: int, num_episodes: int, max_new_tokens: int) -> float:
@@ -222,25 +208,6 @@ def mismatch_sums(
             for values in (jnp.ones_like(difference), k3(difference), jnp.abs(difference))
         )
     )
-
-
-@dataclass(frozen=True)
-class MismatchConfig:
-    """Means of the behavior KL over loss tokens, each the first value at which its step is taken. The numbers are ours:
-
-    two bf16 programs of the same weights differ by about 1e-3, and staleness adds to it.
-    """
-
-    warn_kl: float = 0.01
-    geometric_mask_kl: float = 0.03
-    stop_kl: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.warn_kl <= self.geometric_mask_kl <= self.stop_kl:
-            raise ValueError(
-                f"mismatch.warn_kl={self.warn_kl}, mismatch.geometric_mask_kl={self.geometric_mask_kl} and "
-                f"mismatch.stop_kl={self.stop_kl} must be above 0 and in this order; inf turns one off"
-            )
 
 
 def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:

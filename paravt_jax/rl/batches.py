@@ -8,31 +8,33 @@ import numpy as np
 from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from paravt_jax.config import Config
-from paravt_jax.learner.advantages import GroupAdvantages, batch_normalised, token_moments
-from paravt_jax.learner.credit import CLASSES, Credit, dialogues_of
+from paravt_jax.learner.advantages import batch_normalised, token_moments, with_kl_penalty
+from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.losses import loss_denominator
 from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, fitting_row_tokens, pack, used_frac
-from paravt_jax.rl.rollouts import Group, advantages_of
+from paravt_jax.rl.rollouts import Group
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 
 
-class Teacher:
+class PolicyUpdate:
+    """What a step does to the learner, from its groups: which tokens count, with which advantage, in which rows."""
+
     def __init__(self, learner: Learner, chat: Chat, contract: VisionContract, config: Config):
         self.learner = learner
         self._chat, self._contract, self._config = chat, contract, config
 
-    def teach(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
+    def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
         """Updates the learner, once or several times. A step without anything to learn from passes."""
         config, learner = self._config, self.learner
         groups = [group for group in groups if group.teaches]
-        dialogues = self._dialogues(groups, [group.advantages for group in groups])
+        dialogues = self._dialogues(groups)
         if not dialogues:
             for _ in range(config.train.updates_per_step):
                 learner.skip()
             return {"perf/dummy_frac": 0.0, "perf/num_batches": 0.0}
-        batches = self._pack(dialogues, groups)
+        batches = self._pack(self._normalised(dialogues), groups)
         known = None
         kl_in_reward = config.loss.kl_in == "reward" and config.loss.kl_coef > 0
         if kl_in_reward or config.train.updates_per_step > 1:
@@ -40,8 +42,8 @@ class Teacher:
         if kl_in_reward:
             assert known is not None
             penalties = learner.kl_penalties(batches, known, self._max_dialogues)
-            dialogues = self._dialogues(groups, self._penalised(groups, dialogues, penalties))
-            batches = self._pack(dialogues, groups)  # the same places, with other advantages
+            dialogues = self._penalised(dialogues, groups, penalties)
+            batches = self._pack(self._normalised(dialogues), groups)  # the same places, with other advantages
         denominator = loss_denominator(
             config.loss.denominator,
             num_loss_tokens=sum(int(dialogue.loss_mask.sum()) for dialogue in dialogues),
@@ -53,8 +55,6 @@ class Teacher:
             metrics = learner.update(
                 batches, denominator, self._max_dialogues, known=known, geometric_mask=geometric_mask
             )
-        for number, name in enumerate(CLASSES):
-            metrics[f"mismatch/behavior_kl_{name}"] = metrics.pop(f"mismatch/behavior_kl_class_{number}")
         metrics["perf/dummy_frac"] = 1.0 - used_frac(batches)
         metrics["perf/num_batches"] = float(len(batches))
         return metrics
@@ -66,30 +66,58 @@ class Teacher:
         num_episodes = train.prompts_per_step * train.group_size
         return num_episodes * (1 + (rollout.tool_turns * rollout.max_parallel if train.subagent_loss else 0))
 
-    def _dialogues(self, groups: Sequence[Group], advantages: Sequence[GroupAdvantages]) -> list[Dialogue]:
-        train, found = self._config.train, []
-        for first, (group, found_advantages) in enumerate(zip(groups, advantages, strict=True)):
+    def _dialogues(self, groups: Sequence[Group]) -> list[Dialogue]:
+        """Those of the kept members; an episode's number is its place among all members of the step."""
+        train, dialogues = self._config.train, []
+        for first, group in enumerate(groups):
+            earned = group.advantages
             for number, member in enumerate(group.members):
-                if not found_advantages.keep[number]:
+                if not earned.keep[number]:
                     continue
                 assert member.episode is not None
                 assert member.terms is not None
-                found += dialogues_of(
+                dialogues += dialogues_of(
                     member.episode,
                     first * train.group_size + number,
-                    Credit(float(found_advantages.sequence[number]), float(found_advantages.anchor[number])),
+                    EpisodeAdvantage(float(earned.sequence[number]), float(earned.anchor[number])),
                     member.terms.tags,
                     self._chat,
                     self._contract.unit_px,
                     anchors=train.anchor_tokens,
                     subagent_loss=train.subagent_loss,
                 )
-        if self._config.advantage.batch_normalise and found:
-            moments = [token_moments(dialogue.advantage, dialogue.loss_mask) for dialogue in found]
-            total = sum(moments[1:], moments[0])
-            epsilon = self._config.advantage.epsilon
-            found = [replace(d, advantage=batch_normalised(d.advantage, d.loss_mask, total, epsilon)) for d in found]
-        return found
+        return dialogues
+
+    def _penalised(
+        self, dialogues: Sequence[Dialogue], groups: Sequence[Group], penalties: np.ndarray
+    ) -> list[Dialogue]:
+        """KL in the reward: every token of an episode bears the KL of all its dialogues."""
+        size = self._config.train.group_size
+        of_episode = np.zeros(len(groups) * size)
+        for dialogue, penalty in zip(dialogues, penalties, strict=False):
+            of_episode[dialogue.episode] += penalty
+        return [
+            replace(
+                dialogue,
+                advantage=with_kl_penalty(
+                    dialogue.advantage,
+                    dialogue.loss_mask,
+                    float(of_episode[dialogue.episode]),
+                    groups[dialogue.episode // size].advantages.unit,
+                ),
+            )
+            for dialogue in dialogues
+        ]
+
+    def _normalised(self, dialogues: Sequence[Dialogue]) -> Sequence[Dialogue]:
+        settings = self._config.advantage
+        if not settings.batch_normalise:
+            return dialogues
+        moments = [token_moments(dialogue.advantage, dialogue.loss_mask) for dialogue in dialogues]
+        total = sum(moments[1:], moments[0])
+        return [
+            replace(d, advantage=batch_normalised(d.advantage, d.loss_mask, total, settings.epsilon)) for d in dialogues
+        ]
 
     def _pack(self, dialogues: Sequence[Dialogue], groups: Sequence[Group]) -> list[TrainBatch]:
         settings = self._config.pack
@@ -108,16 +136,3 @@ class Teacher:
             for picture in ledger.pictures
         }
         return {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
-
-    def _penalised(
-        self, groups: Sequence[Group], dialogues: Sequence[Dialogue], penalties: np.ndarray
-    ) -> list[GroupAdvantages]:
-        """Advantages of rewards from which the KL of each whole episode was taken."""
-        size = self._config.train.group_size
-        by_episode = np.zeros((len(groups), size))
-        for number, dialogue in enumerate(dialogues):
-            by_episode[divmod(dialogue.episode, size)] += penalties[number]
-        return [
-            advantages_of(group.members, self._config, of_group)
-            for group, of_group in zip(groups, by_episode, strict=True)
-        ]

@@ -11,10 +11,9 @@ from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
-from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rl.batches import Teacher
+from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Rollouts
 from paravt_jax.rl.run import Run
 from paravt_jax.run.directory import RunPlace
@@ -46,7 +45,6 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             config.optim,
             config.loss,
             temperature=config.rollout.temperature,
-            num_classes=len(CLASSES),
             num_steps=config.train.num_steps * config.train.updates_per_step,
             mesh=policy.mesh,
         )
@@ -73,7 +71,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             directory=place.directory,
             policy=policy,
             learner=learner,
-            teacher=Teacher(learner, policy.chat, policy.contract, config),
+            policy_update=PolicyUpdate(learner, policy.chat, policy.contract, config),
             engine=engine,
             rollouts=rollouts,
             greedy=Agent(engine, frames, policy.chat, replace(config.rollout, temperature=0.0)),

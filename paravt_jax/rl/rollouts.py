@@ -187,7 +187,7 @@ async def evaluate(
     return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
-def advantages_of(members: Sequence[Member], config: Config, kl_penalties: np.ndarray | None = None) -> GroupAdvantages:
+def advantages_of(members: Sequence[Member], config: Config) -> GroupAdvantages:
     def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
         found = [None if member.missing or member.terms is None else of(member.terms) for member in members]
         return np.array([np.nan if value is None else value for value in found], np.float64)
@@ -198,7 +198,6 @@ def advantages_of(members: Sequence[Member], config: Config, kl_penalties: np.nd
         values(lambda terms: terms.anchor),
         anchor_scale=config.reward.anchor_weight * config.reward.format_weight,
         config=config.advantage,
-        kl_penalties=kl_penalties,
     )
 
 

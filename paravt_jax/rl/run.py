@@ -19,7 +19,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rl.batches import Teacher
+from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
 from paravt_jax.rl.rollouts import Group, Rollouts, evaluate, records
 from paravt_jax.run.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ class Run:
     directory: Path
     policy: Policy
     learner: Learner
-    teacher: Teacher
+    policy_update: PolicyUpdate
     engine: Engine
     rollouts: Rollouts
     greedy: Agent
@@ -74,7 +74,7 @@ class Run:
         metrics = rollout_metrics(groups) | {"staleness_mean": staleness_mean(groups, self.version)}
         self.log.phase("update")
         begun_s = time.monotonic()
-        metrics |= await in_thread(lambda: self.teacher.teach(groups, geometric_mask=self.geometric_mask))
+        metrics |= await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
         self._heed_mismatch(metrics)
         self.step += 1

@@ -27,7 +27,8 @@ from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
 from model_port.output_dir import LOCK_FILE, output_directory
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.learner.learner import Learner, TrainState
+from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.programs import TrainState
 
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from paravt_jax.learner.advantages import (
-    AdvantageConfig,
     TokenMoments,
     batch_normalised,
     group_advantages,
     token_advantages,
     token_moments,
+    with_kl_penalty,
 )
+from paravt_jax.learner.settings import AdvantageConfig
 
 NAN = float("nan")
 EXACT = AdvantageConfig(epsilon=1e-12)
@@ -21,11 +22,10 @@ ANCHORS = np.array([0.7, 0.4, -0.3, 0.0, 0.7])
 SCALE = 0.5  # λ · w_fmt
 
 
-def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None, penalties=None):
+def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
     rewards, anchors = np.array(rewards, float), np.array(anchors, float)
     without = rewards - scale * anchors if without is None else np.array(without, float)
-    penalties = None if penalties is None else np.array(penalties, float)
-    return group_advantages(rewards, without, anchors, anchor_scale=scale, config=config, kl_penalties=penalties)
+    return group_advantages(rewards, without, anchors, anchor_scale=scale, config=config)
 
 
 def same(one, other) -> bool:
@@ -118,19 +118,40 @@ def test_the_order_of_a_group_does_not_matter():
     np.testing.assert_allclose(turned.anchor, straight.anchor[order], rtol=1e-12)
 
 
-def test_a_kl_penalty_moves_the_advantage_but_does_not_keep_a_group():
-    config = replace(EXACT, normalise="none")
-    found = advantages([1.0, 0.0], [0.0, 0.0], config, penalties=[0.5, 0.1])
-    np.testing.assert_allclose(found.sequence, [0.3, -0.3])  # 0.5 and −0.1, mean 0.2
-    assert not advantages([1.0, 1.0], [0.0, 0.0], config, penalties=[0.5, 0.1]).keep.any()
+@pytest.mark.parametrize(
+    ("rewards", "normalise", "unit"),
+    [
+        ([1.0, 0.0], "std", 2.0),  # the std is 0.5
+        ([1.0, 0.0], "none", 1.0),
+        ([1.0, 1.0], "std", 1.0),  # no spread, no std
+    ],
+)
+def test_a_reward_of_1_is_worth_its_groups_unit_of_advantage(rewards, normalise, unit):
+    assert advantages(rewards, [0.0, 0.0], replace(EXACT, normalise=normalise)).unit == pytest.approx(unit)
 
 
-@pytest.mark.parametrize("name", ["rewards", "anchors", "kl_penalties"])
+def test_a_small_kl_stays_small_where_all_rewards_are_equal():
+    group = advantages([1.0, 1.0], [0.0, 0.0], replace(EXACT, filter_zero_variance=False))
+    sampled = np.array([False, True, True])
+    of_two = [with_kl_penalty(np.zeros(3, np.float32), sampled, kl, group.unit) for kl in (1e-4, 3e-4)]
+    np.testing.assert_allclose(of_two, [[0, -1e-4, -1e-4], [0, -3e-4, -3e-4]], rtol=1e-6)
+
+
+def test_a_kl_penalty_is_measured_by_the_spread_of_the_rewards_without_it():
+    group = advantages([1.0, 0.0], [0.0, 0.0])
+    advantage = np.full(2, group.sequence[0], np.float32)
+    # 1 − 0.1 against mean 0.5 and std 0.5 of the rewards: 0.8, where the token was sampled
+    np.testing.assert_allclose(
+        with_kl_penalty(advantage, np.array([True, False]), 0.1, group.unit), [0.8, 0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["rewards", "anchors"])
 def test_a_number_that_is_none_is_refused(name):
-    given = {"rewards": [1.0, 2.0], "anchors": [0.0, 0.1], "kl_penalties": [0.0, 0.0]}
+    given = {"rewards": [1.0, 2.0], "anchors": [0.0, 0.1]}
     given[name][1] = np.inf if name == "rewards" else NAN
     with pytest.raises(ValueError, match=f"^{name} .* finite"):
-        advantages(given["rewards"], given["anchors"], without=given["rewards"], penalties=given["kl_penalties"])
+        advantages(given["rewards"], given["anchors"], without=given["rewards"])
 
 
 def test_the_anchor_reaches_structural_tokens_only_and_only_sampled_ones_have_an_advantage():

@@ -1,4 +1,4 @@
-"""Credit for characters lands on the tokens that spell them, and on sampled ones only."""
+"""EpisodeAdvantage for characters lands on the tokens that spell them, and on sampled ones only."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from paravt_jax.learner.credit import (
     FIRST_AFTER_IMAGE,
     FIRST_OF_TURN,
     PLAIN,
-    Credit,
+    EpisodeAdvantage,
     dialogues_of,
     struct_mask,
 )
@@ -88,7 +88,7 @@ def test_the_forced_prefix_and_what_the_environment_says_earn_nothing(chat):
 
 def test_every_sampled_token_has_the_credit_of_its_episode_and_structural_ones_more(chat):
     episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 3, Credit(0.5, 0.25), terms.tags, chat, TOKEN_PX)
+    (dialogue,) = dialogues_of(episode, 3, EpisodeAdvantage(0.5, 0.25), terms.tags, chat, TOKEN_PX)
     structural = struct_mask(episode, terms.tags, chat)[_sampled(episode)]
     np.testing.assert_allclose(dialogue.advantage[dialogue.loss_mask], 0.5 + 0.25 * structural)
     np.testing.assert_array_equal(dialogue.ids[dialogue.loss_mask], episode.ledger.ids[_sampled(episode)])
@@ -103,7 +103,7 @@ def _sampled(episode):
 
 def test_placeholders_are_expanded_as_the_model_does(chat):
     episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 0, Credit(1.0), terms.tags, chat, TOKEN_PX)
+    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms.tags, chat, TOKEN_PX)
     counts = [6] * len(episode.ledger.pictures)
     np.testing.assert_array_equal(dialogue.ids, expand_placeholders(episode.ledger.ids, counts, chat.image_id))
     assert dialogue.frames == tuple(picture.key for picture in episode.ledger.pictures)
@@ -112,7 +112,7 @@ def test_placeholders_are_expanded_as_the_model_does(chat):
 
 def test_members_of_a_group_share_their_prompt(chat):
     one, two = (
-        dialogues_of(episode, n, Credit(1.0), terms.tags, chat, TOKEN_PX)[0]
+        dialogues_of(episode, n, EpisodeAdvantage(1.0), terms.tags, chat, TOKEN_PX)[0]
         for n, (episode, terms) in enumerate([play(chat), play(chat, [ANSWER])])
     )
     assert one.shared == two.shared
@@ -120,22 +120,22 @@ def test_members_of_a_group_share_their_prompt(chat):
 
 def test_what_follows_a_sampled_placeholder_is_left_out(chat):
     episode, terms = play(chat, ["One <|image_pad|> two.</think><|im_end|>"])
-    (dialogue,) = dialogues_of(episode, 0, Credit(1.0), terms.tags, chat, TOKEN_PX)
+    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms.tags, chat, TOKEN_PX)
     assert chat.decode(dialogue.ids[dialogue.loss_mask]) == "One "
     assert len(dialogue.ids) == len(dialogue.loss_mask) == len(dialogue.advantage)
 
 
 def test_sub_agents_learn_only_when_asked_to(chat):
     episode, terms = play(chat)
-    assert len(dialogues_of(episode, 0, Credit(0.5, 0.25), terms.tags, chat, TOKEN_PX)) == 1
-    _, report = dialogues_of(episode, 0, Credit(0.5, 0.25), terms.tags, chat, TOKEN_PX, subagent_loss=True)
+    assert len(dialogues_of(episode, 0, EpisodeAdvantage(0.5, 0.25), terms.tags, chat, TOKEN_PX)) == 1
+    _, report = dialogues_of(episode, 0, EpisodeAdvantage(0.5, 0.25), terms.tags, chat, TOKEN_PX, subagent_loss=True)
     assert chat.decode(report.ids[report.loss_mask]) == "A report.<|im_end|>"
     assert set(report.advantage[report.loss_mask].tolist()) == {0.5}
 
 
 def test_classes_name_where_a_mismatch_would_show(chat):
     episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 0, Credit(1.0), terms.tags, chat, TOKEN_PX)
+    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms.tags, chat, TOKEN_PX)
     classes = dialogue.token_class
     assert np.count_nonzero(classes[dialogue.loss_mask] == FIRST_OF_TURN) == 2
     after = np.flatnonzero(classes == FIRST_AFTER_IMAGE)

@@ -11,12 +11,14 @@ import model_port
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.learner.learner import Learner, OptimConfig
-from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 LOSS = LossConfig(kl_coef=0.0)
+PROGRAMS = (see, score, add_gradients, apply_gradients)
 ONE_ROW = Shape(num_rows=1, row_tokens=96, row_patches=16)
 
 
@@ -51,7 +53,7 @@ def dialogues(hf):
 
 
 def learner(hf, optim=OPTIM, loss=LOSS, mesh=None) -> Learner:
-    return Learner(model_port.load(hf, mesh=mesh), optim, loss, temperature=0.7, num_classes=2, mesh=mesh)
+    return Learner(model_port.load(hf, mesh=mesh), optim, loss, temperature=0.7, mesh=mesh)
 
 
 def batches(hf, dialogues, frames, shape=ONE_ROW):
@@ -207,9 +209,23 @@ def test_clipping_bounds_the_gradient_and_not_its_report(hf, dialogues, frames):
     assert norms[0] > 1e-3
 
 
+@pytest.mark.slow
+def test_no_coefficient_compiles_a_program_of_its_own(hf, dialogues, frames):
+    packed = batches(hf, dialogues, frames)
+    loss = LossConfig(kl_coef=0.1)
+    learner(hf, loss=loss).update(packed, NUM_TOKENS, 3)
+    sizes = [program._cache_size() for program in PROGRAMS]
+    other = replace(loss, kl_coef=0.2, clip_low=0.1, clip_high=0.4, behavior_cap=3.0, geometric_low=0.5)
+    ours = learner(hf, replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, max_grad_norm=2.0), other)
+    ours.update(packed, 2 * NUM_TOKENS, 4)
+    assert [program._cache_size() for program in PROGRAMS] == sizes
+    learner(hf, loss=replace(loss, behavior_correction="truncate")).update(packed, NUM_TOKENS, 3)
+    assert add_gradients._cache_size() > sizes[PROGRAMS.index(add_gradients)]  # another loss is another program
+
+
 def test_masters_in_half_precision_are_refused(hf):
     with pytest.raises(ValueError, match="the masters must be float32, got bfloat16"):
-        Learner(model_port.load(hf, "bfloat16"), OPTIM, LOSS, temperature=0.7, num_classes=2)
+        Learner(model_port.load(hf, "bfloat16"), OPTIM, LOSS, temperature=0.7)
 
 
 @pytest.mark.slow

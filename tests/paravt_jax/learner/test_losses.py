@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.learner.losses import (
-    LossConfig,
     LossSums,
-    MismatchConfig,
     k3,
     kl_penalties,
     loss_denominator,
@@ -20,6 +18,7 @@ from paravt_jax.learner.losses import (
     mismatch_sums,
     policy_loss,
 )
+from paravt_jax.learner.settings import LossConfig, MismatchConfig
 
 PLAIN = LossConfig(kl_coef=0.0)
 LOGPS = ("policy_logp", "prox_logp", "behavior_logp", "ref_logp")

@@ -12,11 +12,11 @@ from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
-from paravt_jax.learner.credit import CLASSES, Credit, dialogues_of
-from paravt_jax.learner.learner import Learner, OptimConfig
-from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
+from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Shape, pack
-from paravt_jax.rl.batches import Teacher
+from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.rl.rollouts import Rollouts
 from paravt_jax.sampling.embedded import EmbeddedEngine
@@ -61,7 +61,7 @@ def hf(tmp_path_factory):
 
 
 def learner_of(model, optim, loss) -> Learner:
-    return Learner(model, optim, loss, temperature=ROLLOUT.temperature, num_classes=len(CLASSES))
+    return Learner(model, optim, loss, temperature=ROLLOUT.temperature)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def cold_start(hf):
     batches = []
     for number_of_frames in (2, 4):
         played = asyncio.run(episodes(number_of_frames))
-        dialogues = [d for n, e in enumerate(played) for d in dialogues_of(e, n, Credit(1.0), (), chat, 32)]
+        dialogues = [d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), (), chat, 32)]
         shown = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
         batches += pack(dialogues, shown, model.config, Shape(1, 512, 196))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
@@ -100,7 +100,7 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
     learner = learner_of(sampling_model(cold_start, "float32", copied=True), config.optim, config.loss)
-    teacher = Teacher(learner, chat, contract, config)
+    update = PolicyUpdate(learner, chat, contract, config)
 
     async def train() -> list[float]:
         engine = EmbeddedEngine(learner.model, contract, max_rows=16, max_context_tokens=256)
@@ -112,7 +112,7 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, hf):
             for step in range(1, RL_STEPS + 1):
                 groups = await rollouts.take(step)
                 rewards.append(rollout_metrics(groups)["rollout/reward_mean"])
-                teacher.teach(groups, geometric_mask=False)
+                update.run(groups, geometric_mask=False)
                 rollouts.cursor.done([group.visit.number for group in groups])
                 await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step)
         finally:

@@ -12,8 +12,9 @@ import model_port
 from model_port.inputs import Frame
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.learner.learner import action_logp, placed
+from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
+from paravt_jax.learner.programs import action_logp
 
 SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=32)
 TEMPERATURE = 0.7

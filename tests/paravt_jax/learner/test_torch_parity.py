@@ -15,9 +15,9 @@ from model_port.sharding import flat_params
 from model_port.tiny import make_tiny
 from model_port.weights import rules
 from paravt_jax.bench.torch_update import TorchLearner, load_reference
-from paravt_jax.learner.learner import LANGUAGE, Learner, OptimConfig
-from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.learner import LANGUAGE, Learner
 from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def case(tmp_path_factory) -> Case:
 
 
 def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    learner = Learner(model_port.load(case.ref), OPTIM, LOSS, temperature=TEMPERATURE, num_classes=1)
+    learner = Learner(model_port.load(case.ref), OPTIM, LOSS, temperature=TEMPERATURE)
     model = model_port.load(case.policy)
     learner.state = replace(learner.state, trainable=nnx.state(model, LANGUAGE))
     batches = pack(case.dialogues, case.frames, model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
@@ -183,7 +183,7 @@ def test_a_token_too_far_is_noticed(case, ours):
 
 
 def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
-    learner = Learner(model_port.load(case.policy), OPTIM, replace(LOSS, kl_coef=0.0), temperature=1.0, num_classes=1)
+    learner = Learner(model_port.load(case.policy), OPTIM, replace(LOSS, kl_coef=0.0), temperature=1.0)
     batches = pack(case.dialogues, case.frames, learner.model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
     assert len(batches) > 1
     loss = learner.imitate(batches, case.num_loss_tokens)["loss/imitation"]

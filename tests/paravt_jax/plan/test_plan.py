@@ -22,8 +22,8 @@ from paravt_jax.bench.mesh import (
     program_bytes,
 )
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, load_config
-from paravt_jax.learner.learner import OptimConfig
-from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner import programs
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import DEVICES, make_plan, model_config
 from paravt_jax.plan.tables import plan_of
@@ -133,33 +133,33 @@ def test_a_mesh_that_does_not_divide_the_model_is_named():
         make_plan(config, preset("8b"))
 
 
-def test_flops_are_those_of_the_traced_update():
+def test_flops_are_those_of_the_traced_update(monkeypatch):
     config = config_of((1, 1, 1), rows=2, row_tokens=1024)
     plan = make_plan(config, MID, device=CPU)
-    counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID))
-    assert plan.flops["update, frames"] == pytest.approx(counted["_see"], rel=0.02)
+    counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID), monkeypatch)
+    assert plan.flops["update, frames"] == pytest.approx(counted["see"], rel=0.02)
     update = plan.flops["update, forward and backward"] + plan.flops["update, computed again"]
-    assert update == pytest.approx(counted["_add"], rel=0.05)
+    assert update == pytest.approx(counted["add_gradients"], rel=0.05)
 
 
 class Traced(Exception):
     pass
 
 
-def traced_flops(learner, batch) -> dict[str, float]:
+def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
     found = {}
 
     def spy(name, function):
         def call(*args, **kwargs):
             found[name] = products(function.trace(*args, **kwargs).jaxpr.jaxpr)
-            if name == "_add":
+            if name == "add_gradients":
                 raise Traced
             return function(*args, **kwargs)
 
         return call
 
-    for name in ("_see", "_add"):
-        setattr(learner, name, spy(name, getattr(learner, name)))
+    for name in ("see", "add_gradients"):
+        monkeypatch.setattr(programs, name, spy(name, getattr(programs, name)))
     with pytest.raises(Traced):
         learner.update([batch], 1.0, 2)
     return found

@@ -15,7 +15,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
-from paravt_jax.rl.batches import Teacher
+from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Rollouts
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
@@ -51,8 +51,8 @@ def taught(hf, *overrides, say=half_right, steps=1):
     """The learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
-    learner = Learner(model_port.load(hf), config.optim, config.loss, temperature=0.7, num_classes=len(CLASSES))
-    teacher = Teacher(learner, chat, contract, config)
+    learner = Learner(model_port.load(hf), config.optim, config.loss, temperature=0.7)
+    update = PolicyUpdate(learner, chat, contract, config)
 
     async def reply(request):
         return chat.encode(say(request.episode)).tolist()
@@ -60,7 +60,7 @@ def taught(hf, *overrides, say=half_right, steps=1):
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         rollouts = Rollouts(agent, Visits(PROMPTS, 0), Cursor(), None, config)
-        return [teacher.teach(await rollouts.take(step), geometric_mask=False) for step in range(1, steps + 1)]
+        return [update.run(await rollouts.take(step), geometric_mask=False) for step in range(1, steps + 1)]
 
     return learner, asyncio.run(work())
 

@@ -23,9 +23,9 @@ from model_port.export import export
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.learner.learner import Learner, OptimConfig
-from paravt_jax.learner.losses import LossConfig
+from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.run.checkpoint import Checkpoints
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
@@ -41,7 +41,7 @@ def hf(tmp_path_factory):
 
 def learner(hf, mesh=None, **optim) -> Learner:
     model = model_port.load(hf, mesh=mesh)
-    return Learner(model, replace(OPTIM, **optim), LossConfig(kl_coef=0.0), temperature=0.7, num_classes=1, mesh=mesh)
+    return Learner(model, replace(OPTIM, **optim), LossConfig(kl_coef=0.0), temperature=0.7, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -293,11 +293,12 @@ import jax
 import model_port
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.learner.losses import LossConfig
-from paravt_jax.learner.learner import Learner, OptimConfig
+from paravt_jax.learner.settings import LossConfig
+from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.settings import OptimConfig
 
 hf, directory = map(Path, sys.argv[1:])
-learner = Learner(model_port.load(hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0, num_classes=1)
+learner = Learner(model_port.load(hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0)
 checkpoints = Checkpoints(directory, hf, CheckpointConfig(keep=2), print)
 step = 0
 while True:

@@ -1,0 +1,52 @@
+"""The optimizer: Adam with decoupled weight decay behind a clip of the gradient's norm, every number of it traced."""
+
+import math
+from typing import NamedTuple
+
+import optax
+from jaxtyping import Array, Float
+
+from paravt_jax.learner.settings import OptimConfig
+
+Number = float | Float[Array, ""]
+
+
+class OptimNumbers(NamedTuple):
+    learning_rate: Number
+    weight_decay: Number
+    beta1: Number
+    beta2: Number
+    eps: Number
+    max_grad_norm: Number
+
+
+def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
+    """Those of the update after `step` others, in a run of `num_steps`."""
+    return OptimNumbers(
+        learning_rate(config, step, num_steps),
+        config.weight_decay,
+        config.beta1,
+        config.beta2,
+        config.eps,
+        config.max_grad_norm,
+    )
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Up from 0 over the warm-up; then constant, or along half a cosine down to 0 after the last step."""
+    num_warmup = round(config.warmup_frac * num_steps)
+    if step < num_warmup:
+        return config.learning_rate * step / num_warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    done_frac = min((step - num_warmup) / max(num_steps - num_warmup, 1), 1.0)
+    return config.learning_rate * (1 + math.cos(math.pi * done_frac)) / 2
+
+
+def optimizer(numbers: OptimNumbers) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(numbers.max_grad_norm),
+        optax.adamw(
+            numbers.learning_rate, numbers.beta1, numbers.beta2, numbers.eps, weight_decay=numbers.weight_decay
+        ),
+    )

@@ -1,0 +1,135 @@
+"""The programs of an update, as plain functions of a model's structure, its arrays, a batch and numbers.
+
+What is static decides which program it is: the structure of the model, the objective, the chunk of the head. Every
+coefficient is traced. So learners of one model share their programs, and no coefficient compiles one of its own.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model_port.inputs import VisionBatch
+from model_port.model import Qwen3VL
+from model_port.text import Visual
+from paravt_jax.learner.objectives import Objective
+from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
+from paravt_jax.learner.packing import TrainBatch
+
+Structure = nnx.GraphDef[Qwen3VL]
+
+
+class Params(NamedTuple):
+    trainable: nnx.State
+    frozen: nnx.State
+
+
+@flax.struct.dataclass
+class TrainState:
+    trainable: nnx.State  # float32 masters
+    frozen: nnx.State
+    opt_state: Any
+    step: Int[Any, ""]  # updates, skipped ones included: the policy version
+    num_bad: Int[Any, ""]  # updates skipped in a row
+
+    @property
+    def params(self) -> Params:
+        return Params(self.trainable, self.frozen)
+
+
+@partial(jax.jit, static_argnums=0)
+def see(structure: Structure, params: Params, vision: VisionBatch) -> Visual:
+    """The vision tower's output for the frames of a batch."""
+    return nnx.merge(structure, *params).see(vision)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="chunk_tokens")
+def score(
+    structure: Structure,
+    params: Params,
+    batch: TrainBatch,
+    visual: Visual | None,
+    temperature: Number,
+    *,
+    chunk_tokens: int,
+) -> Float[Array, "B A"]:
+    """Log-probs of the scored tokens."""
+    return action_logp(nnx.merge(structure, *params), batch, visual, temperature, chunk_tokens)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("objective", "chunk_tokens"), donate_argnames="grads")
+def add_gradients(
+    structure: Structure,
+    params: Params,
+    grads: nnx.State,
+    batch: TrainBatch,
+    visual: Visual | None,
+    temperature: Number,
+    numbers: Any,
+    *,
+    objective: Objective,
+    chunk_tokens: int,
+) -> tuple[nnx.State, Any]:
+    """`grads` and the gradient of one batch's objective, and what the objective reports.
+
+    `visual` is None where frames are seen within the gradient, or where there are none.
+    """
+
+    def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
+        model = nnx.merge(structure, trainable, params.frozen)
+        shown = model.see(batch.vision) if visual is None and batch.vision is not None else visual
+        return objective(action_logp(model, batch, shown, temperature, chunk_tokens), batch, numbers)
+
+    own, sums = jax.grad(loss, has_aux=True)(params.trainable)
+    return jax.tree.map(jnp.add, grads, own), sums
+
+
+@partial(jax.jit, donate_argnums=0)
+def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) -> tuple[TrainState, Float[Array, ""]]:
+    """One step of the optimizer, skipped where gradients are not finite: one bad token must not end a policy."""
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    updates, opt_state = optimizer(numbers).update(grads, state.opt_state, state.trainable)
+    trainable = optax.apply_updates(state.trainable, updates)
+
+    def if_finite(new: Any, old: Any) -> Any:
+        return jax.tree.map(partial(jnp.where, finite), new, old)
+
+    state = replace(
+        state,
+        trainable=if_finite(trainable, state.trainable),
+        opt_state=if_finite(opt_state, state.opt_state),
+        step=state.step + 1,
+        num_bad=jnp.where(finite, 0, state.num_bad + 1),
+    )
+    return state, grad_norm
+
+
+def action_logp(
+    model: Qwen3VL, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
+) -> Float[Array, "B A"]:
+    """Log-probs of the scored tokens under log_softmax(z / temperature), a chunk of logits at a time."""
+    hidden = model.hidden(batch.text, visual)
+    source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
+    chosen = jnp.take_along_axis(hidden, source[..., None], axis=1)
+    num_rows, num_actions, width = chosen.shape
+    num_chunks = -(-num_actions // min(chunk_tokens, num_actions))
+    missing = -num_actions % num_chunks
+    chosen = jnp.pad(chosen, ((0, 0), (0, missing), (0, 0))).reshape(num_rows, num_chunks, -1, width)
+    target = jnp.pad(target, ((0, 0), (0, missing))).reshape(num_rows, num_chunks, -1)
+
+    @jax.checkpoint
+    def score(chunk: tuple[Float[Array, "B c D"], Int[Array, "B c"]]) -> Float[Array, "B c"]:
+        hidden, target = chunk
+        logits = model.text.logits(hidden) / temperature
+        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1)
+
+    logp = jax.lax.map(score, (jnp.moveaxis(chosen, 1, 0), jnp.moveaxis(target, 1, 0)))
+    return jnp.moveaxis(logp, 0, 1).reshape(num_rows, -1)[:, :num_actions]
