@@ -295,6 +295,10 @@ class EvaluationConfig:
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
 
+    @property
+    def cells(self) -> list[tuple[Dispatch, int]]:
+        return [(dispatch, budget) for dispatch in self.dispatches for budget in self.frame_budgets]
+
 
 def _greedy() -> EpisodeConfig:
     return EpisodeConfig(temperature=0.0)

@@ -7,13 +7,13 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.imitation.run import opened
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.process import use_compilation_cache
 
 
 async def sft(config: SftConfig) -> None:
     """Trains a run to its end, or until it is told to stop."""
+    from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
+
     async with opened(config) as run:
         while (lesson := await run.next_lesson()) is not None:
             metrics = await run.imitate(lesson)
@@ -31,6 +31,8 @@ def main() -> None:
     )
     if config is None:
         return
+    from paravt_jax.run.process import use_compilation_cache
+
     use_compilation_cache()
     asyncio.run(sft(config))
 

@@ -7,13 +7,13 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.rl.opening import opened
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.process import use_compilation_cache
 
 
 async def train(config: Config) -> None:
     """Trains a run to its end, or until it is told to stop."""
+    from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
+
     async with opened(config) as run:
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)
@@ -39,6 +39,8 @@ def main() -> None:
 
         print(plan_of(config, args.device))
         return
+    from paravt_jax.run.process import use_compilation_cache
+
     use_compilation_cache()
     asyncio.run(train(config))
 

@@ -1,4 +1,7 @@
-"""What the commands that run a config have in common: where its settings come from, and how they are shown."""
+"""What the commands that run a config have in common: where its settings come from, and how they are shown.
+
+Until the settings are read no command loads jax, so that help and what is wrong with a setting come at once.
+"""
 
 import argparse
 from typing import TypeVar

@@ -1,6 +1,8 @@
 """The commands that run a config, as people type them."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,15 @@ def test_plan_may_stand_between_settings(shown):
         "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
     )
     assert "v5p" in found
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--show"], ["--config", "gone.yaml"]])
+def test_what_needs_no_computation_does_not_wait_for_jax(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "paravt_jax.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "paravt_jax.config" in loaded and not {"jax", "orbax", "transformers"} & loaded
+    assert done.returncode == (arguments == ["--config", "gone.yaml"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
