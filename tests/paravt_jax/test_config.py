@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_yaml
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -117,12 +117,6 @@ def test_a_setting_given_on_the_command_line_wins_over_the_file():
 
 def test_a_text_can_be_emptied_on_the_command_line():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "data.validation=").data.validation == ""
-
-
-def test_what_is_shown_is_a_config_again(tmp_path):
-    config = load_config(CONFIGS / "smoke_cpu.yaml", "seed=7")
-    (tmp_path / "shown.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "shown.yaml") == config
 
 
 @pytest.mark.parametrize(
