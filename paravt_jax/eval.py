@@ -24,11 +24,14 @@ from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.metrics import member_metrics
-from paravt_jax.rl.rollouts import Member, evaluate, member_record
+from paravt_jax.rl.rollouts import Member, Player, evaluate, member_record
 from paravt_jax.run.command import config_parser, read_config
+from paravt_jax.run.compiles import use_compilation_cache
+from paravt_jax.run.directory import held, write_settings
 from paravt_jax.run.log import whole_file
-from paravt_jax.run.policy import open_policy
-from paravt_jax.run.process import in_thread, lock, say, use_compilation_cache, write_settings
+from paravt_jax.run.policy import policy_of
+from paravt_jax.run.process import say
+from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.episode import Agent, Dispatch
 
@@ -47,10 +50,8 @@ Cell = dict[str, Any]
 
 async def run_eval(config: EvalConfig) -> list[Cell]:
     """The cells, in the order of dispatches and budgets."""
-    directory = Path(config.run_dir).absolute()
     async with AsyncExitStack() as stack:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.callback(lock(directory))
+        directory = stack.enter_context(held(config.run_dir))
         loaded = load_prompts(
             config.data.validation, video_root=config.data.video_root, max_bad_frac=config.data.max_bad_frac
         )
@@ -58,22 +59,18 @@ async def run_eval(config: EvalConfig) -> list[Cell]:
             say(remark)
         prompts = loaded.prompts[: config.eval.max_prompts]
         _check_same(directory, config)
-        write_settings(config, directory)
+        write_settings(to_record(config), directory)
         wanted: list[tuple[Dispatch, int]] = [
             (how, budget) for how in config.eval.dispatches for budget in config.eval.frame_budgets
         ]
         if not all(_cell_file(directory, *cell).exists() for cell in wanted):
-            judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
-            say(f"loading {config.model.path}")
-            policy = await in_thread(lambda: open_policy(config, directory))
-            frames = await stack.enter_async_context(frame_reader(config, policy))
-            model = await in_thread(policy.load) if config.engine.kind == "jax" else None
-            engine = await open_engine(config, policy, model, 0, say)
-            stack.push_async_callback(engine.close)
+            player = await _open_player(config, directory, stack)
             for dispatch, budget in wanted:
                 if not _cell_file(directory, dispatch, budget).exists():
-                    agent = Agent(engine, frames, policy.chat, replace(config.rollout, dispatch=dispatch))
-                    await _fill(directory, dispatch, budget, agent, prompts, judge, config)
+                    agent = player.agent.with_settings(dispatch=dispatch)
+                    await _fill(
+                        directory, dispatch, budget, replace(player, agent=agent), prompts, config.eval.num_samples
+                    )
         cells = [json.loads(_cell_file(directory, *cell).read_text()) for cell in wanted]
         with whole_file(directory / RESULTS_FILE) as file:
             file.write(json.dumps({"model": config.model.path, "cells": cells}, indent=2).encode() + b"\n")
@@ -92,18 +89,35 @@ def table(cells: Iterable[Cell]) -> str:
     return "\n".join(lines)
 
 
+async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    policy = await policy_of(config, directory)
+    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+    engine = await open_engine(
+        config.engine,
+        policy,
+        await in_thread(policy.load) if config.engine.kind == "jax" else None,
+        0,
+        say,
+        dtype=config.model.dtype,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_pixels=config.video.max_pixels,
+    )
+    stack.push_async_callback(engine.close)
+    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed)
+
+
 async def _fill(
     directory: Path,
     dispatch: Dispatch,
     budget: int,
-    agent: Agent,
+    player: Player,
     prompts: Sequence[Prompt],
-    judge: Judge | None,
-    config: EvalConfig,
+    num_samples: int,
 ) -> None:
-    name, num_samples = f"{dispatch}, {budget} frames", config.eval.num_samples
+    name = f"{dispatch}, {budget} frames"
     with tqdm(total=len(prompts), desc=name, disable=not sys.stderr.isatty()) as bar:
-        members = await evaluate(agent, prompts, budget, judge, config, num_samples, on_done=lambda: bar.update(1))
+        members = await evaluate(player, prompts, budget, num_samples, on_done=lambda: bar.update(1))
     types = [prompt.question_type for prompt in prompts for _ in range(num_samples)]
     cell = {
         "dispatch": dispatch,

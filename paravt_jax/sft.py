@@ -9,15 +9,15 @@ from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
 from paravt_jax.imitation.run import opened
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.process import use_compilation_cache
+from paravt_jax.run.compiles import use_compilation_cache
 
 
 async def sft(config: SftConfig) -> None:
     """Trains a run to its end, or until it is told to stop."""
     async with opened(config) as run:
-        while (lesson := await run.next_lesson()) is not None:
-            metrics = await run.imitate(lesson)
-            run.record(lesson, metrics)
+        while (batch := await run.next_batch()) is not None:
+            metrics = await run.imitate(batch)
+            run.record(batch, metrics)
             await run.validate_if_due()
             await run.save_if_due()
 

@@ -9,7 +9,7 @@ from model_port.cli import run_cli
 from paravt_jax.config import Config
 from paravt_jax.rl.opening import opened
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.process import use_compilation_cache
+from paravt_jax.run.compiles import use_compilation_cache
 
 
 async def train(config: Config) -> None:
