@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import av
 import numpy as np
 from jaxtyping import UInt8
+
+from rollout.video.encode import write_video
 
 FPS = 2
 HEIGHT_PX, WIDTH_PX = 64, 96
@@ -86,17 +87,6 @@ def questions(clip: Clip) -> Iterator[tuple[str, str, str]]:
     asked = f"When is the {clip.colour} square shown? Answer with [start, end] in seconds."
     yield "tvg", asked, f"[{clip.start_s}, {clip.end_s}]"
     yield "oe", "Name the colour of the square that is shown in the video.", clip.colour
-
-
-def write_video(path: Path, pictures: Iterator[UInt8[np.ndarray, "height width 3"]], fps: int) -> None:
-    with av.open(str(path), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
-        stream.thread_count = 1
-        for number, pixels in enumerate(pictures):
-            if not number:
-                stream.height, stream.width, stream.pix_fmt = *pixels.shape[:2], "yuv420p"
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
 
 
 def _write_rows(path: Path, clips: Sequence[Clip]) -> Path:
