@@ -44,12 +44,14 @@ def write_video(
     time_base: Fraction = Fraction(1, 90_000),
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
+    title: str = "",
 ) -> Path:
     """Frame n is shown from `times_s[n]` on."""
     height, width = size_px
     always = X264 if codec == "libx264" else {}
     unnamed = {"fflags": "+bitexact"}  # a Matroska file would have a random id
     with av.open(str(path), "w", container_options={**unnamed, **(container_options or {})}) as container:
+        container.metadata["title"] = title
         stream = container.add_stream(codec, rate=30, options={**always, **(options or {})})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.time_base = stream.codec_context.time_base = time_base
