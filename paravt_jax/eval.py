@@ -65,7 +65,7 @@ def main() -> None:
     )
     if config is None:
         return
-    from paravt_jax.run.process import use_compilation_cache
+    from paravt_jax.run.compiles import use_compilation_cache
 
     use_compilation_cache()
     print(table(asyncio.run(run_eval(config))))

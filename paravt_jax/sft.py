@@ -15,9 +15,9 @@ async def sft(config: SftConfig) -> None:
     from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
 
     async with opened(config) as run:
-        while (lesson := await run.next_lesson()) is not None:
-            metrics = await run.imitate(lesson)
-            run.record(lesson, metrics)
+        while (batch := await run.next_batch()) is not None:
+            metrics = await run.imitate(batch)
+            run.record(batch, metrics)
             await run.validate_if_due()
             await run.save_if_due()
 
@@ -31,7 +31,7 @@ def main() -> None:
     )
     if config is None:
         return
-    from paravt_jax.run.process import use_compilation_cache
+    from paravt_jax.run.compiles import use_compilation_cache
 
     use_compilation_cache()
     asyncio.run(sft(config))

@@ -39,7 +39,7 @@ def main() -> None:
 
         print(plan_of(config, args.device))
         return
-    from paravt_jax.run.process import use_compilation_cache
+    from paravt_jax.run.compiles import use_compilation_cache
 
     use_compilation_cache()
     asyncio.run(train(config))

@@ -8,7 +8,7 @@ not bad.
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -164,6 +164,10 @@ class Agent:
         self.config = config or EpisodeConfig()
         self.prompter = self.config.prompter(frames, chat)
         self._forced = chat.encode(self.config.forced_prefix)
+
+    def with_settings(self, **changed: Any) -> "Agent":
+        """The same engine and frames, with other settings of the episode."""
+        return Agent(self.engine, self.frames, self.chat, replace(self.config, **changed))
 
     async def look(self, task: Task) -> Overview:
         return await self.prompter.overview(task)

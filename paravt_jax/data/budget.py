@@ -31,14 +31,14 @@ def budgets_of(visits: Sequence[Visit[Item]], video: VideoConfig, seed: int) -> 
     if not video.gating:
         budgets = [video.overview_frames] * len(visits)
     elif not video.stratified:
-        budgets = [frame_budget(seed, visit.epoch, visit.prompt.id, video.frame_budgets) for visit in visits]
+        budgets = [frame_budget(seed, visit.epoch, visit.item.id, video.frame_budgets) for visit in visits]
     else:
-        keys = [(visit.epoch, visit.prompt.id) for visit in visits]
+        keys = [(visit.epoch, visit.item.id) for visit in visits]
         drawn = stratified_budgets(seed, tuple(sorted(keys)), len(keys), video.frame_budgets)
         by_key = dict(zip(sorted(keys), drawn, strict=True))
         budgets = [by_key[key] for key in keys]
     # An overview shows at least a frame of every video; to refuse such a prompt would end the run at a random step.
-    return [max(budget, len(visit.prompt.videos)) for budget, visit in zip(budgets, visits, strict=True)]
+    return [max(budget, len(visit.item.videos)) for budget, visit in zip(budgets, visits, strict=True)]
 
 
 def _shuffled(values: Sequence[int], *key: Hashable) -> list[int]:

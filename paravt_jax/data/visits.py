@@ -1,6 +1,6 @@
-"""In what order prompts are visited, and which visits are still to be made.
+"""In what order prompts or traces are visited, and which visits are still to be made.
 
-A visit is one prompt in one epoch, and has a number. The number alone says which prompt that is, in every process and
+A visit is one of them in one epoch, and has a number. The number alone says which one that is, in every process and
 without what came before, so all that a resume needs is the numbers of the visits that were not finished.
 """
 
@@ -14,7 +14,7 @@ from rollout.seeds import derived_seed
 
 
 @runtime_checkable
-class Shown(Protocol):
+class Visitable(Protocol):
     """What can be visited: a prompt, or a trace."""
 
     @property
@@ -24,42 +24,42 @@ class Shown(Protocol):
     def videos(self) -> tuple[str, ...]: ...
 
 
-Item = TypeVar("Item", bound=Shown)
+Item = TypeVar("Item", bound=Visitable)
 
 
 @dataclass(frozen=True)
 class Visit(Generic[Item]):
     number: int
     epoch: int
-    prompt: Item
+    item: Item
 
 
 class Visits(Generic[Item]):
-    """Endless: every epoch has all prompts once, in an order of its own.
+    """Endless: every epoch has every item once, in an order of its own.
 
     Of several hosts each makes every `num_hosts`-th visit, so that together they make each one once.
     """
 
-    def __init__(self, prompts: Sequence[Item], seed: int, host: int = 0, num_hosts: int = 1):
-        if not prompts:
-            raise ValueError("there are no prompts to visit")
+    def __init__(self, items: Sequence[Item], seed: int, host: int = 0, num_hosts: int = 1):
+        if not items:
+            raise ValueError("there is nothing to visit")
         if not 0 <= host < num_hosts:
             raise ValueError(f"host {host} is none of {num_hosts} hosts, counted from 0")
-        self.num_prompts = len(prompts)
+        self.num_items = len(items)
         self._host, self._num_hosts = host, num_hosts
         # Grain adds the epoch to the seed: of neighbouring seeds, one would repeat the other's epochs.
         order_seed = derived_seed("visits", seed) % 2**32
-        self.fingerprint = f"{derived_seed(seed, [prompt.id for prompt in prompts]):016x}"  # equal: equal visits
-        self._prompts = grain.MapDataset.source(prompts).shuffle(order_seed).repeat()
+        self.fingerprint = f"{derived_seed(seed, [item.id for item in items]):016x}"  # equal: equal visits
+        self._items = grain.MapDataset.source(items).shuffle(order_seed).repeat()
 
     def __getitem__(self, number: int) -> Visit[Item]:
         """The visit of this number among the host's own."""
         if number < 0:
             raise IndexError(f"visit {number} does not exist, the first is 0")
         place = number * self._num_hosts + self._host  # among those of all hosts
-        prompt = self._prompts[place]
-        assert prompt is not None  # only grain's filters leave gaps
-        return Visit(number, place // self.num_prompts, prompt)
+        item = self._items[place]
+        assert item is not None  # only grain's filters leave gaps
+        return Visit(number, place // self.num_items, item)
 
 
 class Cursor:

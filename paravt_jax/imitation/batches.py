@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from model_port.config import ModelConfig
 from model_port.processing import VisionContract
-from paravt_jax.config import SftConfig
+from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.data.visits import Visit, Visits
-from paravt_jax.imitation.ledgers import Demonstrator
+from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.picture import Picture
 from rollout.video.errors import VideoError
 
-SHOWN_AHEAD = 32  # traces whose frames are decoded at the same time
+RENDERED_AHEAD = 32  # traces whose frames are decoded at the same time
 
 
-class Shown(NamedTuple):
+class RenderedTrace(NamedTuple):
     """A trace as it will be packed, and what it shows."""
 
     dialogue: Dialogue
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class TraceBatch:
     """The batches of one step. The next one begins with the visit `next`."""
 
     batches: list[TrainBatch]
@@ -44,26 +44,33 @@ class Lesson:
     problems: list[str]  # traces that could not be shown, or did not fit
 
 
-class Lessons:
+class TraceBatches:
+    """Makes the batch of every step, some steps ahead; from a visit's number on, all that follows is decided."""
+
     def __init__(
         self,
-        demonstrator: Demonstrator,
+        renderer: TraceRenderer,
         visits: Visits[Trace],
         first: int,
         model: ModelConfig,
         contract: VisionContract,
-        config: SftConfig,
+        *,
+        pack: PackConfig,
+        video: VideoConfig,
+        imitation: ImitationConfig,
+        seed: int,
     ):
         """`first` is the number of the first visit."""
-        self._demonstrator, self._visits, self._config = demonstrator, visits, config
+        self._renderer, self._visits, self._seed = renderer, visits, seed
+        self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
-        self._shown: deque[asyncio.Task[Shown]] = deque()  # from visit `_next` on
+        self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from visit `_next` on
         self._next = first
         self._num_left_out = 0  # in a row
-        self._made: asyncio.Queue[Lesson] = asyncio.Queue(config.sft.steps_ahead)
+        self._made: asyncio.Queue[TraceBatch] = asyncio.Queue(imitation.steps_ahead)
         self._maker: asyncio.Task[None] | None = None
 
-    async def take(self) -> Lesson:
+    async def take(self) -> TraceBatch:
         if self._maker is None:
             self._maker = asyncio.create_task(self._make_all())
         taking = asyncio.create_task(self._made.get())
@@ -78,21 +85,22 @@ class Lessons:
     async def of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
         """Batches of these traces, a few traces at a time; those that cannot be shown are left out."""
         visits = [Visit(number, 0, trace) for number, trace in enumerate(traces)]
-        for first in range(0, len(visits), SHOWN_AHEAD):
-            found = await asyncio.gather(*map(self._show, visits[first : first + SHOWN_AHEAD]), return_exceptions=True)
-            for problem in found:
+        for first in range(0, len(visits), RENDERED_AHEAD):
+            rendering = map(self._render, visits[first : first + RENDERED_AHEAD])
+            rendered = await asyncio.gather(*rendering, return_exceptions=True)
+            for problem in rendered:
                 if isinstance(problem, BaseException) and not isinstance(problem, VideoError):
                     raise problem
             fitting = [
-                shown
-                for shown in found
-                if isinstance(shown, Shown) and len(shown.dialogue.ids) <= self._config.pack.row_tokens
+                trace
+                for trace in rendered
+                if isinstance(trace, RenderedTrace) and len(trace.dialogue.ids) <= self._pack.row_tokens
             ]
             if fitting:
                 yield await asyncio.to_thread(self._batches, fitting)
 
     async def close(self) -> None:
-        tasks = [*self._shown, *([self._maker] if self._maker is not None else [])]
+        tasks = [*self._rendered, *([self._maker] if self._maker is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,67 +109,65 @@ class Lessons:
         while True:
             await self._made.put(await self._make())
 
-    async def _make(self) -> Lesson:
+    async def _make(self) -> TraceBatch:
         """Takes visits in order, until one has no room in any row; that one begins the next step."""
-        row_tokens = self._config.pack.row_tokens
-        rooms = [row_tokens] * self._config.sft.rows_per_step
-        taken: list[Shown] = []
+        row_tokens = self._pack.row_tokens
+        rooms = [row_tokens] * self._rows_per_step
+        taken: list[RenderedTrace] = []
         problems: list[str] = []
         while True:
             visit = self._visits[self._next]
-            self._show_ahead()
+            self._render_ahead()
             try:
-                shown = await asyncio.shield(self._shown[0])
+                trace = await asyncio.shield(self._rendered[0])
             except VideoError as problem:
-                self._problem(problems, f"{visit.prompt.id}: {problem}")
+                self._problem(problems, f"{visit.item.id}: {problem}")
                 continue
-            length = len(shown.dialogue.ids)
+            length = len(trace.dialogue.ids)
             if length > row_tokens:
-                self._problem(
-                    problems, f"{visit.prompt.id}: {length} tokens are more than pack.row_tokens={row_tokens}"
-                )
+                self._problem(problems, f"{visit.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
                 continue
             row = next((number for number, room in enumerate(rooms) if room >= length), None)
             if row is None:
                 break
             rooms[row] -= length
-            taken.append(shown)
+            taken.append(trace)
             self._pass()
             self._num_left_out = 0
-        return await asyncio.to_thread(self._lesson, taken, problems)
+        return await asyncio.to_thread(self._packed, taken, problems)
 
     def _problem(self, problems: list[str], problem: str) -> None:
         """A run in which no trace can be shown must not look for one forever."""
         problems.append(problem)
         self._pass()
         self._num_left_out += 1
-        if self._num_left_out >= self._visits.num_prompts:
+        if self._num_left_out >= self._visits.num_items:
             raise RuntimeError(f"not one of {self._num_left_out} traces in a row can be used; the last one: {problem}")
 
     def _pass(self) -> None:
-        self._shown.popleft()
+        self._rendered.popleft()
         self._next += 1
 
-    def _show_ahead(self) -> None:
-        while len(self._shown) < SHOWN_AHEAD:
-            self._shown.append(asyncio.create_task(self._show(self._visits[self._next + len(self._shown)])))
+    def _render_ahead(self) -> None:
+        while len(self._rendered) < RENDERED_AHEAD:
+            self._rendered.append(asyncio.create_task(self._render(self._visits[self._next + len(self._rendered)])))
 
-    async def _show(self, visit: Visit[Trace]) -> Shown:
-        (budget,) = budgets_of([visit], self._config.video, self._config.seed)
-        ledger = await self._demonstrator.ledger(visit.prompt, budget)
-        return Shown(self._demonstrator.dialogue(ledger, visit.number), ledger.pictures)
+    async def _render(self, visit: Visit[Trace]) -> RenderedTrace:
+        (budget,) = budgets_of([visit], self._video, self._seed)
+        ledger = await self._renderer.ledger(visit.item, budget)
+        return RenderedTrace(self._renderer.dialogue(ledger, visit.number), ledger.pictures)
 
-    def _lesson(self, taken: list[Shown], problems: list[str]) -> Lesson:
+    def _packed(self, taken: list[RenderedTrace], problems: list[str]) -> TraceBatch:
         batches = self._batches(taken)
-        num_tokens = sum(len(shown.dialogue.ids) for shown in taken)
+        num_tokens = sum(len(trace.dialogue.ids) for trace in taken)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return Lesson(batches, len(taken), num_tokens, num_loss_tokens, self._next, problems)
+        return TraceBatch(batches, len(taken), num_tokens, num_loss_tokens, self._next, problems)
 
-    def _batches(self, taken: list[Shown]) -> list[TrainBatch]:
-        dialogues = [shown.dialogue for shown in taken]
-        pictures = {picture.key: picture for shown in taken for picture in shown.pictures}
+    def _batches(self, taken: list[RenderedTrace]) -> list[TrainBatch]:
+        dialogues = [trace.dialogue for trace in taken]
+        pictures = {picture.key: picture for trace in taken for picture in trace.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
-        settings = self._config.pack
-        row_patches = self._config.video.max_pixels // self._contract.patch_px**2
+        settings = self._pack
+        row_patches = self._video.max_pixels // self._contract.patch_px**2
         shape = Shape(settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling)
         return pack(dialogues, frames, self._model, shape)

@@ -29,7 +29,9 @@ from rollout.video.times import overview_times
 IMITATED = EpisodeAdvantage(1.0)
 
 
-class Demonstrator:
+class TraceRenderer:
+    """Renders traces as dialogues that an agent might have had: prompts by the prompter, turns by the template."""
+
     def __init__(self, frames: Frames, chat: Chat, contract: VisionContract, config: EpisodeConfig):
         self._chat, self._contract, self._config = chat, contract, config
         self._prompter = config.prompter(frames, chat)

@@ -1,33 +1,27 @@
-"""Everything that is open while a policy learns from traces, and what a step asks of it. The counterpart of run.py."""
+"""Everything that is open while a policy learns from traces, and what a step asks of it: rl/run.py's counterpart."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
-from paravt_jax.config import SftConfig
+from paravt_jax.config import DataConfig, SftConfig, to_record
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
-from paravt_jax.imitation.batches import Lesson, Lessons
-from paravt_jax.imitation.ledgers import Demonstrator
+from paravt_jax.imitation.batches import TraceBatch, TraceBatches
+from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import used_frac
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.directory import RunPlace
-from paravt_jax.run.log import RunLog
-from paravt_jax.run.policy import open_policy
-from paravt_jax.run.process import Compiles, in_thread, say, unless_stopped
+from paravt_jax.run.policy import policy_of
+from paravt_jax.run.threads import in_thread
+from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader
-
-BEGINNING: dict[str, Any] = {"step": 0, "next_visit": 0, "visits": ""}
 
 
 @dataclass(eq=False)
@@ -35,88 +29,72 @@ class SftRun:
     """Use `async with opened(config) as run`."""
 
     config: SftConfig
-    learner: Learner
-    lessons: Lessons
+    training: Training
+    batches: TraceBatches
     held_out: Sequence[Trace]
-    visits: Visits[Trace]
-    log: RunLog
-    checkpoints: Checkpoints
-    stopping: asyncio.Event
-    step: int  # steps done
+    num_traces: int  # of an epoch
     next_visit: int
-    compiles: Compiles
-    began_step_s: float = 0.0
 
-    async def next_lesson(self) -> Lesson | None:
+    async def next_batch(self) -> TraceBatch | None:
         """The next step's traces, or None when there is nothing more to do."""
-        self.began_step_s = time.monotonic()
-        if self.step == self.config.sft.num_steps:
-            return None
-        self.log.phase("data")
-        return await unless_stopped(self.stopping, self.lessons.take())
+        return await self.training.begin_step("data", self.batches.take)
 
-    async def imitate(self, lesson: Lesson) -> dict[str, float]:
-        data_s = time.monotonic() - self.began_step_s
-        for problem in lesson.problems:
-            self.log.say(f"left out: {problem}")
-        self.log.phase("update")
+    async def imitate(self, batch: TraceBatch) -> dict[str, float]:
+        training = self.training
+        data_s = time.monotonic() - training.began_step_s
+        for problem in batch.problems:
+            training.log.say(f"left out: {problem}")
+        training.log.phase("update")
         begun_s = time.monotonic()
-        metrics = await in_thread(lambda: self.learner.imitate(lesson.batches, float(lesson.num_loss_tokens)))
-        self.step += 1
-        self.next_visit = lesson.next
+        metrics = await in_thread(lambda: training.learner.imitate(batch.batches, float(batch.num_loss_tokens)))
+        training.step += 1
+        self.next_visit = batch.next
         return metrics | {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
 
-    def record(self, lesson: Lesson, metrics: dict[str, float]) -> None:
-        step_s = time.monotonic() - self.began_step_s
+    def record(self, batch: TraceBatch, metrics: dict[str, float]) -> None:
         metrics |= {
-            "data/num_traces": float(lesson.num_traces),
-            "data/num_left_out": float(len(lesson.problems)),
-            "data/epoch": lesson.next / self.visits.num_prompts,
-            "perf/dummy_frac": 1.0 - used_frac(lesson.batches),
-            "perf/num_batches": float(len(lesson.batches)),
-            "perf/tokens_per_s": lesson.num_tokens / step_s,
-            "policy_version": float(int(self.learner.state.step)),
-            "time/step_s": step_s,
-            **self.compiles.taken(),
+            "data/num_traces": float(batch.num_traces),
+            "data/num_left_out": float(len(batch.problems)),
+            "data/epoch": batch.next / self.num_traces,
+            "perf/dummy_frac": 1.0 - used_frac(batch.batches),
+            "perf/num_batches": float(len(batch.batches)),
+            **self.training.step_metrics(batch.num_tokens),
         }
-        self.log.step(self.step, metrics, None)
+        self.training.log.step(self.training.step, metrics, None)
 
     async def validate_if_due(self) -> None:
-        if not self.held_out or not self._due(self.config.validation.every_steps):
+        training = self.training
+        if not self.held_out or not training.due(self.config.validation.every_steps):
             return
-        self.log.phase("validation")
+        training.log.phase("validation")
         total, num_tokens = 0.0, 0
-        async for batches in self.lessons.of(self.held_out):
+        async for batches in self.batches.of(self.held_out):
             for batch in batches:
-                logp = await in_thread(partial(self.learner.log_probs, batch))
+                logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         if not num_tokens:
             raise RuntimeError(f"not one trace of data.validation={self.config.data.validation} can be shown")
-        self.log.validation(self.step, {"validation/loss": total / num_tokens, "policy_version": float(self.step)})
+        metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}
+        training.log.validation(training.step, metrics)
 
     async def save_if_due(self) -> None:
-        if self._due(self.config.checkpoint.every_steps):
-            await self.save()
+        await self.training.save_if_due(self.progress)
 
-    async def save(self) -> None:
-        progress = {"step": self.step, "next_visit": self.next_visit, "visits": self.visits.fingerprint}
-        await in_thread(lambda: self.checkpoints.save(self.learner, progress))
-
-    def _due(self, every_steps: int) -> bool:
-        return self.step % every_steps == 0 or self.step == self.config.sft.num_steps
+    def progress(self) -> Progress:
+        """What a checkpoint carries beside the learner."""
+        return {"next_visit": self.next_visit}
 
 
 @asynccontextmanager
 async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
     async with AsyncExitStack() as stack:
-        place = RunPlace.enter(config, config.sft.num_steps, stack)
+        directory = RunDirectory.enter(config.run_dir, config.checkpoint.grace_s, stack)
         remarks: list[str] = []
-        train = _traces(config, config.data.train, remarks)
-        held_out = _traces(config, config.data.validation, remarks)[: config.validation.max_prompts]
-        say(f"loading {config.model.path}")
-        policy = await in_thread(lambda: open_policy(config, place.directory))
+        train = _traces(config.data, config.data.train, remarks)
+        held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
+        policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -125,36 +103,42 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )
-        checkpoints, progress = await place.restore(learner, policy)
-        progress = progress or BEGINNING
         visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
-        place.check_visits(visits, progress["visits"])
-        log = place.open_log(progress["step"], remarks)
-        frames = await stack.enter_async_context(frame_reader(config, policy))
-        demonstrator = Demonstrator(frames, policy.chat, policy.contract, config.rollout)
-        lessons = Lessons(demonstrator, visits, progress["next_visit"], learner.model.config, policy.contract, config)
-        stack.push_async_callback(lessons.close)
-        run = SftRun(
-            config=config,
-            learner=learner,
-            lessons=lessons,
-            held_out=held_out,
-            visits=visits,
-            log=log,
-            checkpoints=checkpoints,
-            stopping=place.stopping,
-            step=progress["step"],
-            next_visit=progress["next_visit"],
-            compiles=Compiles(),
+        training = await Training.resume(
+            directory,
+            learner,
+            stack,
+            num_steps=config.sft.num_steps,
+            beginning={"step": 0, "next_visit": 0},
+            visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+            hf_files=policy.hf_files,
+            checkpoint=config.checkpoint,
+            log=config.log,
+            settings=to_record(config),
+            remarks=remarks,
         )
+        frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+        next_visit = int(training.begun_with["next_visit"])
+        batches = TraceBatches(
+            TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
+            visits,
+            next_visit,
+            learner.model.config,
+            policy.contract,
+            pack=config.pack,
+            video=config.video,
+            imitation=config.sft,
+            seed=config.seed,
+        )
+        stack.push_async_callback(batches.close)
+        run = SftRun(config, training, batches, held_out, visits.num_items, next_visit)
         yield run
-        await run.save()
-        await place.finish(log, checkpoints, run.step, run.step)
+        await training.finish(run.progress())
 
 
-def _traces(config: SftConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
+def _traces(data: DataConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
     if not path:
         return ()
-    loaded = load_traces(path, video_root=config.data.video_root, max_bad_frac=config.data.max_bad_frac)
+    loaded = load_traces(path, video_root=data.video_root, max_bad_frac=data.max_bad_frac)
     remarks.extend(left_out(path, loaded.bad))
     return loaded.traces

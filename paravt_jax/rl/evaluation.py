@@ -15,10 +15,12 @@ from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.metrics import member_metrics
-from paravt_jax.rl.rollouts import Member, evaluate, member_record
+from paravt_jax.rl.rollouts import Member, Player, evaluate, member_record
+from paravt_jax.run.directory import SETTINGS_FILE, held, write_settings
 from paravt_jax.run.log import whole_file
-from paravt_jax.run.policy import open_policy
-from paravt_jax.run.process import in_thread, lock, say, write_settings
+from paravt_jax.run.policy import policy_of
+from paravt_jax.run.process import say
+from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.episode import Agent, Dispatch
 
@@ -29,11 +31,10 @@ Cell = dict[str, Any]
 class Evaluation:
     """Use `async with opened(config) as evaluation`."""
 
-    config: EvalConfig
     directory: Path
     prompts: Sequence[Prompt]
-    judge: Judge | None
-    agent: Agent | None  # None where every cell is done
+    num_samples: int
+    player: Player | None  # None where every cell is done
 
     def cell(self, dispatch: Dispatch, budget: int) -> Cell:
         return json.loads(_cell_file(self.directory, dispatch, budget).read_text())
@@ -42,9 +43,12 @@ class Evaluation:
         """Plays the episodes of a cell and keeps them; the cell itself comes last. One that is done stays."""
         if _cell_file(self.directory, dispatch, budget).exists():
             return
+        assert self.player is not None
+        player = replace(self.player, agent=self.player.agent.with_settings(dispatch=dispatch))
         name = f"{dispatch}, {budget} frames"
-        members = await self._play(name, dispatch, budget)
-        of_members = [prompt for prompt in self.prompts for _ in range(self.config.eval.num_samples)]
+        with tqdm(total=len(self.prompts), desc=name, disable=not sys.stderr.isatty()) as bar:
+            members = await evaluate(player, self.prompts, budget, self.num_samples, on_done=bar.update)
+        of_members = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
         with whole_file(self.directory / f"episodes_{dispatch}_{budget}.jsonl") as file:
             for member, prompt in zip(members, of_members, strict=True):
                 record = {"answer": prompt.answer, "question_type": prompt.question_type, **member_record(member)}
@@ -66,48 +70,47 @@ class Evaluation:
         if problem:
             say(f"{name}: {int(cell['metrics']['num_missing'])} episodes are missing, for example {problem}")
 
-    async def _play(self, name: str, dispatch: Dispatch, budget: int) -> list[Member]:
-        assert self.agent is not None
-        settings = replace(self.config.rollout, dispatch=dispatch)
-        agent = Agent(self.agent.engine, self.agent.frames, self.agent.chat, settings)
-        num_samples = self.config.eval.num_samples
-        with tqdm(total=len(self.prompts), desc=name, disable=not sys.stderr.isatty()) as bar:
-            return await evaluate(agent, self.prompts, budget, self.judge, self.config, num_samples, bar.update)
+
+@asynccontextmanager
+async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
+    """Opens an evaluation; a model is loaded only where a cell is missing."""
+    async with AsyncExitStack() as stack:
+        directory, data = stack.enter_context(held(config.run_dir)), config.data
+        loaded = load_prompts(data.validation, video_root=data.video_root, max_bad_frac=data.max_bad_frac)
+        for remark in left_out(data.validation, loaded.bad):
+            say(remark)
+        _check_same(directory, config)
+        write_settings(to_record(config), directory)
+        missing = not all(_cell_file(directory, *cell).exists() for cell in config.eval.cells)
+        player = await _open_player(config, directory, stack) if missing else None
+        yield Evaluation(directory, loaded.prompts[: config.eval.max_prompts], config.eval.num_samples, player)
+
+
+async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    policy = await policy_of(config, directory)
+    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+    engine = await open_engine(
+        config.engine,
+        policy,
+        await in_thread(policy.load) if config.engine.kind == "jax" else None,
+        0,
+        say,
+        dtype=config.model.dtype,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_pixels=config.video.max_pixels,
+    )
+    stack.push_async_callback(engine.close)
+    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed)
 
 
 def _cell_file(directory: Path, dispatch: str, budget: int) -> Path:
     return directory / f"cell_{dispatch}_{budget}.json"
 
 
-@asynccontextmanager
-async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
-    """Opens an evaluation; a model is loaded only where a cell is missing."""
-    directory = Path(config.run_dir).absolute()
-    async with AsyncExitStack() as stack:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.callback(lock(directory))
-        data = config.data
-        loaded = load_prompts(data.validation, video_root=data.video_root, max_bad_frac=data.max_bad_frac)
-        for remark in left_out(data.validation, loaded.bad):
-            say(remark)
-        _check_same(directory, config)
-        write_settings(config, directory)
-        agent = judge = None
-        if not all(_cell_file(directory, *cell).exists() for cell in config.eval.cells):
-            judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
-            say(f"loading {config.model.path}")
-            policy = await in_thread(lambda: open_policy(config, directory))
-            frames = await stack.enter_async_context(frame_reader(config, policy))
-            model = await in_thread(policy.load) if config.engine.kind == "jax" else None
-            engine = await open_engine(config, policy, model, 0, say)
-            stack.push_async_callback(engine.close)
-            agent = Agent(engine, frames, policy.chat, config.rollout)
-        yield Evaluation(config, directory, loaded.prompts[: config.eval.max_prompts], judge, agent)
-
-
 def _check_same(directory: Path, config: EvalConfig) -> None:
     """Cells of another model or of other prompts must not be mixed with those to come."""
-    path = directory / "config.json"
+    path = directory / SETTINGS_FILE
     if not path.exists() or not any(directory.glob("cell_*.json")):
         return
     before, now = json.loads(path.read_text())["config"], to_record(config)

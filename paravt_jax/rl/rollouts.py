@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.config import Config, EvalConfig
+from paravt_jax.config import TrainConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
 from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
+from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
 from rollout.engine.protocol import EngineError
@@ -53,26 +54,77 @@ class Group:
         return bool(self.advantages.keep.any())
 
 
+@dataclass(frozen=True, eq=False)
+class Player:
+    """Plays episodes and scores them: an agent, a reward, a judge of open answers where it needs one."""
+
+    agent: Agent
+    reward: RewardConfig
+    judge: Judge | None
+    seed: int
+
+    async def play(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
+        """One episode of a prompt, all of it of one version if one is given."""
+        name = f"{overview.task.id}/{number}"
+        try:
+            episode = await self.agent.run(overview, number, self.seed, version)
+        except EngineError as problem:
+            return Member(name, problem=f"{type(problem).__name__}: {problem}")
+        if episode.finish == "abort":
+            return Member(name, episode, problem="aborted")
+        turns = [turn.text for turn in episode.turns]
+        judged = None
+        if self.judge is not None and prompt.question_type == "oe":
+            prediction = find_prediction(turns, self.reward)
+            judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
+        terms = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, self.reward, judged)
+        fixed = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, RewardConfig())
+        return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
+
+    async def play_all(
+        self,
+        task: Task,
+        prompt: Prompt,
+        num_episodes: int,
+        version: int | None = None,
+        on_done: Callable[[], object] = lambda: None,
+    ) -> list[Member]:
+        """So many episodes of one prompt, which begin with the same frames; `on_done` is called when one is."""
+
+        async def one(overview: Overview, number: int) -> Member:
+            member = await self.play(overview, prompt, number, version)
+            on_done()
+            return member
+
+        try:
+            overview = await self.agent.look(task)
+        except VideoError as problem:
+            return [Member(f"{task.id}/{n}", problem=f"overview: {problem}") for n in range(num_episodes)]
+        return await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
+
+
 class Rollouts:
     """Collects the groups of one step after another."""
 
     def __init__(
         self,
-        agent: Agent,
+        player: Player,
         visits: Visits[Prompt],
         cursor: Cursor,
-        judge: Judge | None,
-        config: Config,
+        train: TrainConfig,
+        video: VideoConfig,
+        advantage: AdvantageConfig,
         on_progress: Callable[[str], None] = lambda text: None,
     ):
-        self.agent, self.visits, self.cursor = agent, visits, cursor
-        self._judge, self._config, self._on_progress = judge, config, on_progress
+        self.visits, self.cursor = visits, cursor
+        self._player, self._train, self._video, self._advantage = player, train, video, advantage
+        self._on_progress = on_progress
         self._running: dict[int, asyncio.Task[list[Group]]] = {}  # by step
         self._num_begun = self._num_done = 0
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, those of later steps begun as far as staleness allows."""
-        train = self._config.train
+        train = self._train
         for ahead in range(step, min(step + train.max_staleness, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect())
@@ -88,13 +140,13 @@ class Rollouts:
 
     async def _collect(self) -> list[Group]:
         """Groups for one step; those that teach nothing are replaced, as often as max_resamples says."""
-        train, groups = self._config.train, []
+        train, groups = self._train, []
         for _ in range(1 + train.max_resamples):
             num_wanted = train.prompts_per_step - sum(group.teaches for group in groups)
             if not num_wanted:
                 break
             visits = [self.visits[number] for number in self.cursor.take(num_wanted)]
-            budgets = budgets_of(visits, self._config.video, self._config.seed)
+            budgets = budgets_of(visits, self._video, self._player.seed)
             self._num_begun += train.group_size * len(visits)
             async with asyncio.TaskGroup() as tasks:
                 begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
@@ -102,102 +154,55 @@ class Rollouts:
         return groups
 
     async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
-        config = self._config
-        name = f"{visit.number:06d}-{visit.prompt.id}"
         # Synchronous rollouts are of one version, or they are missing.
-        version = None if config.train.max_staleness else self.agent.engine.version
-        task = _task(name, visit.prompt, frame_budget)
-        try:
-            overview = await self.agent.look(task)
-        except VideoError as problem:
-            members = [Member(f"{name}/{n}", problem=f"overview: {problem}") for n in range(config.train.group_size)]
-        else:
-            members = await asyncio.gather(
-                *(self._member(overview, visit.prompt, n, version) for n in range(config.train.group_size))
-            )
-        return Group(visit, task.frame_budget, members, advantages_of(members, config))
+        version = None if self._train.max_staleness else self._player.agent.engine.version
+        task = _task(f"{visit.number:06d}-{visit.item.id}", visit.item, frame_budget)
+        members = await self._player.play_all(task, visit.item, self._train.group_size, version, self._count_done)
+        return Group(visit, task.frame_budget, members, advantages_of(members, self._player.reward, self._advantage))
 
-    async def _member(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
-        member = await play(self.agent, overview, prompt, number, version, self._judge, self._config)
+    def _count_done(self) -> None:
         self._num_done += 1
         self._on_progress(f"rollout {self._num_done}/{self._num_begun}")
-        return member
 
     def _check(self, groups: Sequence[Group]) -> None:
         """A step that lost most of its episodes would go on with noise; better to stop and say why."""
         missing = [member for group in groups for member in group.members if member.missing]
         num_episodes = sum(len(group.members) for group in groups)
-        if len(missing) > self._config.train.max_missing_frac * num_episodes:
+        if len(missing) > self._train.max_missing_frac * num_episodes:
             raise RuntimeError(
                 f"{len(missing)} of {num_episodes} episodes are missing, more than train.max_missing_frac="
-                f"{self._config.train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
+                f"{self._train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
             )
 
 
-async def play(
-    agent: Agent,
-    overview: Overview,
-    prompt: Prompt,
-    number: int,
-    version: int | None,
-    judge: Judge | None,
-    config: Config | EvalConfig,
-) -> Member:
-    """One episode, played and scored."""
-    name = f"{overview.task.id}/{number}"
-    try:
-        episode = await agent.run(overview, number, config.seed, version)
-    except EngineError as problem:
-        return Member(name, problem=f"{type(problem).__name__}: {problem}")
-    if episode.finish == "abort":
-        return Member(name, episode, problem="aborted")
-    turns = [turn.text for turn in episode.turns]
-    judged = None
-    if judge is not None and prompt.question_type == "oe":
-        prediction = find_prediction(turns, config.reward)
-        judged = await judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
-    terms = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, config.reward, judged)
-    fixed = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, RewardConfig())
-    return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
-
-
 async def evaluate(
-    agent: Agent,
+    player: Player,
     prompts: Sequence[Prompt],
     frame_budget: int,
-    judge: Judge | None,
-    config: Config | EvalConfig,
     num_samples: int = 1,
     on_done: Callable[[], object] = lambda: None,
 ) -> list[Member]:
     """So many episodes of every prompt, in the order of the prompts; `on_done` is called when a prompt is."""
 
     async def one(prompt: Prompt) -> list[Member]:
-        name = f"validation-{prompt.id}"
-        try:
-            overview = await agent.look(_task(name, prompt, frame_budget))
-        except VideoError as problem:
-            found = [Member(f"{name}/{n}", problem=f"overview: {problem}") for n in range(num_samples)]
-        else:
-            playing = (play(agent, overview, prompt, n, None, judge, config) for n in range(num_samples))
-            found = await asyncio.gather(*playing)
+        members = await player.play_all(_task(f"validation-{prompt.id}", prompt, frame_budget), prompt, num_samples)
         on_done()
-        return found
+        return members
 
     return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
-def advantages_of(members: Sequence[Member], config: Config) -> GroupAdvantages:
+def advantages_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
     def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
-        found = [None if member.missing or member.terms is None else of(member.terms) for member in members]
-        return np.array([np.nan if value is None else value for value in found], np.float64)
+        earned = [None if member.missing or member.terms is None else of(member.terms) for member in members]
+        return np.array([np.nan if value is None else value for value in earned], np.float64)
 
     return group_advantages(
         values(lambda terms: terms.total),
         values(lambda terms: terms.total_without_anchor),
         values(lambda terms: terms.anchor),
-        anchor_scale=config.reward.anchor_weight * config.reward.format_weight,
-        config=config.advantage,
+        anchor_scale=reward.anchor_weight * reward.format_weight,
+        config=advantage,
     )
 
 
@@ -209,8 +214,8 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "visit": group.visit.number,
             "epoch": group.visit.epoch,
             "frame_budget": group.frame_budget,
-            "answer": group.visit.prompt.answer,
-            "question_type": group.visit.prompt.question_type,
+            "answer": group.visit.item.answer,
+            "question_type": group.visit.item.question_type,
             **member_record(member),
             "advantage": {
                 "sequence": float(group.advantages.sequence[number]),

@@ -1,14 +1,8 @@
-"""Everything that is open while a run trains, what a step asks of it, and how it ends.
+"""Everything that is open while a policy learns by reinforcement, and what a step asks of it."""
 
-A run's directory is its name: started again with the same one, it goes on from its newest checkpoint. What it draws at
-random is keyed by seed and number, so a checkpoint needs no more than the numbers.
-"""
-
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,19 +10,15 @@ import numpy as np
 
 from paravt_jax.config import Config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.losses import mismatch_decision
-from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
-from paravt_jax.rl.rollouts import Group, Rollouts, evaluate, records
-from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.log import RunLog
+from paravt_jax.rl.rollouts import Group, Player, Rollouts, evaluate, records
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.process import Compiles, in_thread, unless_stopped
+from paravt_jax.run.threads import in_thread
+from paravt_jax.run.training import Progress, Training
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.engine.protocol import Engine
-from rollout.episode import Agent
 from rollout.video.reader import FrameReader
 
 
@@ -37,120 +27,93 @@ class Run:
     """Use `async with opening.opened(config) as run`."""
 
     config: Config
-    directory: Path
+    training: Training
     policy: Policy
-    learner: Learner
     policy_update: PolicyUpdate
     engine: Engine
     rollouts: Rollouts
-    greedy: Agent
-    judge: Judge | None
+    greedy: Player
     held_out: Sequence[Prompt]
     frames: FrameReader
-    log: RunLog
-    checkpoints: Checkpoints
-    stopping: asyncio.Event
-    step: int  # steps done
     geometric_mask: bool  # the mismatch ladder asks for it in the next step
-    compiles: Compiles
-    began_step_s: float = 0.0
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps in the learner's weights."""
-        return int(self.learner.state.step)
 
     async def collect(self) -> list[Group] | None:
         """The next step's episodes, or None when there is nothing more to do."""
-        self.began_step_s = time.monotonic()
-        if self.step == self.config.train.num_steps:
-            return None
-        self.log.phase("rollout")
-        return await unless_stopped(self.stopping, self.rollouts.take(self.step + 1))
+        return await self.training.begin_step("rollout", lambda: self.rollouts.take(self.training.step + 1))
 
     async def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Teaches the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""
-        rollout_s = time.monotonic() - self.began_step_s
-        metrics = rollout_metrics(groups) | {"staleness_mean": staleness_mean(groups, self.version)}
-        self.log.phase("update")
+        """Updates the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""
+        training = self.training
+        rollout_s = time.monotonic() - training.began_step_s
+        metrics = rollout_metrics(groups) | {"staleness_mean": staleness_mean(groups, training.version)}
+        training.log.phase("update")
         begun_s = time.monotonic()
         metrics |= await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
         self._heed_mismatch(metrics)
-        self.step += 1
+        training.step += 1
         self.rollouts.cursor.done([group.visit.number for group in groups])
         return metrics
 
     async def publish(self) -> float:
         """Gives the engine the learner's weights; seconds that it took."""
-        self.log.phase("publish")
+        self.training.log.phase("publish")
         begun_s = time.monotonic()
-        await self.engine.publish(await in_thread(self._weights), self.version)
+        await self.engine.publish(await in_thread(self._weights), self.training.version)
         return time.monotonic() - begun_s
 
-    async def validate_if_due(self) -> None:
-        if not self.held_out or not self._due(self.config.validation.every_steps):
-            return
-        self.log.phase("validation")
-        budget = self.config.video.overview_frames
-        members = await evaluate(self.greedy, self.held_out, budget, self.judge, self.config)
-        metrics = {f"validation/{name}": value for name, value in member_metrics(members).items()}
-        self.log.validation(self.step, metrics | {"policy_version": self.version})
-
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
-        step_s = time.monotonic() - self.began_step_s
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         metrics |= {
-            "policy_version": float(self.version),
             "time/publish_s": publish_s,
-            "time/step_s": step_s,
-            "perf/tokens_per_s": tokens / step_s,
-            **self.compiles.taken(),
+            **self.training.step_metrics(tokens),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
-        self.log.step(self.step, metrics, records(groups, self.step))
+        step = self.training.step
+        self.training.log.step(step, metrics, records(groups, step))
+
+    async def validate_if_due(self) -> None:
+        training = self.training
+        if not self.held_out or not training.due(self.config.validation.every_steps):
+            return
+        training.log.phase("validation")
+        members = await evaluate(self.greedy, self.held_out, self.config.video.overview_frames)
+        metrics = {f"validation/{name}": value for name, value in member_metrics(members).items()}
+        training.log.validation(training.step, metrics | {"policy_version": training.version})
 
     async def save_if_due(self) -> None:
-        if self._due(self.config.checkpoint.every_steps):
-            await self.save()
-
-    async def save(self) -> None:
         """Returns when the state is copied; rollouts of later steps go on meanwhile."""
-        progress = {
-            "step": self.step,
-            "geometric_mask": self.geometric_mask,
-            "cursor": self.rollouts.cursor.to_record(),
-            "visits": self.rollouts.visits.fingerprint,
-        }
-        await in_thread(lambda: self.checkpoints.save(self.learner, progress))
+        await self.training.save_if_due(self.progress)
 
-    def _due(self, every_steps: int) -> bool:
-        return self.step % every_steps == 0 or self.step == self.config.train.num_steps
+    def progress(self) -> Progress:
+        """What a checkpoint carries beside the learner."""
+        return {"geometric_mask": self.geometric_mask, "cursor": self.rollouts.cursor.to_record()}
 
     def _heed_mismatch(self, metrics: dict[str, float]) -> None:
         """The ladder: warn, leave out sequences that are far off in the next step, stop."""
-        found = metrics.get("mismatch/behavior_kl")
-        if found is None:
+        behavior_kl = metrics.get("mismatch/behavior_kl")
+        if behavior_kl is None:
             return
-        decision = mismatch_decision(found, self.config.mismatch)
-        ladder = self.config.mismatch
+        ladder, step = self.config.mismatch, self.training.step + 1
+        decision = mismatch_decision(behavior_kl, ladder)
         if decision == "stop":
             raise RuntimeError(
-                f"engine and learner differ by a KL of {found:.3g} on average over the tokens of step {self.step + 1}, "
+                f"engine and learner differ by a KL of {behavior_kl:.3g} on average over the tokens of step {step}, "
                 f"mismatch.stop_kl={ladder.stop_kl}: the samples are of another policy. Compare the two with "
                 f"python -m rollout.check, or lower train.max_staleness"
             )
         if decision != "ok":
-            self.log.say(
-                f"step {self.step + 1}: engine and learner differ by a KL of {found:.3g}"
+            self.training.log.say(
+                f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}"
                 + (", the next step leaves out whole sequences" if decision == "geometric_mask" else "")
             )
         self.geometric_mask = decision == "geometric_mask"
 
     def _weights(self) -> Any:
-        dtype, copied = self.config.model.dtype, self.config.train.max_staleness > 0
+        model, dtype = self.training.learner.model, self.config.model.dtype
         if self.config.engine.kind == "jax":
-            return ModelWeights(sampling_model(self.learner.model, dtype, copied=copied), np.dtype(jnp.dtype(dtype)))
-        weights = ModelWeights(self.learner.model, np.dtype(jnp.dtype(dtype)))
+            copied = self.config.train.max_staleness > 0
+            return ModelWeights(sampling_model(model, dtype, copied=copied), np.dtype(jnp.dtype(dtype)))
+        weights = ModelWeights(model, np.dtype(jnp.dtype(dtype)))
         # Files are written before the next update takes the arrays; tensors may be asked for again after it.
         return weights.on_host() if self.config.engine.route == "tensors" else weights

@@ -15,7 +15,9 @@ from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.config import TINY, Config, EvalConfig, SftConfig
+from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, VideoConfig
+from paravt_jax.run.process import say
+from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 
@@ -37,25 +39,31 @@ class Policy:
         return model
 
 
-def open_policy(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
-    source = _source(config.model.path, config.seed, run_dir)
-    hf_dir = hf_files_of(source)
-    contract = replace(
-        VisionContract.from_hf(hf_dir), min_pixels=config.video.min_pixels, max_pixels=config.video.max_pixels
+async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
+    """What a run says of its policy, opened; its parameters are not read yet."""
+    say(f"loading {config.model.path}")
+    model, mesh, video, token_px = config.model, config.mesh, config.video, config.rollout.token_px
+    return await in_thread(
+        lambda: open_policy(model, mesh, video, token_px=token_px, seed=config.seed, run_dir=run_dir)
     )
-    if contract.unit_px != config.rollout.token_px:
-        raise ValueError(
-            f"rollout.token_px={config.rollout.token_px}, but a token of {source} shows {contract.unit_px} px"
-        )
+
+
+def open_policy(
+    model: PolicyConfig, mesh: MeshConfig, video: VideoConfig, *, token_px: int, seed: int, run_dir: Path
+) -> Policy:
+    """`token_px` is what the run takes for the side of a token; `seed` is that of a tiny model made here."""
+    source = _source(model.path, seed, run_dir)
+    hf_dir = hf_files_of(source)
+    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=video.min_pixels, max_pixels=video.max_pixels)
+    if contract.unit_px != token_px:
+        raise ValueError(f"rollout.token_px={token_px}, but a token of {source} shows {contract.unit_px} px")
     hf_files = run_dir / HF_DIR
     with output_directory(hf_files, force=True, replaceable=lambda path: path.is_dir()) as directory:
         files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
         write_side_files(files, directory)
-    mesh = None
-    if config.mesh.num_devices > 1:
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    compute = Compute(config.model.dtype, config.model.attention, remat=config.model.remat)
-    return Policy(mesh, contract, Chat.from_hf(hf_files), hf_files, source, compute)
+    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor) if mesh.num_devices > 1 else None
+    compute = Compute(model.dtype, model.attention, remat=model.remat)
+    return Policy(devices, contract, Chat.from_hf(hf_files), hf_files, source, compute)
 
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:

@@ -4,29 +4,31 @@ from collections.abc import Callable
 
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
-from model_port.processing import settled_size
-from paravt_jax.config import Config, EvalConfig, SftConfig
+from model_port.processing import VisionContract, settled_size
+from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.server import ServerSettings
+from rollout.server import Dtype, ServerSettings
 from rollout.video.reader import GIB, FrameReader
 
 PATCH_BUCKET = 64  # of the embedded engine; frames that can never be as large must not be filled up to it
 
 
 async def open_engine(
-    config: Config | EvalConfig,
+    settings: EngineConfig,
     policy: Policy,
     model: Qwen3VL | None,
     version: int,
     phase: Callable[[str], None],
     *,
+    dtype: Dtype,
+    max_context_tokens: int,
+    max_pixels: int,
     trainable_vision: bool = False,
 ) -> Engine:
     """`model` is what the embedded engine samples from; no other needs it."""
-    settings = config.engine
     if settings.kind == "jax":
         assert model is not None
         return EmbeddedEngine(
@@ -35,8 +37,8 @@ async def open_engine(
             version,
             mesh=policy.mesh,
             max_rows=settings.max_rows,
-            max_context_tokens=config.rollout.max_context_tokens,
-            patch_bucket=min(PATCH_BUCKET, config.video.max_pixels // policy.contract.patch_px**2),
+            max_context_tokens=max_context_tokens,
+            patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
         )
     sglang = SGLangSettings(route=settings.route, device=settings.device)
     if settings.urls:
@@ -49,8 +51,8 @@ async def open_engine(
     server = ServerSettings(
         policy.source,
         settings.device,
-        dtype=config.model.dtype,
-        context_length=config.rollout.max_context_tokens,
+        dtype=dtype,
+        context_length=max_context_tokens,
         memory_frac=settings.memory_frac,
         trainable_vision=trainable_vision,
     )
@@ -58,10 +60,9 @@ async def open_engine(
     return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
 
 
-def frame_reader(config: Config | SftConfig | EvalConfig, policy: Policy) -> FrameReader:
-    video = config.video
+def frame_reader(video: VideoConfig, contract: VisionContract) -> FrameReader:
     return FrameReader(
-        lambda height, width: settled_size(height, width, policy.contract),
+        lambda height, width: settled_size(height, width, contract),
         num_workers=video.num_workers or None,
         memory_bytes=int(video.memory_gib * GIB),
         disk_directory=video.disk_cache or None,

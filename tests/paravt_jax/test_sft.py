@@ -19,8 +19,8 @@ from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.data.visits import Visits
-from paravt_jax.imitation.batches import Lesson, Lessons
-from paravt_jax.imitation.ledgers import Demonstrator
+from paravt_jax.imitation.batches import TraceBatch, TraceBatches
+from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import make_world, write_rows
@@ -107,17 +107,18 @@ def hf(tmp_path_factory) -> Path:
     return directory
 
 
-def lessons(hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> Lessons:
+def batches_of(hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))
     contract, model = VisionContract.from_hf(hf), tiny_config()
     assert isinstance(model, ModelConfig)
-    demonstrator = Demonstrator(FakeFrames(), Chat.from_hf(hf), contract, config.rollout)
-    return Lessons(demonstrator, Visits(traces, 0), first, model, contract, config)
+    renderer = TraceRenderer(FakeFrames(), Chat.from_hf(hf), contract, config.rollout)
+    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0}
+    return TraceBatches(renderer, Visits(traces, 0), first, model, contract, **settings)
 
 
-def take(of: Lessons, num: int) -> list[Lesson]:
-    async def taken() -> list[Lesson]:
+def take(of: TraceBatches, num: int) -> list[TraceBatch]:
+    async def taken() -> list[TraceBatch]:
         try:
             return [await of.take() for _ in range(num)]
         finally:
@@ -131,28 +132,28 @@ def trace(number: int, answer: str = "Red.", path: str = "/a.mp4") -> Trace:
     return Trace(str(number), (asked, Message("assistant", (answer,))))
 
 
-def tokens_of(lesson: Lesson) -> list[list[int]]:
-    return [batch.text.tokens.tolist() for batch in lesson.batches]
+def tokens_of(step: TraceBatch) -> list[list[int]]:
+    return [batch.text.tokens.tolist() for batch in step.batches]
 
 
 def test_a_step_follows_from_its_first_visit_alone(hf):
     traces = [trace(number, "word " * (5 * number)) for number in range(9)]
-    whole = take(lessons(hf, traces, row_tokens=1024), 4)
-    again = take(lessons(hf, traces, first=whole[1].next, row_tokens=1024), 2)
-    assert [tokens_of(lesson) for lesson in again] == [tokens_of(lesson) for lesson in whole[2:]]
-    assert [lesson.next for lesson in again] == [lesson.next for lesson in whole[2:]]
+    whole = take(batches_of(hf, traces, row_tokens=1024), 4)
+    again = take(batches_of(hf, traces, first=whole[1].next, row_tokens=1024), 2)
+    assert [tokens_of(step) for step in again] == [tokens_of(step) for step in whole[2:]]
+    assert [step.next for step in again] == [step.next for step in whole[2:]]
 
 
 def test_every_trace_is_taken_once_an_epoch(hf):
     traces = [trace(number) for number in range(7)]
-    taken = take(lessons(hf, traces, row_tokens=1024), 5)
-    assert taken[-1].next == sum(lesson.num_traces for lesson in taken) > 7
-    assert all(lesson.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in lesson.batches) for lesson in taken)
+    taken = take(batches_of(hf, traces, row_tokens=1024), 5)
+    assert taken[-1].next == sum(step.num_traces for step in taken) > 7
+    assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in taken)
 
 
 def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(hf):
     traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
-    found = take(lessons(hf, traces, row_tokens=1024), 1)[0]
+    found = take(batches_of(hf, traces, row_tokens=1024), 1)[0]
     assert found.num_traces + len(found.problems) == found.next
     said = " ".join(found.problems)
     assert "1: 6460 tokens" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
@@ -160,4 +161,4 @@ def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(hf):
 
 def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(hf):
     with pytest.raises(RuntimeError, match="not one of 2 traces"):
-        take(lessons(hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
+        take(batches_of(hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)

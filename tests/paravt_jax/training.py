@@ -1,4 +1,4 @@
-"""Runs of the trainer as a user starts them: its own process, a config, a directory."""
+"""Runs of the trainer as a user starts them: its own process, a config, a directory. And its parts, from a config."""
 
 import asyncio
 import json
@@ -7,8 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from model_port.processing import VisionContract
 from paravt_jax import train as trainer
-from paravt_jax.config import load_config
+from paravt_jax.config import Config, load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.learner.learner import Learner
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.rollouts import Player, Rollouts
+from rollout.chat import Chat
+from rollout.episode import Agent
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
@@ -23,6 +32,26 @@ QUICK = [  # a smaller smoke run
     "log.tensorboard=false",
 ]
 ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
+
+
+def rollouts_of(
+    agent: Agent, visits: Visits[Prompt], cursor: Cursor, config: Config, judge: Judge | None = None
+) -> Rollouts:
+    player = Player(agent, config.reward, judge, config.seed)
+    return Rollouts(player, visits, cursor, config.train, config.video, config.advantage)
+
+
+def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Config) -> PolicyUpdate:
+    return PolicyUpdate(
+        learner,
+        chat,
+        contract,
+        train=config.train,
+        rollout=config.rollout,
+        advantage=config.advantage,
+        pack=config.pack,
+        max_pixels=config.video.max_pixels,
+    )
 
 
 def command(run_dir: Path, *overrides: str, config: Path = SMOKE) -> list[str]:

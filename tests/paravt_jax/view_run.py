@@ -14,14 +14,14 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from paravt_jax.config import Config, LogConfig
+from paravt_jax.config import Config, LogConfig, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Visit
 from paravt_jax.rewards.terms import RewardConfig, reward_terms
 from paravt_jax.rl.metrics import member_metrics, rollout_metrics
 from paravt_jax.rl.rollouts import Group, Member, advantages_of, records
+from paravt_jax.run.directory import write_settings
 from paravt_jax.run.log import RunLog
-from paravt_jax.run.process import write_settings
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
@@ -96,7 +96,7 @@ def make_run(
     """A run directory. `texts` are of turns that further episodes of the first step consist of, one each."""
     config = Config(run_dir=str(run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_settings(config, run_dir)
+    write_settings(to_record(config), run_dir)
     settings = json.loads((run_dir / "config.json").read_text())
     settings["config"]["train"]["num_steps"] = num_planned
     (run_dir / "config.json").write_text(json.dumps(settings))
@@ -153,7 +153,9 @@ def _group_of(
         terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward)
         fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
         members.append(Member(episode.id, episode, terms, fixed.format))
-    return Group(Visit(number, 0, prompt), frame_budget, members, advantages_of(members, config))
+    return Group(
+        Visit(number, 0, prompt), frame_budget, members, advantages_of(members, config.reward, config.advantage)
+    )
 
 
 def _episode(

@@ -29,7 +29,7 @@ def prompts(num: int, num_videos: int = 1) -> list[Prompt]:
 
 def order(num: int, seed: int, numbers: range) -> list[str]:
     visits = Visits(prompts(num), seed)
-    return [visits[number].prompt.id for number in numbers]
+    return [visits[number].item.id for number in numbers]
 
 
 def chi_square(counts: list[int], num_cells: int) -> float:
@@ -42,7 +42,7 @@ def test_every_epoch_visits_every_prompt_once(num):
     visits = Visits(prompts(num), seed=3)
     for epoch in (0, 1, 11):
         visited = [visits[epoch * num + place] for place in range(num)]
-        assert {visit.prompt.id for visit in visited} == {prompt.id for prompt in prompts(num)}
+        assert {visit.item.id for visit in visited} == {prompt.id for prompt in prompts(num)}
         assert {visit.epoch for visit in visited} == {epoch}
 
 
@@ -53,7 +53,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 def test_a_prompt_comes_first_as_often_as_any_other():
     visits = Visits(prompts(5), seed=0)
-    firsts = Counter(visits[5 * epoch].prompt.id for epoch in range(100))
+    firsts = Counter(visits[5 * epoch].item.id for epoch in range(100))
     assert len(firsts) == 5 and chi_square([*firsts.values()], 5) < CRITICAL[4]
 
 
@@ -63,7 +63,7 @@ def test_a_visit_follows_from_its_number_alone():
     shuffled = random.Random(0).sample(range(40), 40)
     random.seed(1)
     list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # grain was busy with something else
-    assert {number: visits[number].prompt.id for number in shuffled} == dict(enumerate(in_order))
+    assert {number: visits[number].item.id for number in shuffled} == dict(enumerate(in_order))
 
 
 def test_another_process_visits_in_the_same_order_and_grain_starts_nothing():
@@ -74,7 +74,7 @@ before = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") 
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Visits
 visits = Visits([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
-ids = [visits[number].prompt.id for number in reversed(range(40))]
+ids = [visits[number].item.id for number in reversed(range(40))]
 after = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
 print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.active_children()), before == after]))
 """
@@ -190,14 +190,14 @@ def test_budgets_belong_to_visits_and_not_to_their_places(stratified):
     assert budgets_of(STEP[::-1], video, seed=0) == ahead[::-1]
     assert budgets_of(STEP, video, seed=0) == ahead
     assert budgets_of(STEP, video, seed=1) != ahead
-    next_epoch = [Visit(visit.number + 11, visit.epoch + 1, visit.prompt) for visit in STEP]
+    next_epoch = [Visit(visit.number + 11, visit.epoch + 1, visit.item) for visit in STEP]
     assert budgets_of(next_epoch, video, seed=0) != ahead
 
 
 def test_gated_budgets_are_those_of_the_prompts_whichever_others_are_in_the_step():
     video = VideoConfig(frame_budgets=[2, 3, 5])
     assert budgets_of(STEP, video, 0) == [budget for visit in STEP for budget in budgets_of([visit], video, 0)]
-    assert budgets_of(STEP, video, 0) == [frame_budget(0, v.epoch, v.prompt.id, [2, 3, 5]) for v in STEP]
+    assert budgets_of(STEP, video, 0) == [frame_budget(0, v.epoch, v.item.id, [2, 3, 5]) for v in STEP]
 
 
 def test_a_stratified_step_covers_the_budgets():
@@ -214,7 +214,7 @@ def test_every_video_of_a_prompt_has_at_least_a_frame(video):
 def test_hosts_share_the_visits_of_an_epoch():
     prompts = [Prompt(str(number), "q", ("/v",), "A", "mcq") for number in range(6)]
     shares = [[Visits(prompts, 3, host, 2)[number] for number in range(6)] for host in range(2)]
-    first_epoch = [visit.prompt.id for share in shares for visit in share[:3]]
+    first_epoch = [visit.item.id for share in shares for visit in share[:3]]
     assert sorted(first_epoch) == [str(number) for number in range(6)]
     assert [visit.epoch for visit in shares[1]] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="host 2 is none of 2 hosts"):

@@ -10,7 +10,7 @@ from PIL import Image
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.imitation.ledgers import Demonstrator
+from paravt_jax.imitation.ledgers import TraceRenderer
 from rollout.chat import Chat
 from rollout.episode import Agent, EpisodeConfig
 from rollout.ledger import Ledger
@@ -36,7 +36,7 @@ def chat(hf) -> Chat:
 
 
 def demonstrated(hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
-    demonstrator = Demonstrator(FakeFrames(), chat, VisionContract.from_hf(hf), config)
+    demonstrator = TraceRenderer(FakeFrames(), chat, VisionContract.from_hf(hf), config)
     return asyncio.run(demonstrator.ledger(trace, frame_budget))
 
 

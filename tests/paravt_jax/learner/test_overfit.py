@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from agents import FakeFrames
+from training import rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -16,9 +17,7 @@ from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.metrics import rollout_metrics
-from paravt_jax.rl.rollouts import Rollouts
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
@@ -100,13 +99,12 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
     learner = learner_of(sampling_model(cold_start, "float32", copied=True), config.optim, config.loss)
-    update = PolicyUpdate(learner, chat, contract, config)
+    update = update_of(learner, chat, contract, config)
 
     async def train() -> list[float]:
         engine = EmbeddedEngine(learner.model, contract, max_rows=16, max_context_tokens=256)
-        rollouts = Rollouts(
-            Agent(engine, FakeFrames(), chat, config.rollout), Visits([PROMPT], 0), Cursor(), None, config
-        )
+        agent = Agent(engine, FakeFrames(), chat, config.rollout)
+        rollouts = rollouts_of(agent, Visits([PROMPT], 0), Cursor(), config)
         rewards = []
         try:
             for step in range(1, RL_STEPS + 1):

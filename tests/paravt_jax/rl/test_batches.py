@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from agents import FakeFrames
+from training import rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -15,8 +16,6 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
-from paravt_jax.rl.batches import PolicyUpdate
-from paravt_jax.rl.rollouts import Rollouts
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -52,14 +51,14 @@ def taught(hf, *overrides, say=half_right, steps=1):
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
     learner = Learner(model_port.load(hf), config.optim, config.loss, temperature=0.7)
-    update = PolicyUpdate(learner, chat, contract, config)
+    update = update_of(learner, chat, contract, config)
 
     async def reply(request):
         return chat.encode(say(request.episode)).tolist()
 
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        rollouts = Rollouts(agent, Visits(PROMPTS, 0), Cursor(), None, config)
+        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)
         return [update.run(await rollouts.take(step), geometric_mask=False) for step in range(1, steps + 1)]
 
     return learner, asyncio.run(work())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from agents import FakeFrames, call, is_subagent
+from training import rollouts_of
 
 from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
@@ -13,7 +14,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
-from paravt_jax.rl.rollouts import Rollouts, evaluate, records
+from paravt_jax.rl.rollouts import Player, evaluate, records
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -54,7 +55,7 @@ def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=
 
     async def work():
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        rollouts = Rollouts(agent, Visits(prompts, 0), cursor or Cursor(), judge, config)
+        rollouts = rollouts_of(agent, Visits(prompts, 0), cursor or Cursor(), config, judge)
         try:
             return [await rollouts.take(step) for step in range(1, steps + 1)]
         finally:
@@ -70,7 +71,7 @@ def half_right(episode, request):
 def test_a_step_has_its_prompts_with_their_groups_scored(chat):
     (groups,) = collect(chat, half_right)
     assert [len(group.members) for group in groups] == [4, 4]
-    assert len({group.visit.prompt.id for group in groups}) == 2
+    assert len({group.visit.item.id for group in groups}) == 2
     for group in groups:
         assert [member.terms.accuracy for member in group.members] == [0, 1, 0, 1]
         assert group.advantages.sequence == pytest.approx([-1, 1, -1, 1], abs=1e-4)
@@ -144,7 +145,7 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
         steps = collect(chat, half_right, "train.num_steps=4", f"train.max_staleness={ahead}", steps=4, cursor=cursor)
         numbers = [group.visit.number for groups in steps for group in groups]
         assert sorted(numbers) == list(range(8))
-        epochs = [group.visit.prompt.id for groups in steps for group in groups][:5]
+        epochs = [group.visit.item.id for groups in steps for group in groups][:5]
         assert len(set(epochs)) == 5
 
 
@@ -209,7 +210,7 @@ def test_validation_plays_every_prompt_once(chat):
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, replace(config.rollout, temperature=0.0))
         bad = replace(PROMPTS[0], videos=("/missing.mp4",), id="bad")
-        return await evaluate(agent, [*PROMPTS, bad], config.video.overview_frames, None, config)
+        return await evaluate(Player(agent, config.reward, None, 0), [*PROMPTS, bad], config.video.overview_frames)
 
     members = asyncio.run(work())
     assert len({member.id for member in members}) == 6

@@ -1,5 +1,6 @@
 """The commands that run a config, as people type them."""
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from huggingface_hub import constants
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.keys import comments_of, keys_of, section_of
 from paravt_jax.run.command import shown as shown_lines
-from paravt_jax.run.policy import open_policy
+from paravt_jax.run.policy import policy_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 COMMANDS = {"train": "smoke_cpu.yaml", "sft": "miniature/sft.yaml", "eval": "eval_8b.yaml"}
@@ -118,4 +119,4 @@ def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_call
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     config = load_config(CONFIGS / COMMANDS[name], "model.path=Nobody/nothing", schema=SETTINGS[name])
     with pytest.raises(RuntimeError, match=r"could not be downloaded .* and give model\.path=DIR$"):
-        open_policy(config, tmp_path)
+        asyncio.run(policy_of(config, tmp_path))

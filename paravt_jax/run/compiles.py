@@ -1,0 +1,32 @@
+"""XLA's compilations: how many, how long, and where their programs are kept."""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+class Compiles:
+    """How often, and how long, XLA compiled: a run that compiles in every step wastes its time."""
+
+    def __init__(self) -> None:
+        self._number, self._seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._number += 1
+            self._seconds += duration_secs
+
+    def taken(self) -> dict[str, float]:
+        """Since the last call."""
+        found = {"perf/num_compiles": float(self._number), "time/compile_s": self._seconds}
+        self._number, self._seconds = 0, 0.0
+        return found
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept on disk, so that a run that goes on does not compile again."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "paravt_jax" / "xla"))

@@ -1,0 +1,31 @@
+"""Work beside the event loop, and how it ends when somebody wants to stop."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Like asyncio.to_thread, but a cancellation waits for the work: half an update would be none."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await task
+        raise
+
+
+async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` gives; or None as soon as somebody wants to stop, and then it is cancelled."""
+    working, told = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if stopping.is_set():
+        working.cancel()
+        await asyncio.wait({working})
+        return None
+    return working.result()

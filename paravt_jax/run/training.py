@@ -1,0 +1,146 @@
+"""What RL and imitation have in common while they train: steps, the log, checkpoints, a beginning and an end.
+
+A run's directory is its name: started again with the same one, it goes on from its newest checkpoint. What it draws at
+random is keyed by seed and number, so a checkpoint needs no more than the learner and a few numbers, its progress.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paravt_jax.config import CheckpointConfig, LogConfig
+from paravt_jax.learner.learner import Learner
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.compiles import Compiles
+from paravt_jax.run.directory import held, write_settings
+from paravt_jax.run.log import RunLog
+from paravt_jax.run.plots import PLOTS_DIR, make_plots
+from paravt_jax.run.process import say, stop_on_signals
+from paravt_jax.run.threads import in_thread, unless_stopped
+
+Result = TypeVar("Result")
+Progress = dict[str, Any]
+CHECKPOINTS_DIR = "checkpoints"
+
+
+@dataclass(frozen=True, eq=False)
+class RunDirectory:
+    """Where a run trains, held from before anything is loaded until everything is closed."""
+
+    path: Path
+    stopping: asyncio.Event  # somebody asked the run to end
+
+    @classmethod
+    def enter(cls, run_dir: str, grace_s: float, stack: AsyncExitStack) -> "RunDirectory":
+        """Holds the directory and listens to signals until `stack` closes."""
+        path, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
+        stack.callback(stop_on_signals(stopping, grace_s))
+        return cls(path, stopping)
+
+
+@dataclass(eq=False)
+class Training:
+    """The state of a run that trains, whatever it learns from."""
+
+    directory: RunDirectory
+    learner: Learner
+    log: RunLog
+    checkpoints: Checkpoints
+    num_steps: int
+    save_every_steps: int
+    begun_with: Progress  # what the newest checkpoint says; of a new run, its beginning
+    step: int  # steps done
+    compiles: Compiles = field(default_factory=Compiles)
+    began_step_s: float = 0.0
+
+    @classmethod
+    async def resume(
+        cls,
+        directory: RunDirectory,
+        learner: Learner,
+        stack: AsyncExitStack,
+        *,
+        num_steps: int,
+        beginning: Progress,
+        visits: tuple[str, str],
+        hf_files: Path,
+        checkpoint: CheckpointConfig,
+        log: LogConfig,
+        settings: Mapping[str, Any],
+        remarks: Sequence[str],
+    ) -> "Training":
+        """From the newest whole checkpoint, or from the beginning: {"step": 0} and what else a checkpoint will carry.
+
+        `visits` are the fingerprint of the order of the data, and the settings that it follows from. The settings are
+        written here: from now on the run is what they say.
+        """
+        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, hf_files, checkpoint, say)
+        stack.callback(checkpoints.close)
+        fingerprint, followed_from = visits
+        beginning = beginning | {"visits": fingerprint}
+        progress = await in_thread(lambda: checkpoints.restore(learner)) or beginning
+        if progress["visits"] != fingerprint:
+            raise ValueError(
+                f"{followed_from} are not what the run in {directory.path} began with, so its place in the data means "
+                f"nothing; set them back, or choose another run_dir"
+            )
+        write_settings(settings, directory.path)
+        step = int(progress["step"])
+        run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=dict(settings))
+        stack.callback(run_log.close)
+        for remark in remarks:
+            run_log.say(remark)
+        if step:
+            run_log.say(f"going on after step {step} of {num_steps} in {directory.path}")
+        return cls(directory, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps in the learner's weights."""
+        return int(self.learner.state.step)
+
+    async def begin_step(self, phase: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
+        """What the next step learns from, or None when there is nothing more to do."""
+        self.began_step_s = time.monotonic()
+        if self.step == self.num_steps:
+            return None
+        self.log.phase(phase)
+        return await unless_stopped(self.directory.stopping, work())
+
+    def step_metrics(self, num_tokens: int) -> dict[str, float]:
+        """Of the step that ends now, whatever it was."""
+        step_s = time.monotonic() - self.began_step_s
+        return {
+            "policy_version": float(self.version),
+            "time/step_s": step_s,
+            "perf/tokens_per_s": num_tokens / step_s,
+            **self.compiles.taken(),
+        }
+
+    def due(self, every_steps: int) -> bool:
+        return self.step % every_steps == 0 or self.step == self.num_steps
+
+    async def save_if_due(self, progress: Callable[[], Progress]) -> None:
+        if self.due(self.save_every_steps):
+            await self.save(progress())
+
+    async def save(self, progress: Progress) -> None:
+        """Returns when the state is copied; the run goes on meanwhile."""
+        record = {"step": self.step, "visits": self.begun_with["visits"], **progress}
+        await in_thread(lambda: self.checkpoints.save(self.learner, record))
+
+    async def finish(self, progress: Progress) -> None:
+        """Saves, waits for it, draws, and says where everything is."""
+        await self.save(progress)
+        await in_thread(self.checkpoints.wait)
+        directory = self.directory.path
+        if await in_thread(lambda: make_plots(directory)):
+            self.log.say(f"plots: {directory / PLOTS_DIR}")
+        if self.version not in self.checkpoints.steps:
+            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
+        goes_on = "" if self.step == self.num_steps else "; the same command goes on from there"
+        self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{goes_on}")
