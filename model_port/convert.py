@@ -28,7 +28,7 @@ from model_port.checkpoint import (
     parse_dtype,
     write_params,
 )
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import config_from_hf, read_hf_config
 from model_port.hf_files import (
     HUB_ID,
@@ -152,7 +152,7 @@ def keep_freed_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.convert",
+        prog=prog_of("model_port.convert"),
         description="Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh.",
     )
     parser.add_argument("--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, or ORG/NAME on the hub")

@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import ModelCardData
 
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory, progress
 from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
@@ -179,7 +179,7 @@ def _card(src: Path, name: str, base: str | None, dtype: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.export",
+        prog=prog_of("model_port.export"),
         description="Writes a checkpoint as a Hugging Face directory that transformers, vLLM and SGLang load.",
     )
     parser.add_argument("--src", required=True, metavar="CKPT", help="a converted checkpoint, or RUN/checkpoints/N")

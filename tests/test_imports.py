@@ -150,7 +150,9 @@ def test_the_learner_does_not_load_torch():
     assert "torch" not in loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"]))
 
 
-@pytest.mark.parametrize("module", ["model_port.cli", "paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"])
+@pytest.mark.parametrize(
+    "module", ["model_port.cli", "paravt_jax.__main__", "paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"]
+)
 def test_a_command_loads_what_computes_only_when_it_computes(module):
     assert not loaded_after(ROOT, [module]) & (LEARNER_ONLY | {"transformers", "grain", "tensorstore"})
 

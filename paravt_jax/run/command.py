@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from model_port.cli import add_debug_flag
+from model_port.cli import add_debug_flag, prog_of
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.keys import comments_of
 
@@ -22,7 +22,7 @@ COMMENT_COLUMN, LAST_COLUMN = 40, 120
 
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=prog_of(module),
         description=description,
         epilog="Every setting with its default: --show without a config. Examples are in configs/.",
     )
