@@ -169,6 +169,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """A run of PARA-GRPO: its sections, and what cannot be together."""
+
     run_dir: str = "runs/default"
     seed: int = 0
     model: PolicyConfig = field(default_factory=PolicyConfig)

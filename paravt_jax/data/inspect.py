@@ -47,6 +47,8 @@ class Bin:
 
 @dataclass
 class Findings:
+    """What a look at a file of rows has counted."""
+
     path: str
     kind: Kind
     columns: dict[str, str]

@@ -31,6 +31,8 @@ MESSAGES = COLUMNS[0]
 
 @dataclass
 class ParallelizeReport:
+    """What became of the rows, and why some stayed as they were."""
+
     num_traces: int = 0
     num_without_calls: int = 0
     num_merged: int = 0
@@ -105,6 +107,8 @@ def mean(counts: Counter[int]) -> float:
 
 @dataclass(frozen=True)
 class Parallelizer:
+    """Rewrites rows one by one: sequential tool turns that do not need each other become one turn."""
+
     summaries: Summaries
     max_parallel: int
     report: ParallelizeReport = field(default_factory=ParallelizeReport)
