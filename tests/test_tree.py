@@ -29,8 +29,9 @@ TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only th
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
     "rewards": "",
     "learner": "rewards",
-    "config": "rewards learner",
-    "run": "config learner",
+    "keys": "",
+    "config": "keys rewards learner",
+    "run": "config keys learner",
     "sampling": "config run",
     "data": "config rewards run",
     "plan": "config learner",
@@ -40,8 +41,9 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "bench": "config learner plan rewards sampling",
     "train": "config plan rl run",
     "sft": "config imitation run",
-    "eval": "config data rewards rl run sampling",
+    "eval": "config rl run",
     "miniature": "config data eval run",
+    "__main__": "",
 }
 PURE = (  # no config, no I/O, no logger
     "rewards/terms",
@@ -221,6 +223,24 @@ def test_rollout_loads_neither_jax_nor_torch():
 
 def test_the_learner_does_not_load_torch():
     assert "torch" not in loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"]))
+
+
+@pytest.mark.parametrize(
+    "module", ["model_port.cli", "paravt_jax.__main__", "paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"]
+)
+def test_a_command_loads_what_computes_only_when_it_computes(module):
+    assert not loaded_after(ROOT, [module]) & (LEARNER_ONLY | {"transformers", "grain", "tensorstore"})
+
+
+def test_the_names_of_model_port_are_there_when_asked_for():
+    import model_port
+    from model_port import load, preset
+
+    assert model_port.load is load and preset("8b").text.num_layers == 36
+    assert set(model_port.HOMES) == set(model_port.__all__) <= set(dir(model_port))
+    assert all(getattr(model_port, name) for name in model_port.__all__)
+    with pytest.raises(AttributeError, match="module 'model_port' has no attribute 'lode'"):
+        model_port.lode  # noqa: B018
 
 
 def test_what_a_module_loads_is_noticed_in_every_corner_of_a_package(tmp_path):
