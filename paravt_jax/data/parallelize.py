@@ -145,13 +145,13 @@ class Parallelizer:
 
     async def _changed(self, place: str, row: dict[str, Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         answers = frame_answers(before)
-        found = await asyncio.gather(
+        changed = await asyncio.gather(
             *(self.summaries.text(row, answer) for answer in answers.values()), return_exceptions=True
         )
-        problems = [problem for problem in found if isinstance(problem, BaseException)]
+        problems = [problem for problem in changed if isinstance(problem, BaseException)]
         for problem in sorted(problems, key=lambda problem: isinstance(problem, NoSummary)):
             raise problem
-        texts = {number: str(text) for number, text in zip(answers, found, strict=True)}
+        texts = {number: str(text) for number, text in zip(answers, changed, strict=True)}
         report = self.report
         report.num_summaries += len(texts)
         shown = [with_text(m, texts[number]) if number in texts else m for number, m in enumerate(before)]
