@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from model_port.config import config_to_hf, preset
-from model_port.convert import progress
 from model_port.export import plan_shards
+from model_port.progress import BYTES, Meter
 from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
 from model_port.weights import num_params, rules
 from paravt_jax.plan.tables import aligned
@@ -121,7 +121,7 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     shards = plan_shards(dict(sorted(shapes.items())), BFLOAT16, PUBLISHED_SHARD_BYTES)
     checksums: dict[str, int] = {}
     total_bytes = sum(shard.num_bytes for shard in shards)
-    with progress("making random weights", total_bytes) as bar:
+    with Meter("making random weights", total_bytes, BYTES) as bar:
         for shard in shards:
             tensors = {tensor: (BFLOAT16, shape) for tensor, shape in shard.shapes.items()}
             writer = SafetensorsWriter(directory / shard.file_name, tensors)
@@ -143,7 +143,7 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
 
 
 def _check(directory: Path, checksums: dict[str, int]) -> None:
-    with HfTensors(directory) as tensors, progress("comparing checksums", tensors.num_bytes) as bar:
+    with HfTensors(directory) as tensors, Meter("comparing checksums", tensors.num_bytes, BYTES) as bar:
         assert set(tensors.infos) == set(checksums)
         for name, info in tensors.infos.items():
             checksum, row_values = 0, int(np.prod(info.shape[1:]))

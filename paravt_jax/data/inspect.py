@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
+from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BadRow, found_file, root_of, rows_of
@@ -110,10 +110,10 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     findings = Findings(str(path), kind, columns, tokenizer)
     root = root_of(source, video_root)
     texts = _texts(findings, rows_of(source, wanted), root)
-    with tqdm(desc="inspecting", total=_num_rows(source), unit="row", disable=None) as bar:
+    with Meter("inspecting", _num_rows(source), "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
             findings.lengths += encode([text for text in batch if text is not None])
-            bar.update(len(batch))
+            meter.update(len(batch))
     if not findings.num_rows:
         raise ValueError(f"{source} has no rows")
     return findings

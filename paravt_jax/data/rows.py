@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,14 @@ def read_rows(
     kept: list[Read] = []
     bad: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for place, row in rows_of(source, columns):
-        try:
-            kept.append(read(row))
-        except BadRow as problem:
-            bad[problem.reason] += 1
-            examples.setdefault(problem.reason, f"{place}: {problem}")
+    with Meter(f"reading {source}", unit="row") as meter:
+        for place, row in rows_of(source, columns):
+            try:
+                kept.append(read(row))
+            except BadRow as problem:
+                bad[problem.reason] += 1
+                examples.setdefault(problem.reason, f"{place}: {problem}")
+            meter.update()
     num_bad, num_rows = bad.total(), bad.total() + len(kept)
     if not num_rows:
         raise ValueError(f"{source} has no rows")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from model_port.progress import counted
 from paravt_jax.data.synthetic import COLOURS, LETTERS, appear
 from rollout.video.encode import write_video
 
@@ -122,10 +123,9 @@ def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int
     """Writes the videos that are not there yet."""
     (directory / "videos").mkdir(parents=True, exist_ok=True)
     scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
-    for scene in scenes:
-        path = directory / scene.video
-        if not path.exists():
-            appear(path, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
+    undone = [scene for scene in scenes if not (directory / scene.video).exists()]
+    for scene in counted(undone, "making videos", "video"):
+        appear(directory / scene.video, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
     return scenes
 
 

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from tqdm import tqdm
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.progress import counted
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, whole_file
 
 PLOTS_DIR = "plots"
@@ -189,7 +189,7 @@ def _reward_by_frame_budget(run: LoggedRun) -> Figure | None:
     paths = [path for path in (run.path / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
     paths = sorted(paths, key=lambda path: int(path.stem))[-MAX_EPISODE_STEPS:]
     scores: dict[Quantity, list[Score]] = {TOTAL: [], ACCURACY: []}
-    for path in tqdm(paths, desc="reading episodes", unit="step", disable=None, leave=False):
+    for path in counted(paths, "reading episodes", "step"):
         for episode in load_jsonl(path):
             budget, reward = episode.get("frame_budget"), episode.get("reward") or {}
             for quantity, of_quantity in scores.items():

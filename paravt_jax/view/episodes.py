@@ -14,8 +14,8 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
+from model_port.progress import counted
 from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.terms import TAG
 from paravt_jax.run.log import EPISODES_DIR, load_jsonl
@@ -59,7 +59,7 @@ def load_sample(run_dir: Path, max_episodes: int, settings: Mapping[str, Any]) -
     share_bytes = max(MIN_EPISODE_BYTES, PAGE_BYTES // max(1, sum(map(len, chosen.values()))))
     episodes = [
         _within(share_bytes, reader, record)
-        for path, lines in tqdm(chosen.items(), desc="reading episodes", unit="step", disable=None, leave=False)
+        for path, lines in counted(chosen.items(), "reading episodes", "step")
         for record in _read_step(path, lines)
     ]
     return {"episodes": episodes, "num_steps_shown": num_steps, "num_steps": len(paths), "max_episodes": max_episodes}
