@@ -47,7 +47,7 @@ METADATA_BYTES = 2**20  # on disk, beside parameters and side files
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What a conversion or an export did."""
 
     path: Path
@@ -64,7 +64,7 @@ class Report:
         )
 
 
-def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force: bool = False) -> Report:
+def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force: bool = False) -> ConversionReport:
     """Writes the checkpoint `dst` from a Hugging Face directory or hub id; `force` replaces a checkpoint at its end."""
     start_s = time.monotonic()
     storage = parse_dtype(dtype)
@@ -99,7 +99,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force:
                 "source": hub_id or str(src),
             }
             (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
-    return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+    return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
 def source_directory(src: str | Path) -> Path:

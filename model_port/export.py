@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 
 from model_port.checkpoint import DTYPES, StoredParams, cast, parse_dtype
 from model_port.cli import add_debug_flag, run_cli
-from model_port.convert import METADATA_BYTES, Report, keep_freed_memory, progress
+from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory, progress
 from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
 from model_port.loading import abstract_model, abstract_params
@@ -59,7 +59,7 @@ def export(
     max_shard_gib: float = MAX_SHARD_GIB,
     force: bool = False,
     name: str | None = None,
-) -> Report:
+) -> ConversionReport:
     """Writes the Hugging Face directory `dst`; `dtype` is the checkpoint's own by default, `name` is for its card."""
     start_s = time.monotonic()
     if dtype is not None:
@@ -91,7 +91,7 @@ def export(
             index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_side_files(files, partial)
-    return Report(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+    return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
 @dataclass

@@ -6,7 +6,7 @@ shows part of a frame points at a row of the table of merged patches. Many token
 several rows show is computed once.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,7 +57,9 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class RowSequence:
+    """What a row holds beside others: a trunk, and branches that share it."""
+
     trunk: Tokens
     branches: tuple[Tokens, ...] = ()
 
@@ -83,7 +85,7 @@ def split_frames(pixel_values: Float[np.ndarray, "P C"] | None, grid_thw: Int[np
 
 
 def order_frames(
-    ids: Int[np.ndarray, " T"], images: Seq[int], videos: Seq[int], sizes: Seq[int], config: ModelConfig
+    ids: Int[np.ndarray, " T"], images: Sequence[int], videos: Sequence[int], sizes: Sequence[int], config: ModelConfig
 ) -> list[int]:
     """Image and video frame numbers, merged into the order in which the ids show them; `sizes` in tokens by frame."""
     queues = {config.image_token_id: list(images), config.video_token_id: list(videos)}
@@ -102,7 +104,7 @@ def order_frames(
 
 
 def place(
-    tokens: Tokens, frames: Seq[Frame], first_rows: Seq[int], config: ModelConfig, start: int = 0
+    tokens: Tokens, frames: Sequence[Frame], first_rows: Sequence[int], config: ModelConfig, start: int = 0
 ) -> tuple[Int[np.ndarray, "T 3"], Int[np.ndarray, " T"], int]:
     """M-RoPE positions, visual table rows, and the position that follows the last token.
 
@@ -137,9 +139,9 @@ def place(
 
 
 def pack_text(
-    rows: Seq[Seq[Sequence]],
-    frames: Seq[Frame],
-    first_rows: Seq[int],
+    rows: Sequence[Sequence[RowSequence]],
+    frames: Sequence[Frame],
+    first_rows: Sequence[int],
     config: ModelConfig,
     num_tokens: int,
     num_rows: int | None = None,
@@ -167,7 +169,7 @@ def pack_text(
 
 
 def pack_vision(
-    frames: Seq[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
+    frames: Sequence[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
 ) -> tuple[VisionBatch, list[int]]:
     """Lays frames into rows of `row_patches`, first fit; also gives each frame's first row in the visual table."""
     rows: list[list[int]] = []

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.inputs import (
-    Sequence,
+    RowSequence,
     TextBatch,
     Tokens,
     VisionBatch,
@@ -109,7 +109,7 @@ def one_sequence(
         vision, first_rows = pack_vision(frames, config.vision, row_patches)
     sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
     order = order_frames(ids, range(len(images)), range(len(images), len(frames)), sizes, config)
-    sequence = Sequence(Tokens(ids, tuple(order)))
+    sequence = RowSequence(Tokens(ids, tuple(order)))
     return pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET)), vision
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from model_port.attention import IMPLEMENTATIONS, Layout
-from model_port.inputs import Frame, Sequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
+from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Index
 from model_port.model import Qwen3VL, row_layout
 from model_port.sharding import constrain
@@ -29,7 +29,7 @@ MAX_STOP_IDS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class SamplerPrompt:
     """Ids with placeholders expanded, and the frames that they show, in order."""
 
     ids: Int[np.ndarray, " T"]
@@ -37,7 +37,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     max_new_tokens: int
     seed: int = 0
     temperature: float | int = 1.0  # 0 takes the likeliest token; log-probs are then of the untempered distribution
@@ -53,9 +53,9 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
-    prompt: Prompt
-    sampling: Sampling
+class SamplerRequest:
+    prompt: SamplerPrompt
+    sampling: SamplingParams
 
 
 @dataclass
@@ -122,9 +122,9 @@ class Sampler:
         self._rows: Rows = jax.jit(partial(_empty_rows, model, max_rows, max_context_tokens))()
         self._occupants: list[int | None] = [None] * max_rows
         self._waiting: deque[int] = deque()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, SamplerRequest] = {}
         self._completions: dict[int, Completion] = {}
-        self._prefilled: tuple[Prompt, Prefilled] | None = None
+        self._prefilled: tuple[SamplerPrompt, Prefilled] | None = None
         self._num_submitted = 0
 
     def update(self, model: Qwen3VL) -> None:
@@ -132,7 +132,7 @@ class Sampler:
         self.params = nnx.state(model)
         self._prefilled = None
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: SamplerRequest) -> int:
         """Queues a request and gives its number; nothing is computed before `step`."""
         needed = len(request.prompt.ids) + request.sampling.max_new_tokens
         if len(request.prompt.ids) == 0:
@@ -188,7 +188,7 @@ class Sampler:
         return completion
 
     def generate(
-        self, requests: Iterable[Request], on_finished: Callable[[Completion], None] | None = None
+        self, requests: Iterable[SamplerRequest], on_finished: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
         """All requests to their end, in the order given."""
         numbers = [self.submit(request) for request in requests]
@@ -221,12 +221,12 @@ class Sampler:
                 finished[number] = self._finish(row)
         return finished
 
-    def _prefill_once(self, prompt: Prompt) -> Prefilled:
+    def _prefill_once(self, prompt: SamplerPrompt) -> Prefilled:
         if self._prefilled is None or self._prefilled[0] is not prompt:
             self._prefilled = (prompt, self._compute_prefill(prompt))
         return self._prefilled[1]
 
-    def _compute_prefill(self, prompt: Prompt) -> Prefilled:
+    def _compute_prefill(self, prompt: SamplerPrompt) -> Prefilled:
         visual, first_rows = None, []
         if prompt.frames:
             row_patches = bucket(max(len(frame.patches) for frame in prompt.frames), self.patch_bucket)
@@ -234,7 +234,7 @@ class Sampler:
             vision, first_rows = pack_vision(prompt.frames, self.config.vision, row_patches, num_rows)
             visual = self._see(self.params, vision)
         num_tokens = min(bucket(len(prompt.ids), self.token_bucket), self.max_context_tokens)
-        sequence = Sequence(Tokens(np.asarray(prompt.ids), tuple(range(len(prompt.frames)))))
+        sequence = RowSequence(Tokens(np.asarray(prompt.ids), tuple(range(len(prompt.frames)))))
         text = pack_text([[sequence]], prompt.frames, first_rows, self.config, num_tokens)
         last = len(prompt.ids) - 1
         # Text after a prompt goes on from the largest position of its last token, whichever axis has it.

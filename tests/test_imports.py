@@ -122,6 +122,26 @@ def test_an_impure_or_a_missing_module_of_the_maths_is_noticed(tmp_path):
     assert [problem for problem in problems if "packing.py is not there" in problem]
 
 
+def classes_named_twice(root: Path) -> Iterator[str]:
+    """One word, one thing: nobody should have to ask which of two."""
+    homes: dict[str, list[str]] = {}
+    for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
+        for node in ast.parse(path.read_text(), str(path)).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path.relative_to(root).as_posix())
+    yield from (f"{name} is a class in {' and '.join(where)}" for name, where in homes.items() if len(where) > 1)
+
+
+def test_no_two_classes_have_the_same_name():
+    assert not list(classes_named_twice(ROOT))
+
+
+def test_a_second_class_of_a_name_is_noticed(tmp_path):
+    plant(tmp_path, "rollout/episode.py", "class Request: ...\n")
+    plant(tmp_path, "paravt_jax/rl/run.py", "class Request: ...\nclass _Own: ...\n")
+    assert list(classes_named_twice(tmp_path)) == ["Request is a class in rollout/episode.py and paravt_jax/rl/run.py"]
+
+
 def test_rollout_loads_neither_jax_nor_torch():
     assert not loaded_after(ROOT, modules_of(ROOT, ["rollout"])) & LEARNER_ONLY
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
-from model_port.inputs import Frame, Sequence, Tokens, bucket, pack_text, pack_vision
+from model_port.inputs import Frame, RowSequence, Tokens, bucket, pack_text, pack_vision
 from model_port.tiny import tiny_config
 from model_port.weights import num_params
 from paravt_jax.bench import update
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     prompt, *responses = (
                         _example(config, seed, *(RESPONSE if seed else PROMPT)) for seed in range(NUM_EPISODES + 1)
                     )
-                    group = update.Group(config, prompt.ids, prompt.frames, [response.ids for response in responses])
+                    group = update.EpisodeGroup(
+                        config, prompt.ids, prompt.frames, [response.ids for response in responses]
+                    )
                     updates += [{**case, **row} for row in update.compare(Path(folder), dtype, group, args.repeats)]
     return {"rows": passes, "updates": updates, "threads": os.cpu_count()}
 
@@ -142,7 +144,7 @@ def _make_reference(config: ModelConfig, folder: Path) -> Any:
         from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     except ImportError as missing:
         raise RuntimeError(
-            f"the comparison needs torch and transformers ({missing}); install paravt_jax[dev]"
+            f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`"
         ) from None
 
     torch.manual_seed(0)
@@ -223,7 +225,7 @@ def _jax_side(
     for example in examples:
         first = len(frames)
         frames += example.frames
-        row.append(Sequence(Tokens(example.ids, tuple(range(first, len(frames))))))
+        row.append(RowSequence(Tokens(example.ids, tuple(range(first, len(frames))))))
     vision, first_rows = pack_vision(frames, model.config.vision, FRAME_GRID[0] * FRAME_GRID[1])
     num_tokens = bucket(sum(len(example.ids) for example in examples), TOKEN_BUCKET)
     text = pack_text([row], frames, first_rows, model.config, num_tokens)

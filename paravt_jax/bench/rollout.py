@@ -19,13 +19,14 @@ import numpy as np
 import model_port
 from model_port.processing import VisionContract, settled_size
 from model_port.tiny import make_tiny
-from paravt_jax.bench.video import write_video
+from paravt_jax.bench.video import FPS, camera
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent, Episode, EpisodeConfig, Task
 from rollout.server import ServerSettings
+from rollout.video.encode import write_video
 from rollout.video.reader import FrameReader
 
 CROPS = (1, 2, 4, 8)
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if not args.model:
             make_tiny(model)
         video = Path(folder) / "video.mp4"
-        write_video(video, *VIDEO_PX, VIDEO_S)
+        write_video(video, camera(*VIDEO_PX, VIDEO_S), FPS)
         return asyncio.run(_measure(args, model, str(video)))
 
 

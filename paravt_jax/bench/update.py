@@ -42,7 +42,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class EpisodeGroup:
     """Episodes of one prompt: ids with placeholders expanded, the frames that the prompt shows, and the responses."""
 
     config: ModelConfig
@@ -82,7 +82,7 @@ class Group:
         return float(sum(map(len, self.responses)))
 
 
-def compare(folder: Path, dtype: str, group: Group, repeats: int) -> list[dict[str, Any]]:
+def compare(folder: Path, dtype: str, group: EpisodeGroup, repeats: int) -> list[dict[str, Any]]:
     """Medians of both ways of each comparison, for the model in `folder`, a Hugging Face directory."""
     rows = []
     for (slow, fast), measures in COMPARED.items():
@@ -93,7 +93,7 @@ def compare(folder: Path, dtype: str, group: Group, repeats: int) -> list[dict[s
 
 
 def _alternating(
-    ways: tuple[str, str], folder: Path, dtype: str, group: Group, repeats: int
+    ways: tuple[str, str], folder: Path, dtype: str, group: EpisodeGroup, repeats: int
 ) -> dict[str, dict[str, Any]]:
     pools = {way: ProcessPoolExecutor(1, mp_context=get_context("spawn")) for way in ways}
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -129,7 +129,7 @@ def check_agreement(turn: dict[str, dict[str, float]], tolerance: float) -> None
 _own: dict[str, Any] = {}  # what a way's process holds
 
 
-def _set_up(way: str, folder: Path, dtype: str, group: Group) -> None:
+def _set_up(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> None:
     for module in IMPORTS["torch" if way == "torch" else "jax"]:
         import_module(module)
     _own["imports_mib"] = _status_mib("VmRSS")
@@ -153,7 +153,7 @@ def _status_mib(name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[], dict[str, float]]:
+def _our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Callable[[], dict[str, float]]:
     import jax
     from flax import nnx
 
@@ -185,7 +185,7 @@ def _our_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[]
     return update
 
 
-def _torch_update(way: str, folder: Path, dtype: str, group: Group) -> Callable[[], dict[str, float]]:
+def _torch_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Callable[[], dict[str, float]]:
     from paravt_jax.bench.torch_update import TorchLearner
     from paravt_jax.learner.settings import LossConfig, OptimConfig
 

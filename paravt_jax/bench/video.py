@@ -15,16 +15,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from fractions import Fraction
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
 from model_port.processing import VideoBounds, VisionContract, process_images, settled_size
+from rollout.video.encode import write_video
 from rollout.video.reader import FrameReader
 
 HALF = (0.5, 0.5, 0.5)
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in SIZES_PX if args.size == "all" else [args.size]:
             path = Path(folder) / f"{name}.mp4"
             print(f"writing {args.seconds} s of {name} video", file=sys.stderr, flush=True)
-            write_video(path, *SIZES_PX[name], args.seconds)
+            write_video(path, camera(*SIZES_PX[name], args.seconds), FPS)
             for row in _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers):
                 rows.append({"video": name, **row})
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
@@ -116,7 +115,7 @@ async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> d
     took: dict[str, Any] = {}
     small = path.with_name("small.mp4")
     if not small.exists():
-        write_video(small, 64, 64, 2)
+        write_video(small, camera(64, 64, 2), FPS)
     async with FrameReader(lambda height, width: settled_size(height, width, CONTRACT), num_workers=workers) as reader:
         for _ in range(4):
             await asyncio.gather(*(reader.frames(small, [n / FPS], DEADLINE_S) for n in range(2 * FPS)))
@@ -202,19 +201,12 @@ def _require_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
             raise RuntimeError(f"the two sides disagree: pixels differ by {difference:.1f} of 255 in the mean")
 
 
-def write_video(path: Path, height: int, width: int, num_s: int) -> None:
-    """A camera wandering over coloured clouds, with a cut every few seconds; x264's usual groups of pictures."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast", "crf": "26"})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        for number in range(num_s * FPS):
-            scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
-            top, left = (round(MARGIN_PX * (1 + np.sin(number / slow))) for slow in (70, 43))
-            view = np.ascontiguousarray(scene[top : top + height, left : left + width])
-            frame = av.VideoFrame.from_ndarray(view, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, FPS)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+def camera(height: int, width: int, num_s: int) -> Iterator[np.ndarray]:
+    """Wanders over coloured clouds, with a cut every few seconds; FPS pictures a second."""
+    for number in range(num_s * FPS):
+        scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
+        top, left = (round(MARGIN_PX * (1 + np.sin(number / slow))) for slow in (70, 43))
+        yield np.ascontiguousarray(scene[top : top + height, left : left + width])
 
 
 @functools.lru_cache(1)

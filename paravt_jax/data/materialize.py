@@ -35,7 +35,7 @@ SPELLINGS = tuple(product((False, True), (None, (",", ":"))))  # of JSON: only A
 Rewrite = Callable[[str], str]
 
 
-class Place(NamedTuple):
+class LocalPath(NamedTuple):
     """What a path of a row means, by its spelling alone."""
 
     uri: str  # what it becomes
@@ -74,7 +74,7 @@ class FileReport:
 
 
 @dataclass
-class Report:
+class MaterializeReport:
     root: Path
     files: dict[str, FileReport]  # in the order of their names
     written: dict[str, bool]  # False: was up to date
@@ -115,22 +115,22 @@ class Report:
         return "\n".join([*lines, f"missing files by bucket: {missing or 'none'}"])
 
 
-def place_of(name: str, root: str) -> Place:
+def place_of(name: str, root: str) -> LocalPath:
     """Where a path of a row leads. `root` is absolute and without `..`; nothing is looked up."""
     if REMOTE.match(name):
-        return Place(name, OTHER, remote=True)
+        return LocalPath(name, OTHER, remote=True)
     path = name.removeprefix(FILE_URI)
     if not path or "\0" in path:
-        return Place(name, OTHER, bad=True)
+        return LocalPath(name, OTHER, bad=True)
     if path.startswith("/"):
         inside = posixpath.normpath(path).removeprefix(f"{root}/")
-        return Place(name, _bucket(inside))
+        return LocalPath(name, _bucket(inside))
     # By its spelling, not by links: a root may hold links to other disks. As no `..` is left, none is followed later.
     plain = posixpath.normpath(path)
     if plain == ".." or plain.startswith("../"):
-        return Place(name, OTHER, bad=True)
+        return LocalPath(name, OTHER, bad=True)
     bucket = _bucket(plain)
-    return Place(name if bucket == OTHER else f"{FILE_URI}{root}/{plain}", bucket)
+    return LocalPath(name if bucket == OTHER else f"{FILE_URI}{root}/{plain}", bucket)
 
 
 def _bucket(path: str) -> str:
@@ -222,7 +222,9 @@ def _is_encodable(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
-def materialize(root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8) -> Report:
+def materialize(
+    root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8
+) -> MaterializeReport:
     """Writes every parquet file of `parquet_dir`, its paths joined to `root`, under its name in `output_dir`.
 
     Files appear whole, and one whose content would not change is not touched. `num_workers` threads look for files.
@@ -244,7 +246,7 @@ def materialize(root: str | Path, parquet_dir: str | Path, output_dir: str | Pat
     if not sources:
         raise ValueError(f"--parquet-dir {parquet_dir} has no *.parquet files")
     num_rows = sum(map(_num_rows, sources))
-    report = Report(root, {}, {})
+    report = MaterializeReport(root, {}, {})
     with (
         ThreadPoolExecutor(num_workers) as pool,
         tqdm(desc="materializing", total=num_rows, unit="row", disable=None) as bar,

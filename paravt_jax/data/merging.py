@@ -95,7 +95,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Merging:
     groups: tuple[tuple[ToolTurn, ...], ...]  # of candidates, in order; those of one turn are not merged
     stops: tuple[Stop, ...]
 
@@ -184,7 +184,7 @@ def candidate(messages: Sequence[dict[str, Any]], turn: Sequence[int], answer: s
     )
 
 
-def make_plan(messages: Sequence[dict[str, Any]], answers: dict[int, str], max_parallel: int) -> Plan:
+def make_plan(messages: Sequence[dict[str, Any]], answers: dict[int, str], max_parallel: int) -> Merging:
     """Which tool turns become one. `answers` are the texts of tool messages, by their numbers."""
     groups: list[list[ToolTurn]] = []
     stops: list[Stop] = []
@@ -207,7 +207,7 @@ def make_plan(messages: Sequence[dict[str, Any]], answers: dict[int, str], max_p
         is_open = True
         before = [answers.get(number) or text_of(message) for number, message in enumerate(messages[: found.at])]
         known = Times.of("\n".join([*before, found.think]))
-    return Plan(tuple(map(tuple, groups)), tuple(stops))
+    return Merging(tuple(map(tuple, groups)), tuple(stops))
 
 
 def _stop(turn: ToolTurn, group: Sequence[ToolTurn], known: Times, max_parallel: int) -> Stop | None:

@@ -21,7 +21,7 @@ from paravt_jax.data.hub import local_source
 from paravt_jax.data.materialize import respelled, write_if_changed
 from paravt_jax.data.merging import heard, make_plan, merged, shows_frames, text_of, tool_turns, with_text
 from paravt_jax.data.rows import BadRow, from_json, object_of, root_of, rows_of
-from paravt_jax.data.summaries import Answer, Column, Engine, EngineSettings, NoSummary, Nothing, Summaries
+from paravt_jax.data.summaries import Answer, Column, NoSummary, Nothing, Summaries, Summarizer, SummarizerSettings
 from paravt_jax.data.traces import COLUMNS, read_trace, said_in
 from rollout.tools import BadCall, find_calls, window_of
 
@@ -30,7 +30,7 @@ MESSAGES = COLUMNS[0]
 
 
 @dataclass
-class Report:
+class ParallelizeReport:
     num_traces: int = 0
     num_without_calls: int = 0
     num_merged: int = 0
@@ -107,7 +107,7 @@ def mean(counts: Counter[int]) -> float:
 class Parallelizer:
     summaries: Summaries
     max_parallel: int
-    report: Report = field(default_factory=Report)
+    report: ParallelizeReport = field(default_factory=ParallelizeReport)
 
     async def messages_of(self, place: str, row: Any) -> Any:
         """What `messages` of the row becomes, in the form that it has."""
@@ -224,10 +224,10 @@ def parallelize(
     dst: str | Path,
     summaries: str = "",
     *,
-    engine: Callable[[str], EngineSettings] | None = None,
+    engine: Callable[[str], SummarizerSettings] | None = None,
     video_root: str = "",
     max_parallel: int = 5,
-) -> Report:
+) -> ParallelizeReport:
     """`summaries` is column:NAME, engine:URL, for which `engine` gives the settings, or nothing."""
     source, dst = local_source(src), Path(dst)
     if max_parallel < 1:
@@ -244,7 +244,7 @@ def parallelize(
         if schema is not None and column not in schema.names:
             raise ValueError(f"{source} has no column {column}; it has {', '.join(schema.names)}")
     settings = engine(name) if kind == "engine" and engine is not None else None
-    report = Report()
+    report = ParallelizeReport()
     known = dst.with_suffix(".summaries.jsonl")  # hours of an engine's work must not hang on the last row
     dst.parent.mkdir(parents=True, exist_ok=True)
 
@@ -252,7 +252,7 @@ def parallelize(
         async with AsyncExitStack() as stack:
             texts: Summaries = Column(name) if kind == "column" else Nothing()
             if settings is not None:
-                texts = await stack.enter_async_context(Engine(settings, root_of(source, video_root), known))
+                texts = await stack.enter_async_context(Summarizer(settings, root_of(source, video_root), known))
             total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in _files(source))
             bar = stack.enter_context(tqdm(desc="parallelizing", total=total, unit="row", disable=None))
             await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), bar)
@@ -404,7 +404,7 @@ def run(args: Any) -> None:
         args.src,
         args.dst,
         args.summaries or "",
-        engine=lambda url: EngineSettings(
+        engine=lambda url: SummarizerSettings(
             url,
             args.model or "",
             args.api_key_env or "",

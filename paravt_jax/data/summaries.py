@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BadRow, found_file
-from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, Endpoint, NoReply, Request
+from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, NoReply
 from paravt_jax.rewards.terms import TAG
 from rollout.prompts import Prompts
 from rollout.video.errors import VideoError
@@ -99,7 +99,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class EngineSettings(Endpoint):
+class SummarizerSettings(Endpoint):
     attempt_deadline_s: float = 120.0
     max_reply_tokens: int = 512  # what a report of a sub-agent may take
 
@@ -107,13 +107,13 @@ class EngineSettings(Endpoint):
         return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-class Engine:
-    """Use `async with Engine(settings, root, known) as engine`. Relative paths of frames begin from `root`.
+class Summarizer:
+    """Use `async with Summarizer(settings, root, known) as engine`. Relative paths of frames begin from `root`.
 
     `known` is a file of JSON lines to which every summary is added at once: what was paid for is not asked for again.
     """
 
-    def __init__(self, settings: EngineSettings, root: Path, known: Path, prompts: Prompts | None = None):
+    def __init__(self, settings: SummarizerSettings, root: Path, known: Path, prompts: Prompts | None = None):
         self.settings, self.root, self.prompts = settings, root, prompts or Prompts()
         self._known_path, self._known = known, load_known(known)
         self._client = ChatClient(settings)
@@ -122,7 +122,7 @@ class Engine:
         self._stack = AsyncExitStack()
         self._reader: FrameReader | None = None
 
-    async def __aenter__(self) -> "Engine":
+    async def __aenter__(self) -> "Summarizer":
         self._known_file = self._stack.enter_context(self._known_path.open("a", encoding="utf-8"))
         await self._stack.enter_async_context(self._client)
         return self
@@ -141,7 +141,7 @@ class Engine:
             key = await asyncio.to_thread(_key, self._client.body(messages))
             if key not in self._known:
                 try:
-                    self._known[key] = await self._client.complete(lambda: Request(messages, _summary))
+                    self._known[key] = await self._client.complete(lambda: ChatRequest(messages, _summary))
                 except NoReply as problem:
                     raise NoSummary(FAILED, str(problem)) from None
                 print(json.dumps({"key": key, "text": self._known[key]}), file=self._known_file, flush=True)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import av
 import numpy as np
 from jaxtyping import UInt8
+
+from rollout.video.encode import write_video
 
 FPS = 2
 HEIGHT_PX, WIDTH_PX = 64, 96
@@ -25,7 +26,7 @@ LETTERS = dict(zip(COLOURS, "ABCD", strict=True))
 
 
 @dataclass(frozen=True)
-class Scene:
+class Clip:
     seed: int
     number: int
     duration_s: int
@@ -50,64 +51,53 @@ def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
     """
     if num_videos < 2:
         raise ValueError(f"num_videos={num_videos} must be at least 2: one to train on, one held out")
-    scenes = [make_scene(seed, number) for number in range(num_videos)]
+    clips = [make_clip(seed, number) for number in range(num_videos)]
     (directory / "videos").mkdir(parents=True, exist_ok=True)
-    for scene in scenes:
-        if not (directory / scene.video).exists():
-            appear(directory / scene.video, lambda path, scene=scene: write_video(path, frames(scene), FPS))
+    for clip in clips:
+        if not (directory / clip.video).exists():
+            appear(directory / clip.video, lambda path, clip=clip: write_video(path, frames(clip), FPS))
     num_train = num_videos - max(1, num_videos // 4)
-    _write_rows(directory / "validation.jsonl", scenes[num_train:])
-    return _write_rows(directory / "train.jsonl", scenes[:num_train])
+    _write_rows(directory / "validation.jsonl", clips[num_train:])
+    return _write_rows(directory / "train.jsonl", clips[:num_train])
 
 
-def make_scene(seed: int, number: int) -> Scene:
+def make_clip(seed: int, number: int) -> Clip:
     rng = np.random.default_rng((seed, number))
     duration_s = int(rng.integers(MIN_DURATION_S, MAX_DURATION_S, endpoint=True))
     start_s = int(rng.integers(0, duration_s - EVENT_S, endpoint=True))
-    return Scene(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # as often as another
+    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # as often as another
 
 
-def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
+def frames(clip: Clip) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
     """Frame n is shown from n / FPS seconds on."""
-    rng = np.random.default_rng((scene.seed, scene.number, 1))
-    for number in range(scene.duration_s * FPS):
+    rng = np.random.default_rng((clip.seed, clip.number, 1))
+    for number in range(clip.duration_s * FPS):
         cells = rng.integers(90, 166, (HEIGHT_PX // CELL_PX, WIDTH_PX // CELL_PX, 1), np.uint8)
         pixels = cells.repeat(CELL_PX, 0).repeat(CELL_PX, 1).repeat(3, 2)
-        if scene.start_s <= number / FPS < scene.end_s:
-            pixels[HEIGHT_PX // 4 : -HEIGHT_PX // 4, WIDTH_PX // 3 : -WIDTH_PX // 3] = COLOURS[scene.colour]
+        if clip.start_s <= number / FPS < clip.end_s:
+            pixels[HEIGHT_PX // 4 : -HEIGHT_PX // 4, WIDTH_PX // 3 : -WIDTH_PX // 3] = COLOURS[clip.colour]
         yield pixels
 
 
-def questions(scene: Scene) -> Iterator[tuple[str, str, str]]:
+def questions(clip: Clip) -> Iterator[tuple[str, str, str]]:
     """Question type, question and answer."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
-    at_s = scene.start_s + EVENT_S // 2
-    yield "mcq", f"Which colour is shown at {at_s} seconds?\n{options}", LETTERS[scene.colour]
-    asked = f"When is the {scene.colour} square shown? Answer with [start, end] in seconds."
-    yield "tvg", asked, f"[{scene.start_s}, {scene.end_s}]"
-    yield "oe", "Name the colour of the square that is shown in the video.", scene.colour
+    at_s = clip.start_s + EVENT_S // 2
+    yield "mcq", f"Which colour is shown at {at_s} seconds?\n{options}", LETTERS[clip.colour]
+    asked = f"When is the {clip.colour} square shown? Answer with [start, end] in seconds."
+    yield "tvg", asked, f"[{clip.start_s}, {clip.end_s}]"
+    yield "oe", "Name the colour of the square that is shown in the video.", clip.colour
 
 
-def write_video(path: Path, pictures: Iterator[UInt8[np.ndarray, "height width 3"]], fps: int) -> None:
-    with av.open(str(path), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
-        stream.thread_count = 1
-        for number, pixels in enumerate(pictures):
-            if not number:
-                stream.height, stream.width, stream.pix_fmt = *pixels.shape[:2], "yuv420p"
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-
-
-def _write_rows(path: Path, scenes: Sequence[Scene]) -> Path:
+def _write_rows(path: Path, clips: Sequence[Clip]) -> Path:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"<video>\n{question}"}],
-            "videos": [{"video": scene.video}],
+            "videos": [{"video": clip.video}],
             "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
         }
-        for scene in scenes
-        for question_type, question, answer in questions(scene)
+        for clip in clips
+        for question_type, question, answer in questions(clip)
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:

@@ -20,7 +20,7 @@ from paravt_jax.learner.packing import used_frac
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.threads import in_thread
-from paravt_jax.run.training import Place, Progress, Training
+from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader
 
 
@@ -90,11 +90,11 @@ class SftRun:
 async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
     async with AsyncExitStack() as stack:
-        place = Place.enter(config.run_dir, config.checkpoint.grace_s, stack)
+        directory = RunDirectory.enter(config.run_dir, config.checkpoint.grace_s, stack)
         remarks: list[str] = []
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
-        policy = await policy_of(config, place.directory)
+        policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -105,7 +105,7 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
         )
         visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
         training = await Training.resume(
-            place,
+            directory,
             learner,
             stack,
             num_steps=config.sft.num_steps,

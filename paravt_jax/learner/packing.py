@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from model_port.config import ModelConfig
-from model_port.inputs import Frame, TextBatch, Tokens, VisionBatch, pack_text, pack_vision
-from model_port.inputs import Sequence as RowSequence
+from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, pack_text, pack_vision
 
 TOKEN_STEP = 128  # smallest steps between the sizes of a batch: of a row's tokens and of the scored ones …
 FRAME_ROW_STEP = 4  # … and of rows of patches

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from paravt_jax.data.synthetic import COLOURS, LETTERS, appear, write_video
+from paravt_jax.data.synthetic import COLOURS, LETTERS, appear
+from rollout.video.encode import write_video
 
 FRAME_PX = 32  # one token of the model
 FPS = 1

@@ -54,7 +54,7 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Params:
+class ParamCounts:
     text: int
     vision: int
     trainable: int
@@ -75,7 +75,7 @@ class Plan:
     mesh: MeshConfig
     device: DeviceSpec
     utilisation: float
-    params: Params
+    params: ParamCounts
     batch: BatchShape
     memory: Memory
     workload: Workload
@@ -119,7 +119,7 @@ def make_plan(
         mesh=config.mesh,
         device=device,
         utilisation=utilisation,
-        params=Params(text, vision, text + vision if config.optim.train_vision else text),
+        params=ParamCounts(text, vision, text + vision if config.optim.train_vision else text),
         batch=_batch(config, model),
         memory=memory,
         workload=workload,

@@ -68,7 +68,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Request(Generic[Found]):
+class ChatRequest(Generic[Found]):
     messages: Sequence[dict[str, Any]]
     read: Callable[[Any], Found]  # what to use of the reply's content; raises NoReply
 
@@ -115,7 +115,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         assert self._session is not None
         await self._session.close()
 
-    async def complete(self, make_request: Callable[[], Request[Found]]) -> Found:
+    async def complete(self, make_request: Callable[[], ChatRequest[Found]]) -> Found:
         """The request is made anew for every attempt.
 
         Raises NoReply after the last one, EndpointError where the server says that no request can succeed.
@@ -140,7 +140,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         length = self.endpoint.max_reply_tokens
         return {"model": self.endpoint.model, "messages": messages, "temperature": 0, "max_tokens": length}
 
-    async def _attempt(self, request: Request[Found]) -> Found:
+    async def _attempt(self, request: ChatRequest[Found]) -> Found:
         if self._session is None:
             raise RuntimeError("the client is not open; use it in `async with`")
         self.usage.num_calls += 1

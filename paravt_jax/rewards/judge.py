@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, Endpoint, NoReply, Request, Usage
+from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, NoReply, Usage
 
 SCORES = {"0": 0.0, "0.5": 0.5, "1": 1.0}
 VERDICT = re.compile(r"VERDICT ([0-9a-f]+): (0\.5|0|1)")
@@ -62,9 +62,9 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         Raises EndpointError where the server says that no request can succeed.
         """
 
-        def request() -> Request[float]:
+        def request() -> ChatRequest[float]:
             code = secrets.token_hex(CODE_BYTES)
-            return Request(judge_messages(question, answer, prediction, code), lambda reply: _score(reply, code))
+            return ChatRequest(judge_messages(question, answer, prediction, code), lambda reply: _score(reply, code))
 
         try:
             return await self._client.complete(request)

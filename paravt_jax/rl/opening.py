@@ -17,7 +17,7 @@ from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.threads import in_thread
-from paravt_jax.run.training import Place, Training
+from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import sampling_model
@@ -31,10 +31,10 @@ from rollout.episode import Agent
 async def opened(config: Config) -> AsyncIterator[Run]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
     async with AsyncExitStack() as stack:
-        place = Place.enter(config.run_dir, config.checkpoint.grace_s, stack)
-        train, held_out, remarks = _prompts(config, place.directory)
+        directory = RunDirectory.enter(config.run_dir, config.checkpoint.grace_s, stack)
+        train, held_out, remarks = _prompts(config, directory.path)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
-        policy = await policy_of(config, place.directory)
+        policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -45,7 +45,7 @@ async def opened(config: Config) -> AsyncIterator[Run]:
         )
         visits = Visits(train, config.seed)
         training = await Training.resume(
-            place,
+            directory,
             learner,
             stack,
             num_steps=config.train.num_steps,

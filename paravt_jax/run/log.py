@@ -200,7 +200,7 @@ def _import_wandb(project: str) -> Any:
     except ModuleNotFoundError as problem:
         raise ValueError(
             f"log.wandb_project={project} needs a package that is not installed ({problem}); "
-            f"pip install 'paravt_jax[wandb]', or leave log.wandb_project empty"
+            f"pip install wandb, or leave log.wandb_project empty"
         ) from None
 
 

@@ -115,7 +115,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     path: Path
     metrics: Table
     validation: Table
@@ -152,21 +152,21 @@ def make_plots(run_dir: Path) -> list[Path]:
     return written
 
 
-def _reward_terms(run: Run) -> Figure | None:
+def _reward_terms(run: LoggedRun) -> Figure | None:
     return _over_steps(run, "Reward and its terms", run.metrics, {"mean over episodes": REWARD_TERMS}, height=5.0)
 
 
-def _format_and_calls(run: Run) -> Figure | None:
+def _format_and_calls(run: LoggedRun) -> Figure | None:
     panels = {"format reward f_τ, mean over episodes": (FORMAT,), "tool calls per episode κ": (CALLS,)}
     return _over_steps(run, "Format and tool use", run.metrics, panels, from_zero=True)
 
 
-def _loss(run: Run) -> Figure | None:
+def _loss(run: LoggedRun) -> Figure | None:
     panels = {title: (quantity,) for title, quantity in LOSSES.items()}
     return _over_steps(run, "Loss and gradient", run.metrics, panels, num_columns=2)
 
 
-def _validation(run: Run) -> Figure | None:
+def _validation(run: LoggedRun) -> Figure | None:
     """Whatever was validated, a panel for each; counts and clocks are no results."""
     colours = {quantity.key.removeprefix("rollout/"): quantity.colour for quantity in (*REWARD_TERMS, CALLS)}
     keys = {key.removeprefix("validation/"): key for row in run.validation.rows.values() for key in row}
@@ -179,13 +179,13 @@ def _validation(run: Run) -> Figure | None:
     return _over_steps(run, "Validation", run.validation, panels, num_columns=3)
 
 
-def _mismatch(run: Run) -> Figure | None:
+def _mismatch(run: LoggedRun) -> Figure | None:
     title = "How far the engine's log-probs are from the learner's"
     panels = {f"KL(behavior‖prox), nats per token; below {KL_FLOOR:g} drawn there": MISMATCH}
     return _over_steps(run, title, run.metrics, panels, height=5.0, log=True, levels=run.kl_levels)
 
 
-def _reward_by_frame_budget(run: Run) -> Figure | None:
+def _reward_by_frame_budget(run: LoggedRun) -> Figure | None:
     paths = [path for path in (run.path / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
     paths = sorted(paths, key=lambda path: int(path.stem))[-MAX_EPISODE_STEPS:]
     scores: dict[Quantity, list[Score]] = {TOTAL: [], ACCURACY: []}
@@ -239,7 +239,7 @@ def mean_error(values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]) -
 
 
 def _over_steps(
-    run: Run,
+    run: LoggedRun,
     title: str,
     table: Table,
     panels: Mapping[str, Sequence[Quantity]],
@@ -325,7 +325,7 @@ def _note(axes: Axes, text: str, at: tuple[float | int, float], shift_points: tu
     axes.annotate(text, at, shift_points, textcoords="offset points", va="center", color=FAINT, fontsize=9)
 
 
-def _figure(run: Run, title: str, steps: str, caption: str, size_inches: tuple[float, float]) -> Figure:
+def _figure(run: LoggedRun, title: str, steps: str, caption: str, size_inches: tuple[float, float]) -> Figure:
     figure = Figure(figsize=size_inches)
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold")
     about = " · ".join(part for part in (run.name, steps, caption) if part)
@@ -349,8 +349,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def load_run(run_dir: Path) -> Run:
-    return Run(run_dir, _table(run_dir / METRICS_FILE), _table(run_dir / VALIDATION_FILE), _kl_levels(run_dir))
+def load_run(run_dir: Path) -> LoggedRun:
+    return LoggedRun(run_dir, _table(run_dir / METRICS_FILE), _table(run_dir / VALIDATION_FILE), _kl_levels(run_dir))
 
 
 def _table(path: Path) -> Table:

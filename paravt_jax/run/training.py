@@ -28,25 +28,25 @@ CHECKPOINTS_DIR = "checkpoints"
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where a run trains, from before anything is loaded until everything is closed."""
+class RunDirectory:
+    """Where a run trains, held from before anything is loaded until everything is closed."""
 
-    directory: Path
+    path: Path
     stopping: asyncio.Event  # somebody asked the run to end
 
     @classmethod
-    def enter(cls, run_dir: str, grace_s: float, stack: AsyncExitStack) -> "Place":
+    def enter(cls, run_dir: str, grace_s: float, stack: AsyncExitStack) -> "RunDirectory":
         """Holds the directory and listens to signals until `stack` closes."""
-        directory, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
+        path, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
         stack.callback(stop_on_signals(stopping, grace_s))
-        return cls(directory, stopping)
+        return cls(path, stopping)
 
 
 @dataclass(eq=False)
 class Training:
     """The state of a run that trains, whatever it learns from."""
 
-    place: Place
+    directory: RunDirectory
     learner: Learner
     log: RunLog
     checkpoints: Checkpoints
@@ -60,7 +60,7 @@ class Training:
     @classmethod
     async def resume(
         cls,
-        place: Place,
+        directory: RunDirectory,
         learner: Learner,
         stack: AsyncExitStack,
         *,
@@ -78,26 +78,25 @@ class Training:
         `visits` are the fingerprint of the order of the data, and the settings that it follows from. The settings are
         written here: from now on the run is what they say.
         """
-        directory = place.directory
-        checkpoints = Checkpoints(directory / CHECKPOINTS_DIR, hf_files, checkpoint, say)
+        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, hf_files, checkpoint, say)
         stack.callback(checkpoints.close)
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner)) or beginning
         if progress["visits"] != fingerprint:
             raise ValueError(
-                f"{followed_from} are not what the run in {directory} began with, so its place in the data means "
+                f"{followed_from} are not what the run in {directory.path} began with, so its place in the data means "
                 f"nothing; set them back, or choose another run_dir"
             )
-        write_settings(settings, directory)
+        write_settings(settings, directory.path)
         step = int(progress["step"])
-        run_log = RunLog(directory, log, num_steps=num_steps, first_step=step, settings=dict(settings))
+        run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=dict(settings))
         stack.callback(run_log.close)
         for remark in remarks:
             run_log.say(remark)
         if step:
-            run_log.say(f"going on after step {step} of {num_steps} in {directory}")
-        return cls(place, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step)
+            run_log.say(f"going on after step {step} of {num_steps} in {directory.path}")
+        return cls(directory, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step)
 
     @property
     def version(self) -> int:
@@ -110,7 +109,7 @@ class Training:
         if self.step == self.num_steps:
             return None
         self.log.phase(phase)
-        return await unless_stopped(self.place.stopping, work())
+        return await unless_stopped(self.directory.stopping, work())
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
         """Of the step that ends now, whatever it was."""
@@ -138,7 +137,7 @@ class Training:
         """Saves, waits for it, draws, and says where everything is."""
         await self.save(progress)
         await in_thread(self.checkpoints.wait)
-        directory = self.place.directory
+        directory = self.directory.path
         if await in_thread(lambda: make_plots(directory)):
             self.log.say(f"plots: {directory / PLOTS_DIR}")
         if self.version not in self.checkpoints.steps:

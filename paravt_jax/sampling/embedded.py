@@ -18,9 +18,7 @@ from jax.sharding import Mesh
 from model_port.inputs import Frame
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders
-from model_port.sampler import Completion, Prompt, Sampler
-from model_port.sampler import Request as SamplerRequest
-from model_port.sampler import Sampling as SamplerSampling
+from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import on_mesh
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.weights import ModelWeights
@@ -69,7 +67,7 @@ class EmbeddedEngine:
         self._submitted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._prompts: OrderedDict[tuple[bytes, tuple[str, ...]], Prompt] = OrderedDict()
+        self._prompts: OrderedDict[tuple[bytes, tuple[str, ...]], SamplerPrompt] = OrderedDict()
         self._frames: OrderedDict[str, Frame] = OrderedDict()
 
     @property
@@ -178,7 +176,7 @@ class EmbeddedEngine:
                 f"top_k={sampling.top_k}"
             )
         try:
-            settings = SamplerSampling(sampling.max_new_tokens, sampling.seed, sampling.temperature, sampling.stop_ids)
+            settings = SamplingParams(sampling.max_new_tokens, sampling.seed, sampling.temperature, sampling.stop_ids)
             prompt = self._prompt(request)
             running.number = self._sampler.submit(SamplerRequest(prompt, settings))
         except ValueError as problem:
@@ -186,14 +184,16 @@ class EmbeddedEngine:
         running.num_prompt_tokens = len(prompt.ids)
         self._running[running.number] = running
 
-    def _prompt(self, request: Request) -> Prompt:
+    def _prompt(self, request: Request) -> SamplerPrompt:
         key = (request.ids.tobytes(), tuple(picture.key for picture in request.pictures))
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             frames = tuple(self._frame(picture) for picture in request.pictures)
             merged = self._sampler.config.vision.merge_unit
             counts = [len(frame.patches) // merged for frame in frames]
-            prompt = Prompt(expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames)
+            prompt = SamplerPrompt(
+                expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames
+            )
         self._prompts[key] = prompt
         _forget_oldest(self._prompts, KEPT_PROMPTS)
         return prompt

@@ -25,8 +25,7 @@ from PIL import Image
 
 import model_port
 from model_port.cli import add_debug_flag, run_cli
-from model_port.inputs import Sequence as RowSequence
-from model_port.inputs import TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
+from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders, settled_size

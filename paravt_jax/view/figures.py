@@ -14,7 +14,18 @@ import numpy as np
 from jaxtyping import Float
 
 from paravt_jax.run import plots
-from paravt_jax.run.plots import ACCURACY, CALLS, FORMAT, LOSSES, MISMATCH, REWARD_TERMS, TOTAL, Quantity, Run, Table
+from paravt_jax.run.plots import (
+    ACCURACY,
+    CALLS,
+    FORMAT,
+    LOSSES,
+    MISMATCH,
+    REWARD_TERMS,
+    TOTAL,
+    LoggedRun,
+    Quantity,
+    Table,
+)
 
 HEADLINE_FRAC = 0.1  # of the steps, at either end
 HEADLINES = (  # symbol, name
@@ -92,7 +103,7 @@ def load_settings(run_dir: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
 
 
-def about(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
+def about(run: LoggedRun, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The head of the page: name, steps done and planned, commit, versions, settings."""
     config = dict(_flat(settings.get("config", {})))
     planned = [value for key, value in config.items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)]
@@ -107,7 +118,7 @@ def about(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def headlines(run: Run) -> list[dict[str, Any]]:
+def headlines(run: LoggedRun) -> list[dict[str, Any]]:
     """First against last; of a run without episodes, its losses."""
     known = [headline for headline in HEADLINES if run.metrics.has(headline[0].key)]
     if not known:
@@ -116,7 +127,7 @@ def headlines(run: Run) -> list[dict[str, Any]]:
     return [_headline(run, *headline) for headline in known]
 
 
-def charts(run: Run) -> dict[str, Any]:
+def charts(run: LoggedRun) -> dict[str, Any]:
     """Charts, and the columns they draw."""
     table = _with_rest_of_time(run.metrics)
     found = [(chart, lines) for chart in CHARTS if (lines := [line for line in chart.lines if table.has(line.key)])]
@@ -156,7 +167,7 @@ def charts(run: Run) -> dict[str, Any]:
     }
 
 
-def _headline(run: Run, quantity: Quantity, symbol: str, name: str) -> dict[str, Any]:
+def _headline(run: LoggedRun, quantity: Quantity, symbol: str, name: str) -> dict[str, Any]:
     values = run.metrics.column(quantity.key)
     size = max(1, round(HEADLINE_FRAC * len(values)))
     held_out = run.validation.column(f"validation/{quantity.key.removeprefix('rollout/')}")

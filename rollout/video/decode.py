@@ -35,6 +35,8 @@ FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif"
 # the frame asked for halves the work and changes no pixel. In H.265 the mark speaks of one temporal layer only.
 SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to four and a half hours
+# A title that is not UTF-8 is no reason to refuse a video: PyAV 18 has to be told so, 19 knows and takes no such word.
+ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 
 
@@ -124,7 +126,7 @@ def identity_of(path: str) -> str:
 def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
         options = {"format_whitelist": FORMATS}
-        with av.open(os.path.realpath(path), metadata_errors="replace", container_options=options) as container:
+        with av.open(os.path.realpath(path), container_options=options, **ANY_TITLE) as container:
             streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
             if not streams:
                 raise VideoError("the video cannot be decoded: the file holds no video")

@@ -6,7 +6,7 @@ from reference import CONFIGS, END, IMAGE, START, VIDEO
 
 from model_port.inputs import (
     Frame,
-    Sequence,
+    RowSequence,
     Tokens,
     bucket,
     interpolation,
@@ -51,8 +51,8 @@ def test_interpolation_by_hand():
 
 
 def test_branches_continue_from_the_trunk():
-    sequence = Sequence(Tokens(np.array([5, IMAGE, 6]), (0,)), (Tokens(np.array([1, 2])), Tokens(np.array([3]))))
-    batch = pack_text([[sequence, Sequence(Tokens(np.array([9])))]], [frame(2, 2)], [4], CONFIG, 8, num_rows=2)
+    sequence = RowSequence(Tokens(np.array([5, IMAGE, 6]), (0,)), (Tokens(np.array([1, 2])), Tokens(np.array([3]))))
+    batch = pack_text([[sequence, RowSequence(Tokens(np.array([9])))]], [frame(2, 2)], [4], CONFIG, 8, num_rows=2)
     assert batch.tokens[0].tolist() == [5, IMAGE, 6, 1, 2, 3, 9, 0]
     assert batch.positions[0, :, 0].tolist() == [0, 1, 2, 3, 4, 3, 0, 0]
     assert batch.branch_ids[0].tolist() == [0, 0, 0, 1, 1, 2, 0, 0]
@@ -82,7 +82,7 @@ def test_frames_are_ordered_as_the_ids_show_them():
         (lambda: split_frames(np.ones((5, 3), np.float32), None), "must be given together"),
         (lambda: pack_vision([frame(4, 4)], CONFIG.vision, 8), "frame 0 has 16 patches, a row holds 8"),
         (lambda: pack_vision([frame(4, 4)] * 3, CONFIG.vision, 16, num_rows=2), "need 3 rows of 16 patches"),
-        (lambda: pack_text([[Sequence(Tokens(np.arange(9)))]], [], [], CONFIG, 8), "row 0 needs 9 tokens"),
+        (lambda: pack_text([[RowSequence(Tokens(np.arange(9)))]], [], [], CONFIG, 8), "row 0 needs 9 tokens"),
         (lambda: pack_text([[], []], [], [], CONFIG, 8, num_rows=1), "2 rows of sequences do not fit into 1"),
     ],
 )

@@ -11,7 +11,7 @@ from reference import DIVISIBLE, make_reference, relative_error, save_reference
 
 import model_port
 from model_port import loading
-from model_port.inputs import Frame, Sequence, Tokens, pack_text, pack_vision
+from model_port.inputs import Frame, RowSequence, Tokens, pack_text, pack_vision
 from model_port.layers import Compute
 from model_port.model import Qwen3VL
 from model_port.sharding import flat_params, make_mesh, shard_abstract
@@ -79,7 +79,7 @@ def run(model, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=Non
     return text, objective, params
 
 
-def responses_of(sequence: Sequence) -> list[slice]:
+def responses_of(sequence: RowSequence) -> list[slice]:
     ends = np.cumsum([len(part.ids) for part in (sequence.trunk, *sequence.branches)])
     return [slice(first, last) for first, last in pairwise(ends)]
 
@@ -103,7 +103,7 @@ def collect(model, rows, frames, num_tokens, **options):
 def separate_rows(dialogues):
     """Every response alone in a row behind its own copy of the prompt."""
     return [
-        [((d, g), Sequence(prompt, (response,)))]
+        [((d, g), RowSequence(prompt, (response,)))]
         for d, (prompt, responses) in enumerate(dialogues)
         for g, response in enumerate(responses)
     ]
@@ -125,7 +125,7 @@ def renamed(result):
 
 
 def branched(dialogues):
-    return [((d, 0), Sequence(prompt, tuple(responses))) for d, (prompt, responses) in enumerate(dialogues)]
+    return [((d, 0), RowSequence(prompt, tuple(responses))) for d, (prompt, responses) in enumerate(dialogues)]
 
 
 @pytest.mark.slow

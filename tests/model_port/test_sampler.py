@@ -9,7 +9,7 @@ from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, sa
 
 import model_port
 from model_port.inputs import order_frames, split_frames
-from model_port.sampler import Prompt, Request, Sampler, Sampling
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import make_mesh
 
 CONFIG = CONFIGS["tied"]
@@ -29,21 +29,24 @@ def sampler(pair):
     return Sampler(pair[1], **SETTINGS)
 
 
-def as_prompt(inputs: Inputs) -> Prompt:
+def as_prompt(inputs: Inputs) -> SamplerPrompt:
     images = split_frames(inputs.pixel_values, inputs.image_grid_thw)
     frames = images + split_frames(inputs.pixel_values_videos, inputs.video_grid_thw)
     sizes = [len(frame.patches) // 4 for frame in frames]
     order = order_frames(inputs.ids, range(len(images)), range(len(images), len(frames)), sizes, CONFIG)
-    return Prompt(inputs.ids, tuple(frames[number] for number in order))
+    return SamplerPrompt(inputs.ids, tuple(frames[number] for number in order))
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
+def requests() -> list[SamplerRequest]:
     """More requests than rows, of all kinds and lengths, two of them on one prompt."""
     made = {kind: as_prompt(inputs) for kind, inputs in prompts(CONFIG).items()}
     lengths = {"mixed": 7, "text": 23, "image": 1, "video": 11, "images": 17}
-    requests = [Request(made[kind], Sampling(count, seed=count, temperature=0.7)) for kind, count in lengths.items()]
-    return [*requests, Request(made["mixed"], Sampling(13, seed=2**40 + 1, temperature=0.7))]
+    requests = [
+        SamplerRequest(made[kind], SamplingParams(count, seed=count, temperature=0.7))
+        for kind, count in lengths.items()
+    ]
+    return [*requests, SamplerRequest(made["mixed"], SamplingParams(13, seed=2**40 + 1, temperature=0.7))]
 
 
 @pytest.mark.parametrize("kind", ["text", "images", "video", "mixed"])
@@ -67,7 +70,7 @@ def test_greedy_equals_transformers_generate(pair, sampler, kind):
     )
     expected = out.sequences[0, ids.shape[1] :].tolist()
     logp = torch.stack(out.logits)[:, 0].log_softmax(-1)[torch.arange(19), expected].numpy()
-    [got] = sampler.generate([Request(as_prompt(inputs), Sampling(19, temperature=0))])
+    [got] = sampler.generate([SamplerRequest(as_prompt(inputs), SamplingParams(19, temperature=0))])
     assert got.ids == expected
     np.testing.assert_allclose(got.behavior_logp, logp, atol=1e-4)
 
@@ -75,7 +78,7 @@ def test_greedy_equals_transformers_generate(pair, sampler, kind):
 def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
     _, ours = pair
     inputs = prompts(CONFIG)["mixed"]
-    [got] = sampler.generate([Request(as_prompt(inputs), Sampling(9, seed=4, temperature=0.6))])
+    [got] = sampler.generate([SamplerRequest(as_prompt(inputs), SamplingParams(9, seed=4, temperature=0.6))])
     scored = model_port.logits(ours, np.concatenate([inputs.ids, got.ids]), **inputs.media)
     rows = jnp.asarray(scored[len(inputs.ids) - 1 : -1])
     expected = jax.nn.log_softmax(rows / 0.6)[jnp.arange(9), jnp.asarray(got.ids)]
@@ -94,7 +97,9 @@ def test_a_request_gives_the_same_tokens_in_any_company(sampler, requests):
 
 def test_another_seed_gives_other_tokens(sampler, requests):
     prompt = requests[0].prompt
-    seeds = [sampler.generate([Request(prompt, Sampling(23, seed=seed))])[0].ids for seed in (1, 2, 2**32 + 1)]
+    seeds = [
+        sampler.generate([SamplerRequest(prompt, SamplingParams(23, seed=seed))])[0].ids for seed in (1, 2, 2**32 + 1)
+    ]
     assert seeds[0] != seeds[1] and seeds[0] != seeds[2]
 
 
@@ -105,7 +110,10 @@ def test_sampled_frequencies_follow_the_tempered_distribution(pair):
     sampler = Sampler(ours, **{**SETTINGS, "max_rows": 1, "tokens_per_step": 1})
     prompt, count = as_prompt(inputs), 2000
     first = [
-        c.ids[0] for c in sampler.generate(Request(prompt, Sampling(1, seed=s, temperature=0.8)) for s in range(count))
+        c.ids[0]
+        for c in sampler.generate(
+            SamplerRequest(prompt, SamplingParams(1, seed=s, temperature=0.8)) for s in range(count)
+        )
     ]
     logits = model_port.logits(ours, inputs.ids)[-1] / 0.8
     expected = count * np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
@@ -119,9 +127,9 @@ def test_sampled_frequencies_follow_the_tempered_distribution(pair):
 
 def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
     prompt = requests[1].prompt
-    [free] = sampler.generate([Request(prompt, Sampling(20, seed=3))])
+    [free] = sampler.generate([SamplerRequest(prompt, SamplingParams(20, seed=3))])
     stop = free.ids[6]
-    [stopped] = sampler.generate([Request(prompt, Sampling(20, seed=3, stop_ids=(999, stop)))])
+    [stopped] = sampler.generate([SamplerRequest(prompt, SamplingParams(20, seed=3, stop_ids=(999, stop)))])
     assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
     assert (stopped.finish, free.finish) == ("stop", "length")
 
@@ -129,7 +137,7 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
 def test_one_compile_serves_a_bucket(pair):
     sampler = Sampler(pair[1], **SETTINGS)
     for length, programs in ((3, 1), (17, 1), (32, 1), (33, 2)):
-        sampler.generate([Request(Prompt(np.arange(length)), Sampling(length))])
+        sampler.generate([SamplerRequest(SamplerPrompt(np.arange(length)), SamplingParams(length))])
         assert (sampler._prefill._cache_size(), sampler._decode._cache_size()) == (programs, 1)
 
 
@@ -166,7 +174,7 @@ def test_a_mesh_samples_the_same_tokens(tmp_path):
 
     save_reference(make_reference(DIVISIBLE), tmp_path)
     inputs = prompts(DIVISIBLE)["text"]
-    requests = [Request(Prompt(inputs.ids), Sampling(11, seed=seed)) for seed in range(4)]
+    requests = [SamplerRequest(SamplerPrompt(inputs.ids), SamplingParams(11, seed=seed)) for seed in range(4)]
     settings = {**SETTINGS, "max_rows": 4}
     alone = Sampler(model_port.load(tmp_path), **settings).generate(requests)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
@@ -178,11 +186,11 @@ def test_a_mesh_samples_the_same_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        (lambda p: Request(p, Sampling(0)), "max_new_tokens=0"),
-        (lambda p: Request(p, Sampling(3, temperature=-1)), "temperature=-1"),
-        (lambda p: Request(p, Sampling(3, stop_ids=tuple(range(9)))), "9 stop ids"),
-        (lambda p: Request(p, Sampling(170)), "max_context_tokens=192"),
-        (lambda p: Request(Prompt(np.zeros(0, np.int32)), Sampling(3)), "at least one token"),
+        (lambda p: SamplerRequest(p, SamplingParams(0)), "max_new_tokens=0"),
+        (lambda p: SamplerRequest(p, SamplingParams(3, temperature=-1)), "temperature=-1"),
+        (lambda p: SamplerRequest(p, SamplingParams(3, stop_ids=tuple(range(9)))), "9 stop ids"),
+        (lambda p: SamplerRequest(p, SamplingParams(170)), "max_context_tokens=192"),
+        (lambda p: SamplerRequest(SamplerPrompt(np.zeros(0, np.int32)), SamplingParams(3)), "at least one token"),
     ],
 )
 def test_impossible_requests_are_refused(sampler, requests, request_of, message):

@@ -9,6 +9,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from rollout.video.encode import X264
+
 HEIGHT, WIDTH = 96, 128
 NUM_BITS = 12
 BITS_ACROSS = 4
@@ -42,11 +44,15 @@ def write_video(
     time_base: Fraction = Fraction(1, 90_000),
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
+    title: str = "",
 ) -> Path:
     """Frame n is shown from `times_s[n]` on."""
     height, width = size_px
-    with av.open(str(path), "w", container_options=container_options or {}) as container:
-        stream = container.add_stream(codec, rate=30, options=options or {})
+    always = X264 if codec == "libx264" else {}
+    unnamed = {"fflags": "+bitexact"}  # a Matroska file would have a random id
+    with av.open(str(path), "w", container_options={**unnamed, **(container_options or {})}) as container:
+        container.metadata["title"] = title
+        stream = container.add_stream(codec, rate=30, options={**always, **(options or {})})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.time_base = stream.codec_context.time_base = time_base
         stream.codec_context.gop_size = gop_frames

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.bench import video as bench
+from rollout.video.encode import write_video
 
 
 def test_our_side_gives_the_frames_of_every_window(tmp_path):
-    bench.write_video(tmp_path / "video.mp4", 96, 160, 2)
+    write_video(tmp_path / "video.mp4", bench.camera(96, 160, 2), bench.FPS)
     windows = [[(0, 59, 4)], [(0, 29, 3), (30, 59, 2)]]
     took = asyncio.run(bench._ours(tmp_path / "video.mp4", windows, 1))
     assert [pixels.shape for pixels in took["pixels"]] == [(count, 96, 160, 3) for count in (4, 3, 2)]

@@ -98,6 +98,12 @@ def test_frames_cut_off_by_an_edit_list_are_not_there(tmp_path):
     assert [number_of(pixels) for pixels in video.decoded([0, 5, 40, 76]).values()] == [13, 18, 53, 89]
 
 
+def test_a_title_in_another_encoding_does_not_keep_a_video_from_being_read(tmp_path):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 2), title="Cafe in May")
+    path.write_bytes(path.read_bytes().replace(b"Cafe in May", "Café in May".encode("latin-1")))
+    assert len(Probed(path).ticks) == 2
+
+
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_video_filmed_sideways_is_shown_upright(tmp_path, degrees):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 10))

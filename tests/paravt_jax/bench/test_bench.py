@@ -68,7 +68,7 @@ def test_ways_that_compute_different_things_are_not_compared():
 
 def test_ways_differ_only_in_what_they_share():
     frame = Frame(np.ones((4, 1536), np.float32), (2, 2))
-    group = update.Group(tiny_config(), np.arange(5), [frame], [np.arange(3), np.arange(4)])
+    group = update.EpisodeGroup(tiny_config(), np.arange(5), [frame], [np.arange(3), np.arange(4)])
     by_way = {way: group.dialogues(way) for way in ("branches", "rows", "own frames")}
     for dialogues, frames in by_way.values():
         assert [len(dialogue.ids) for dialogue in dialogues] == [8, 9]

@@ -33,7 +33,7 @@ from paravt_jax.data.merging import (
     text_of,
 )
 from paravt_jax.data.parallelize import parallelize
-from paravt_jax.data.summaries import EngineSettings, frame_size, load_known, read_summary
+from paravt_jax.data.summaries import SummarizerSettings, frame_size, load_known, read_summary
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.terms import reward_terms
 
@@ -384,7 +384,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
     with pytest.raises(ValueError, match="--max-parallel 0"):
         parallelize(path, here / "d.jsonl", max_parallel=0)
     with pytest.raises(ValueError, match="--model must be the name of a model"):
-        EngineSettings("http://host/v1", "")
+        SummarizerSettings("http://host/v1", "")
     assert not list(here.glob("*d.*"))
 
 
@@ -435,7 +435,7 @@ def ask(here, *script: str, rows: list | None = None, **settings):
                 str(here / "s.jsonl"),
                 here / "d.jsonl",
                 "engine:x",
-                engine=lambda _: EngineSettings(fake.url, "m", **options),
+                engine=lambda _: SummarizerSettings(fake.url, "m", **options),
             )
             return await asyncio.to_thread(run), fake
 

@@ -13,7 +13,7 @@ import pytest
 
 import paravt_jax.data.synthetic as synthetic
 from paravt_jax.data.prompts import load_prompts
-from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_scene, make_synthetic
+from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_clip, make_synthetic
 from paravt_jax.rewards.answers import interval, interval_iou
 from rollout.video.decode import probe
 
@@ -64,10 +64,10 @@ def test_every_answer_is_what_the_video_shows(world):
 def test_videos_are_as_long_as_planned_and_of_many_lengths(world):
     lengths = set()
     for number in range(8):
-        known, _ = probe(str(world.parent / make_scene(0, number).video))
+        known, _ = probe(str(world.parent / make_clip(0, number).video))
         numerator, denominator = known["time_base"]
         lengths.add(known["duration_ticks"] * numerator / denominator)
-        assert known["duration_ticks"] * numerator / denominator == make_scene(0, number).duration_s
+        assert known["duration_ticks"] * numerator / denominator == make_clip(0, number).duration_s
     assert len(lengths) > 4 and all(8 <= length <= 64 for length in lengths)
 
 
@@ -105,7 +105,7 @@ def test_an_interrupted_world_is_completed_with_what_is_there(tmp_path, monkeypa
     assert not (tmp_path / "cut" / "train.jsonl").exists() and sum(path.endswith(".mp4") for path in finished) == 1
     path = make_synthetic(tmp_path / "cut", num_videos=3)
     assert path.read_text() == whole.read_text() and len(load(path)) == 6
-    first = str(tmp_path / "cut" / make_scene(0, 0).video)
+    first = str(tmp_path / "cut" / make_clip(0, 0).video)
     assert files_of(tmp_path / "cut")[first] == finished[first]
     for prompt in load(path):
         seen_in(prompt.videos[0])
@@ -129,9 +129,9 @@ def test_another_seed_in_the_same_directory_is_another_world(tmp_path):
 def test_pixels_and_questions_follow_from_the_seed_in_every_process():
     code = """
 import hashlib
-from paravt_jax.data.synthetic import frames, make_scene, questions
-scene = make_scene(3, 5)
-print(hashlib.sha256(b"".join(f.tobytes() for f in frames(scene))).hexdigest(), scene, [*questions(scene)])
+from paravt_jax.data.synthetic import frames, make_clip, questions
+clip = make_clip(3, 5)
+print(hashlib.sha256(b"".join(f.tobytes() for f in frames(clip))).hexdigest(), clip, [*questions(clip)])
 """
     runs = [
         subprocess.run(
@@ -144,12 +144,12 @@ print(hashlib.sha256(b"".join(f.tobytes() for f in frames(scene))).hexdigest(), 
         for salt in ("1", "2")
     ]
     assert runs[0] == runs[1]
-    first, second = (next(frames(make_scene(3, number))) for number in (5, 6))
+    first, second = (next(frames(make_clip(3, number))) for number in (5, 6))
     assert (first != second).any()
 
 
 def test_colours_come_up_equally_often():
-    assert [make_scene(2, number).colour for number in range(8)].count("red") == 2
+    assert [make_clip(2, number).colour for number in range(8)].count("red") == 2
 
 
 def test_one_video_cannot_be_both_trained_on_and_held_out(tmp_path):

@@ -9,9 +9,7 @@ import pytest
 
 import model_port
 from model_port.processing import VisionContract, expand_placeholders
-from model_port.sampler import Prompt, Sampler
-from model_port.sampler import Request as SamplerRequest
-from model_port.sampler import Sampling as SamplerSampling
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
 from paravt_jax.sampling.embedded import EmbeddedEngine
@@ -87,8 +85,8 @@ def test_tokens_are_those_of_the_sampler_alone_or_in_company(model, contract, ch
     np.testing.assert_array_equal(alone.behavior_logp, in_company.behavior_logp)
     asked = request(chat, "a", seed=5)
     ids = expand_placeholders(asked.ids, [2, 3], model.config.image_token_id)
-    prompt = Prompt(ids, tuple(frame_of(picture, contract) for picture in PICTURES))
-    sampling = SamplerSampling(24, 5, 0.7, chat.stop_ids)
+    prompt = SamplerPrompt(ids, tuple(frame_of(picture, contract) for picture in PICTURES))
+    sampling = SamplingParams(24, 5, 0.7, chat.stop_ids)
     (expected,) = Sampler(model, **SETTINGS).generate([SamplerRequest(prompt, sampling)])
     assert alone.ids.tolist() == expected.ids
     assert (alone.num_prompt_tokens, alone.finish) == (len(ids), expected.finish)
