@@ -104,7 +104,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     if not any(held_out):
         smallest = min(counts.total() for _, counts in left)
         raise ValueError(
-            f"--num-rows {num_rows}: nothing can be held out, as rows that share a video stay together and the smallest "
+            f"--num-rows {num_rows}: nothing can be held out: rows that share a video stay together, and the smallest "
             f"such set has {smallest} of {usable.total()} rows; ask for about as many, or bring rows of other videos"
         )
     return Split(rows, held_out, quotas)
