@@ -82,7 +82,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     held = Counter[str]()
 
     def far_off(counts: Counter[str]) -> float:
-        return sum(abs(counts[kind] - quota) for kind, quota in quotas.items())
+        return abs(counts.total() - num_rows) + sum(abs(counts[kind] - quota) for kind, quota in quotas.items())
 
     def take(cluster: Sequence[int], counts: Counter[str]) -> None:
         for number in cluster:

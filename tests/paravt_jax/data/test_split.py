@@ -87,6 +87,12 @@ def test_of_every_question_type_the_same_share_is_held_out(tmp_path):
     ]
 
 
+def test_fewer_rows_than_kinds_can_be_held_out(tmp_path):
+    source = lines(tmp_path / "rows.jsonl", [row(kind, f"{kind}.mp4") for kind in ANSWERS])
+    train, validation, _ = split_into(tmp_path / "out", source, 1)
+    assert [len(rows_in(train)), len(rows_in(validation))] == [2, 1]
+
+
 def test_a_seed_gives_the_same_files_and_another_seed_other_videos(source, tmp_path):
     first, again, other = (split_into(tmp_path / f"out{n}", source, 42, seed) for n, seed in enumerate((0, 0, 1)))
     assert [path.read_bytes() for path in first[:2]] == [path.read_bytes() for path in again[:2]]
