@@ -5,9 +5,34 @@ B packed rows · T query tokens · S key tokens · D width · N query heads · K
 V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers
 """
 
-from model_port.config import ModelConfig, preset
-from model_port.layers import Compute
-from model_port.loading import load, logits
-from model_port.model import Qwen3VL
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model_port.config import ModelConfig, preset
+    from model_port.layers import Compute
+    from model_port.loading import load, logits
+    from model_port.model import Qwen3VL
+else:
+
+    def __getattr__(name: str) -> Any:
+        """The names below from their modules, when first asked for: a command's --help does not wait for jax."""
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+
 
 __all__ = ["load", "logits", "Qwen3VL", "ModelConfig", "Compute", "preset"]
+
+HOMES = {
+    "load": "loading",
+    "logits": "loading",
+    "Qwen3VL": "model",
+    "ModelConfig": "config",
+    "Compute": "layers",
+    "preset": "config",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

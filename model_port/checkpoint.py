@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
@@ -65,6 +65,17 @@ def parse_dtype(name: str) -> np.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return np.dtype(jax.numpy.dtype(name))
+
+
+def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
+    """The one that all tensors of a model have."""
+    examples: dict[str, str] = {}
+    for tensor, dtype in dtypes.items():
+        examples.setdefault(dtype.name, tensor)
+    if len(examples) == 1 and examples.keys() <= set(DTYPES):
+        return next(iter(examples))
+    found = " and ".join(f"{dtype} (such as {examples[dtype]})" for dtype in sorted(examples))
+    raise ValueError(f"{where} has parameters in {found}; choose {', '.join(DTYPES)} with --dtype")
 
 
 def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

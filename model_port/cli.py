@@ -16,6 +16,11 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError)  # their messages are written for the user
 
 
+def prog_of(module: str) -> str:
+    """What a command calls itself: `paravt NAME` where it was started so, else `python -m MODULE`."""
+    return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
+
+
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(DEBUG_FLAG, action="store_true", help="show the stack trace of an error")
 

@@ -15,6 +15,8 @@ SUPPORTED_MODEL_TYPE = "qwen3_vl"
 
 @dataclass(frozen=True)
 class VisionConfig:
+    """The vision tower's dimensions, under our names."""
+
     num_layers: int
     width: int
     ffn_width: int

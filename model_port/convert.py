@@ -2,7 +2,8 @@
 
     python -m model_port.convert --src HF_DIR_OR_ID --dst CKPT [--dtype bfloat16]
 
-Config, tensors and side files are checked before anything is written, and CKPT appears only when it is complete.
+Without --dtype nothing is cast: the checkpoint has the very values of the source. Config, tensors and side files are
+checked before anything is written, and CKPT appears only when it is complete.
 """
 
 import argparse
@@ -23,10 +24,11 @@ from model_port.checkpoint import (
     DTYPES,
     FORMAT_VERSION,
     Index,
+    only_dtype,
     parse_dtype,
     write_params,
 )
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import config_from_hf, read_hf_config
 from model_port.hf_files import (
     HUB_ID,
@@ -64,19 +66,26 @@ class ConversionReport:
         )
 
 
-def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force: bool = False) -> ConversionReport:
-    """Writes the checkpoint `dst` from a Hugging Face directory or hub id; `force` replaces a checkpoint at its end."""
+def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False) -> ConversionReport:
+    """Writes the checkpoint `dst` from a Hugging Face directory or hub id; `force` replaces a checkpoint at its end.
+
+    `dtype` is the source's own by default.
+    """
     start_s = time.monotonic()
-    storage = parse_dtype(dtype)
+    if dtype is not None:
+        parse_dtype(dtype)
     check_replaceable(Path(dst), force, is_checkpoint)
     src_dir = source_directory(src)
     config = config_from_hf(read_hf_config(src_dir), source=str(src_dir / "config.json"))
     with HfTensors(src_dir) as tensors:
         check_hf_tensors(config, tensors.shapes, str(src_dir))
+        by_path = {rule.path: rule for rule in rules(config)}
+        stored = {name: tensors.infos[name].dtype for rule in by_path.values() for name in rule.hf_names}
+        dtype = dtype or only_dtype(stored, src)
+        storage = parse_dtype(dtype)
         hub_id = base_model(src_dir)
         files = with_base_model(read_side_files(src_dir), hub_id)
         shapes = {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), dtype).items()}
-        by_path = {rule.path: rule for rule in rules(config)}
 
         def read(path: str, index: Index) -> np.ndarray:
             return read_param(tensors, by_path[path], shapes[path], index)
@@ -102,8 +111,11 @@ def convert(src: str | Path, dst: str | Path, dtype: str = "bfloat16", *, force:
     return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
-def source_directory(src: str | Path) -> Path:
-    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded."""
+def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
+    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded.
+
+    `given_as` is how the user would give a directory instead.
+    """
     if Path(src).is_dir():
         return Path(src)
     if not HUB_ID.fullmatch(str(src)):
@@ -115,7 +127,7 @@ def source_directory(src: str | Path) -> Path:
         raise RuntimeError(
             f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
             f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
-            f"and give DIR as --src"
+            f"and give {given_as}"
         ) from problem
 
 
@@ -140,12 +152,12 @@ def keep_freed_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.convert",
+        prog=prog_of("model_port.convert"),
         description="Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh.",
     )
     parser.add_argument("--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, or ORG/NAME on the hub")
     parser.add_argument("--dst", required=True, metavar="CKPT", help="where to write the checkpoint; must not exist")
-    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: that of the source)")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there already, at the end")
     add_debug_flag(parser)
     args = parser.parse_args()

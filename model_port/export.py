@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from huggingface_hub import ModelCardData
 
-from model_port.checkpoint import DTYPES, StoredParams, cast, parse_dtype
-from model_port.cli import add_debug_flag, run_cli
+from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory, progress
 from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
@@ -72,7 +72,7 @@ def export(
     stored.check(
         config, {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), "float32").items()}
     )
-    dtype = dtype or _only_dtype(stored)
+    dtype = dtype or only_dtype(stored.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(stored.hf_dir), dtype)
     files[CARD_FILE] = _card(Path(src), name or Path(dst).name, base_model(stored.hf_dir), dtype).encode()
@@ -160,13 +160,6 @@ class _ShardedWriter:
             self._close()
 
 
-def _only_dtype(stored: StoredParams) -> str:
-    names = sorted({dtype.name for dtype in stored.dtypes.values()})
-    if len(names) > 1:
-        raise ValueError(f"the checkpoint has parameters in {' and '.join(names)}; choose one with --dtype")
-    return names[0]
-
-
 def _card(src: Path, name: str, base: str | None, dtype: str) -> str:
     metadata = ModelCardData(
         base_model=base,
@@ -186,7 +179,7 @@ def _card(src: Path, name: str, base: str | None, dtype: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.export",
+        prog=prog_of("model_port.export"),
         description="Writes a checkpoint as a Hugging Face directory that transformers, vLLM and SGLang load.",
     )
     parser.add_argument("--src", required=True, metavar="CKPT", help="a converted checkpoint, or RUN/checkpoints/N")

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model_port.chat_template import CHAT_TEMPLATE
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
 from model_port.hf_files import is_hf_directory
 from model_port.output_dir import output_directory
@@ -308,7 +308,7 @@ def _video_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.tiny",
+        prog=prog_of("model_port.tiny"),
         description="Writes a tiny random Qwen3-VL in Hugging Face format, tokenizer and processor included.",
     )
     parser.add_argument("--dst", required=True, metavar="DIR", help="where to write it; must not exist")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import model_port
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.inputs import Frame
 
 MAX_DIFFERENCE = 1e-4  # of float32 logits; the project's bound for whole models
@@ -57,7 +57,7 @@ def largest_difference(hf_dir: str | Path, src: str | Path | None = None) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m model_port.verify",
+        prog=prog_of("model_port.verify"),
         description="Loads a Hugging Face directory with transformers and compares its logits with ours.",
     )
     parser.add_argument("--hf", required=True, metavar="HF_DIR", help="what transformers loads")

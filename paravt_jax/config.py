@@ -7,14 +7,17 @@ makes dead or contradicts: all are errors here, before any model is loaded. Sect
 are that module's own dataclass, which checks itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
+from paravt_jax.keys import keys_in, keys_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.terms import RewardConfig
@@ -29,17 +32,17 @@ SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's
 class PolicyConfig:
     path: str = "Qwen/Qwen3-VL-8B-Instruct"  # a Hugging Face directory or hub id, a converted checkpoint, or `tiny`
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations; the masters are float32
-    attention: Literal["blocked", "xla"] = "blocked"
-    remat: Literal["none", "full", "dots", "attention", "offload"] = "full"
+    attention: Literal["blocked", "xla"] = "blocked"  # xla: the plain one, to compare with
+    remat: Literal["none", "full", "dots", "attention", "offload"] = "full"  # what of a layer is computed again
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis. A mesh of one is a single device, whatever the machine has."""
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = 1  # each has all parameters, and rows of its own
+    fsdp: int = 1  # each has a part of every parameter, and rows of its own
+    tensor: int = 1  # each has a part of every layer, and computes it for the same rows
 
     def __post_init__(self) -> None:
         _at_least_1("mesh", self, "data", "fsdp", "tensor")
@@ -56,7 +59,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    # A parquet or JSON-lines file of prompts, a directory of parquet files, a data set on the hub as
+    # A parquet or JSON-lines file of prompts, a directory with parquet files below it, a data set on the hub as
     # OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.
     train: str = SYNTHETIC
     validation: str = ""  # held-out prompts, of the same kinds; empty: no validation
@@ -71,15 +74,15 @@ class DataConfig:
 @dataclass(frozen=True)
 class VideoConfig:
     gating: bool = True  # draw the frame budget per prompt visit; off: overview_frames
-    frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])  # published
+    frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])  # to draw from; published
     stratified: bool = False  # every step covers the budgets evenly
     overview_frames: int = 64  # without gating, and in validation
     min_pixels: int = 784  # area of a frame, published with the recipe
-    max_pixels: int = 50_176
+    max_pixels: int = 50_176  # likewise
     num_workers: int = 0  # processes that decode; 0: by the machine's cores
     memory_gib: float = 2.0  # of decoded frames
     disk_cache: str = ""  # directory for decoded frames, shared by runs; empty: none
-    disk_gib: float = 64.0
+    disk_gib: float = 64.0  # of decoded frames there
 
     def __post_init__(self) -> None:
         if not self.frame_budgets or min(self.frame_budgets) < 1:
@@ -163,14 +166,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    tensorboard: bool = True
+    tensorboard: bool = True  # RUN_DIR/tensorboard
     wandb_project: str = ""  # Weights & Biases; empty: off
 
 
 @dataclass(frozen=True)
 class Config:
-    run_dir: str = "runs/default"
-    seed: int = 0
+    """A run of PARA-GRPO: its sections, and what cannot be together."""
+
+    run_dir: str = "runs/default"  # all that a run leaves; started again with the same one, it goes on
+    seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -253,8 +258,8 @@ def _imitation_video() -> VideoConfig:
 class SftConfig:
     """Of the cold start. `rollout` says how a video, a tool and a turn are shown, and should be that of RL to come."""
 
-    run_dir: str = "runs/sft"
-    seed: int = 0
+    run_dir: str = "runs/sft"  # all that a run leaves; started again with the same one, it goes on
+    seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -292,6 +297,10 @@ class EvaluationConfig:
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
 
+    @property
+    def cells(self) -> list[tuple[Dispatch, int]]:
+        return [(dispatch, budget) for dispatch in self.dispatches for budget in self.frame_budgets]
+
 
 def _greedy() -> EpisodeConfig:
     return EpisodeConfig(temperature=0.0)
@@ -299,8 +308,8 @@ def _greedy() -> EpisodeConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    run_dir: str = "runs/eval"
-    seed: int = 0
+    run_dir: str = "runs/eval"  # all that a run leaves; started again with the same one, it goes on
+    seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -308,7 +317,7 @@ class EvalConfig:
     rollout: EpisodeConfig = field(default_factory=_greedy)
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    judge: JudgeConfig | None = None
+    judge: JudgeConfig | None = None  # of open answers, with reward.oe_mode=llm
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
@@ -326,27 +335,49 @@ class EvalConfig:
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
     """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here."""
     for override in overrides:
-        if "=" not in override:
+        if "=" not in override[1:]:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
+    layers = [] if path is None else [(str(path), _told(str(path), lambda: OmegaConf.load(path)))]
+    layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
+    known = list(keys_of(schema))
+    problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, known)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    config: Any = OmegaConf.structured(schema)
+    for place, layer in layers:
+        config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
+    return _told("", partial(OmegaConf.to_object, config))
+
+
+def _told(place: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives. What OmegaConf and YAML complain of becomes one line that begins with the place."""
     try:
-        layers = [OmegaConf.structured(schema), OmegaConf.from_dotlist(list(map(_with_value, overrides)))]
-        if path is not None:
-            layers.insert(1, OmegaConf.load(path))
-        found: Any = OmegaConf.to_object(OmegaConf.merge(*layers))
+        return work()
     except OmegaConfBaseException as problem:
-        key = getattr(problem, "full_key", None)
-        said = str(problem).splitlines()[0]
-        raise ValueError(f"{key}: {said}" if key and key not in said else said) from None
-    return found
+        key, said = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        names = [place, "" if key in place or key in said else key]
+        raise ValueError(": ".join([*filter(None, names), said])) from None
+    except MarkedYAMLError as problem:
+        mark = problem.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and mark.name == place else ""
+        said = " ".join(filter(None, [problem.problem, problem.context]))
+        raise ValueError(f"{place}{where} is no YAML: {said}") from None
+    except (YAMLError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
+
+
+def _unknown_keys(place: str, layer: Any, known: list[str]) -> Iterable[str]:
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
+    given = cast(dict[Any, Any], OmegaConf.to_container(layer))
+    for key in keys_in(given):
+        if key not in known:
+            yield ("" if place.startswith(f"{key}=") else f"{place}: ") + unknown_key(key, known)
 
 
 def _with_value(override: str) -> str:
     """`a.b=` is the empty text; OmegaConf would take it for null."""
     return f"{override}''" if override.endswith("=") else override
-
-
-def to_yaml(config: Config | SftConfig | EvalConfig) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.rl.opening import opened
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.compiles import use_compilation_cache
 
 
 async def train(config: Config) -> None:
     """Trains a run to its end, or until it is told to stop."""
+    from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
+
     async with opened(config) as run:
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)
@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return
@@ -39,6 +39,8 @@ def main() -> None:
 
         print(plan_of(config, args.device))
         return
+    from paravt_jax.run.compiles import use_compilation_cache
+
     use_compilation_cache()
     asyncio.run(train(config))
 

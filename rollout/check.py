@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout.chat import Chat
-from rollout.cli import add_debug_flag, run_cli
+from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
@@ -324,7 +324,7 @@ def _say(message: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rollout.check",
+        prog=prog_of("rollout.check"),
         description="Compares the log-probs of SGLang servers with the learner's; fails when they differ too much.",
     )
     parser.add_argument("--model", required=True, help="what the learner loads: a Hugging Face directory or checkpoint")

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
+def prog_of(module: str) -> str:
+    """What a command calls itself: `paravt NAME` where it was started so, else `python -m MODULE`."""
+    return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
+
+
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 

@@ -28,20 +28,22 @@ MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not be
 
 @dataclass(frozen=True)
 class EpisodeConfig:
+    """How an episode goes: turns, calls, what is sampled, how much is shown, and how long anything may take."""
+
     dispatch: Dispatch = "parallel"  # sequential: one call a turn and as many calls in all; none: no tool
     max_turns: int = 3  # turns with calls; one more follows to answer
     max_parallel: int = 5  # calls of a turn
     forced_prefix: str = "<think>\n"  # begins every turn of the main agent, given and not sampled
     max_new_tokens: int = 2048  # of a turn
-    max_context_tokens: int = 32_768
-    subagent_new_tokens: int = 512
-    subagent_max_frames: int = 16
-    temperature: float = 0.7
+    max_context_tokens: int = 32_768  # of a dialogue, pictures included
+    subagent_new_tokens: int = 512  # of a report
+    subagent_max_frames: int = 16  # of the part of a video that a call looks at
+    temperature: float = 0.7  # 0: always the likeliest token
     top_p: float = 1.0
     token_px: int = 32  # side of the square of a picture that is one token
-    turn_deadline_s: float = 600.0
+    turn_deadline_s: float = 600.0  # of the engine, for a turn
     call_deadline_s: float = 300.0  # of a call, its frames and its report
-    video_deadline_s: float = 60.0
+    video_deadline_s: float = 60.0  # of the frames of a video
     prompts: Prompts = field(default_factory=Prompts)
 
     def __post_init__(self) -> None:

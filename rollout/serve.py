@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from rollout.cli import add_debug_flag, run_cli
+from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings
 
 PROGRESS_EVERY_S = 5  # where each report is a line of its own
@@ -83,7 +83,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     ours, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     default = ServerSettings(model=Path())
     parser = argparse.ArgumentParser(
-        prog="python -m rollout.serve",
+        prog=prog_of("rollout.serve"),
         description="Serves a model with SGLang, in its own environment, until SIGINT or SIGTERM. Resizes no image.",
         epilog="Options after -- go to sglang.launch_server as they are and win over those set here.",
     )

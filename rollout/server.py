@@ -70,6 +70,8 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSettings:
+    """One SGLang server: what it serves, where, and within which limits."""
+
     model: Path  # a Hugging Face directory
     device: Device = "cpu"
     host: str = "127.0.0.1"

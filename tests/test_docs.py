@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "README.md"])
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:python -m|bash scripts/)[^`]+)`")
+INLINE = re.compile(r"`((?:python -m|paravt|bash scripts/)[ \w][^`]*)`")
 IN_HEADER = re.compile(r"^#   (python -m .*?)(?:  .*)?$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
@@ -103,6 +103,8 @@ def problem_with(command: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
     program, *arguments = words_of(command)
     if program == "bash":
         return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
+    if program == "paravt":
+        program, arguments = "python", ["-m", "paravt_jax", *arguments]
     if program != "python":
         return None if program in ELSEWHERE else f"{program} is no program that a page may name"
     assert arguments[0] == "-m", f"{command}: a program of this project is started with -m"

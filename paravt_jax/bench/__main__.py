@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 from paravt_jax.bench import machine
 
@@ -25,7 +25,7 @@ BENCHES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paravt_jax.bench", description="Measures this machine.")
+    parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.bench"), description="Measures this machine.")
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(BENCHES))
     for name, summary in BENCHES.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)

@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paravt_jax.data", description="Prepares and looks at data.")
+    parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.data"), description="Prepares and looks at data.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|split|parallelize")
     summaries = {
         "materialize": "joins the published sentinel paths to a local directory, as file:// URIs",

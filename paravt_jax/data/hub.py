@@ -1,7 +1,9 @@
 """Data sets on the hub, wherever a path to rows is: OWNER/NAME, OWNER/NAME/SUB/DIR, and either with @REVISION.
 
-What exists locally always wins. Only the parquet and JSON-lines files of the directory that was asked for are
-downloaded, not those of the whole repository, into the cache of the hub's client; videos are not rows and stay there.
+What exists locally always wins, and where the first folder of a name does, the name is local: `data/sft` beside a
+directory `data`. With a revision, as `data/sft@main`, it is the hub's. Only the parquet and JSON-lines files of the
+directory that was asked for are downloaded, not those of the whole repository, into the cache of the hub's client;
+videos are not rows and stay there.
 """
 
 import glob
@@ -52,6 +54,12 @@ def local_source(path: str | Path) -> Path:
     name = hub_name(str(path))
     if Path(path).exists() or name is None:
         return Path(path)  # whoever reads it says what is wrong with it
+    folder = Path(path).parts[0]
+    if name.revision is None and Path(folder).is_dir():
+        raise ValueError(
+            f"{_not_here(name)}, though the directory {folder} does; if the data set {name.repo} of the hub is meant, "
+            f"write {path}@main"
+        )
     inside = glob.escape(f"{name.inside}/") if name.inside else ""
     wanted = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
     if name.inside.endswith(ROW_SUFFIXES):
@@ -66,7 +74,7 @@ def local_source(path: str | Path) -> Path:
                 ignore_patterns=[f"{inside}*/*"],  # in patterns of the hub's client a `*` also stands for slashes
             )
     except Exception as problem:  # hf_xet raises types that it does not document
-        raise RuntimeError(_not_downloaded(str(path), name, problem)) from problem
+        raise RuntimeError(_not_downloaded(name, problem)) from problem
     found = Path(snapshot) / name.inside
     if found.is_file() or any(found.glob("*.parquet")):
         return found
@@ -74,6 +82,18 @@ def local_source(path: str | Path) -> Path:
     if len(lines) == 1:
         return lines[0]
     raise ValueError(_no_rows(name, [file.name for file in lines]))
+
+
+def row_files(source: Path) -> list[Path]:
+    """A file itself; of a directory all .parquet files in it and below, except in folders that begin with a dot.
+
+    Of what was downloaded only the directory itself: what lies deeper there was asked for by another name.
+    """
+    if not source.is_dir():
+        return [source]
+    downloaded = Path(constants.HF_HUB_CACHE) in source.parents
+    files = sorted(source.glob("*.parquet") if downloaded else source.rglob("*.parquet"))
+    return [file for file in files if not any(step.startswith(".") for step in file.relative_to(source).parts)]
 
 
 def tokenizer_file(source: str) -> Path:
@@ -94,7 +114,13 @@ def tokenizer_file(source: str) -> Path:
         ) from problem
 
 
-def _not_downloaded(path: str, name: HubName, problem: Exception) -> str:
+def _not_here(name: HubName) -> str:
+    """With what makes it, where it may be a directory of this machine."""
+    made = f" (python -m paravt_jax.data materialize --output-dir {name} makes it from published rows)"
+    return f"{name} does not exist here{made if name.revision is None else ''}"
+
+
+def _not_downloaded(name: HubName, problem: Exception) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
     by_hand = (
         f"run `hf download --repo-type dataset {name.repo}{revision} --local-dir DIR` on a machine that is online and "
@@ -105,7 +131,7 @@ def _not_downloaded(path: str, name: HubName, problem: Exception) -> str:
     else:
         advice = f"check the name, the revision, your access and the network, or {by_hand}"
     return (
-        f"{path} does not exist here, and the data set {name.repo} could not be downloaded from the hub "
+        f"{_not_here(name)}, and the data set {name.repo} could not be downloaded from the hub "
         f"({_reason(problem)}); {advice}"
     )
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from paravt_jax.data import prompts, traces
-from paravt_jax.data.hub import local_source, tokenizer_file
+from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BadRow, found_file, root_of, rows_of
 from rollout.tools import find_calls
 
@@ -47,6 +47,8 @@ class Bin:
 
 @dataclass
 class Findings:
+    """What a look at a file of rows has counted."""
+
     path: str
     kind: Kind
     columns: dict[str, str]
@@ -166,9 +168,8 @@ def columns_of(source: Path) -> dict[str, str]:
     """Names and types of the columns; those of JSON lines as they come up, with how many lines have them."""
     if source.is_file() and source.suffix in (".jsonl", ".json"):
         return _line_columns(source)
-    files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
     columns: dict[str, str] = {}
-    for file in files:
+    for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
             break  # the reader of rows says what is wrong
         try:
@@ -221,8 +222,7 @@ def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]
 def _num_rows(source: Path) -> int | None:
     if source.suffix in (".jsonl", ".json"):
         return None
-    files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
-    return sum(pq.read_metadata(file).num_rows for file in files)
+    return sum(pq.read_metadata(file).num_rows for file in row_files(source))
 
 
 def _encoder(source: str) -> Callable[[list[str]], list[int]]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import FILE_URI, BadRow, found_file, from_json
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
@@ -239,10 +240,7 @@ def materialize(
         raise ValueError(
             f"--output-dir {output_dir} is --parquet-dir itself, whose files are kept; choose another place"
         )
-    sources = [path for path in sorted(parquet_dir.rglob("*.parquet")) if output_dir not in path.parents]
-    sources = [
-        path for path in sources if not any(step.startswith(".") for step in path.relative_to(parquet_dir).parts)
-    ]
+    sources = [path for path in row_files(parquet_dir) if output_dir not in path.parents]
     if not sources:
         raise ValueError(f"--parquet-dir {parquet_dir} has no *.parquet files")
     num_rows = sum(map(_num_rows, sources))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from paravt_jax.data.hub import local_source
+from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.materialize import respelled, write_if_changed
 from paravt_jax.data.merging import heard, make_plan, merged, shows_frames, text_of, tool_turns, with_text
 from paravt_jax.data.rows import BadRow, from_json, object_of, root_of, rows_of
@@ -31,6 +31,8 @@ MESSAGES = COLUMNS[0]
 
 @dataclass
 class ParallelizeReport:
+    """What became of the rows, and why some stayed as they were."""
+
     num_traces: int = 0
     num_without_calls: int = 0
     num_merged: int = 0
@@ -105,6 +107,8 @@ def mean(counts: Counter[int]) -> float:
 
 @dataclass(frozen=True)
 class Parallelizer:
+    """Rewrites rows one by one: sequential tool turns that do not need each other become one turn."""
+
     summaries: Summaries
     max_parallel: int
     report: ParallelizeReport = field(default_factory=ParallelizeReport)
@@ -234,7 +238,7 @@ def parallelize(
         raise ValueError(f"--max-parallel {max_parallel} must be at least 1")
     if dst.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"--dst {dst} must end with .parquet or .jsonl")
-    if source.resolve() in (dst.resolve(), dst.resolve().parent):
+    if source.resolve() in (dst.resolve(), *dst.resolve().parents):
         raise ValueError(f"--dst {dst} would change --src {src}; choose another place")
     kind, _, name = summaries.partition(":")
     if summaries and (kind not in ("column", "engine") or not name):
@@ -253,7 +257,7 @@ def parallelize(
             texts: Summaries = Column(name) if kind == "column" else Nothing()
             if settings is not None:
                 texts = await stack.enter_async_context(Summarizer(settings, root_of(source, video_root), known))
-            total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in _files(source))
+            total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in row_files(source))
             bar = stack.enter_context(tqdm(desc="parallelizing", total=total, unit="row", disable=None))
             await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), bar)
 
@@ -352,14 +356,10 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _files(source: Path) -> list[Path]:
-    return sorted(source.glob("*.parquet")) if source.is_dir() else [source]
-
-
 def schema_of(source: Path, columns: Sequence[str]) -> pa.Schema:
     """That of all files, which must have these columns."""
     next(rows_of(source, columns), None)  # raises what keeps the rows from being read
-    schemas = {file: pq.read_schema(file) for file in _files(source)}
+    schemas = {file: pq.read_schema(file) for file in row_files(source)}
     first, *others = schemas
     for file in others:
         if not schemas[file].equals(schemas[first]):
@@ -371,7 +371,7 @@ def schema_of(source: Path, columns: Sequence[str]) -> pa.Schema:
 
 def parquet_batches(source: Path, schema: pa.Schema) -> Iterator[tuple[list[str], pa.RecordBatch]]:
     """Where each row stands, and the rows."""
-    for file in _files(source):
+    for file in row_files(source):
         number = 0
         with pq.ParquetFile(file) as table:
             try:

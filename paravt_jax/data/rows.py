@@ -15,6 +15,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paravt_jax.data.hub import row_files
+
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
@@ -32,7 +34,7 @@ def read_rows(
 ) -> tuple[list[Read], dict[str, int]]:
     """What `read` makes of every row that it does not refuse with a BadRow, and how many it refused for what reason.
 
-    `source` is a .parquet or .jsonl file, or a directory whose .parquet files are read in the order of their names.
+    `source` is a .parquet or .jsonl file, or a directory, whose .parquet files are read in the order of their paths.
     """
     found: list[Read] = []
     bad: Counter[str] = Counter()
@@ -72,15 +74,15 @@ def root_of(source: Path, video_root: str) -> Path:
 def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Every row, a JSON line still as its bytes, and where it stands."""
     if source.is_dir():
-        files = sorted(source.glob("*.parquet"))
+        files = row_files(source)
         if not files:
             raise ValueError(f"{source} is a directory without *.parquet files")
         for file in files:
-            yield from _parquet_rows(file, columns)
+            yield from _parquet_rows(file, columns, file.relative_to(source).as_posix())
     elif not source.is_file():
         raise ValueError(f"{source} does not exist")
     elif source.suffix == ".parquet":
-        yield from _parquet_rows(source, columns)
+        yield from _parquet_rows(source, columns, source.name)
     elif source.suffix in (".jsonl", ".json"):
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -90,7 +92,7 @@ def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{source} must be a .parquet or .jsonl file, or a directory of .parquet files")
 
 
-def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
@@ -101,7 +103,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
             wanted = [name for name in (*columns, *OWN_IDS) if name in names]
             for batch in table.iter_batches(batch_size=1024, columns=wanted, use_threads=False):
                 for row in batch.to_pylist():
-                    yield f"{file.name} row {number}", row
+                    yield f"{name} row {number}", row
                     number += 1
     except (pa.ArrowException, OSError) as problem:
         raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None

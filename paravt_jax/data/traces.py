@@ -82,7 +82,7 @@ class TraceSet:
 
 
 def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> TraceSet:
-    """The traces of a .parquet or .jsonl file, or of all .parquet files of a directory, in the order of their names.
+    """The traces of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
     Relative paths begin from `video_root`, or where that is empty from where the rows are.

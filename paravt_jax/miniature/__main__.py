@@ -9,7 +9,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner, Size
 from paravt_jax.run.log import whole_file
 
@@ -18,7 +18,7 @@ TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.miniature",
+        prog=prog_of("paravt_jax.miniature"),
         description="Runs SFT once and the arms from it, on a small world that it makes itself. Stopped, in whatever "
         "way, the same command goes on where it was.",
         epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; or {' and '.join(COLD_STARTS)} for a cold start alone.",

@@ -84,6 +84,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Experiment:
+    """What is asked for: which cold starts, arms and evaluations, with which settings, in which directories."""
+
     directory: Path
     arms: Sequence[str]
     seeds: Sequence[int]
@@ -182,8 +184,7 @@ class Experiment:
             *self.eval,
         ]
         config = CONFIGS / "eval.yaml"
-        cells = load_config(config, *settings, schema=EvalConfig).eval
-        num_cells = len(cells.dispatches) * len(cells.frame_budgets)
+        num_cells = len(load_config(config, *settings, schema=EvalConfig).eval.cells)
         command = _command("paravt_jax.eval", config, settings)
         return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE, model.done)
 

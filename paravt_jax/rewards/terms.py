@@ -136,6 +136,8 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Turn:
+    """One turn as the grammar reads it: its tags, the parse from its first character, whether that is all of it."""
+
     number: int
     text: str
     marks: tuple[_Mark, ...]

@@ -1,17 +1,28 @@
-"""What the commands that run a config have in common: where its settings come from, and how they are shown."""
+"""What the commands that run a config have in common: where its settings come from, and how they are shown.
+
+Until the settings are read no command loads jax, so that help and what is wrong with a setting come at once.
+"""
 
 import argparse
-from typing import TypeVar
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
-from model_port.cli import add_debug_flag
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_yaml
+from omegaconf import OmegaConf
+
+from model_port.cli import add_debug_flag, prog_of
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.keys import comments_of
 
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
+COMMENT_COLUMN, LAST_COLUMN = 40, 120
 
 
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=prog_of(module),
         description=description,
         epilog="Every setting with its default: --show without a config. Examples are in configs/.",
     )
@@ -30,6 +41,45 @@ def read_config(
         parser.error(f"--config FILE is needed; {example}")
     config = load_config(args.config, *(() if args.config else needed), *args.overrides, schema=schema)
     if args.show:
-        print(to_yaml(config), end="")
+        print("\n".join(shown(config)))
         return None
     return config
+
+
+def shown(section: Any, indent: str = "") -> Iterator[str]:
+    """The lines of a config file that says the same, each setting with its comment."""
+    comments = comments_of(type(section))
+    for field in fields(section):
+        value, comment = getattr(section, field.name), comments[field.name]
+        if not indent and (value is None or is_dataclass(value)):
+            yield ""
+        if is_dataclass(value):
+            yield from _commented([f"{indent}{field.name}:"], comment or _docstring(type(value)))
+            yield from shown(value, f"{indent}  ")
+        else:
+            lines = _yaml(field.name, value).splitlines()
+            yield from _commented([indent + line for line in lines], comment)
+
+
+def _docstring(section: type) -> str:
+    """Where somebody wrote one; the dataclass itself makes up another."""
+    text = section.__doc__ or ""
+    return "" if text.startswith(f"{section.__name__}(") else " ".join(text.split())
+
+
+def _yaml(name: str, value: Any) -> str:
+    if isinstance(value, list) or "\n" in str(value):
+        return f"{name}: {json.dumps(value, ensure_ascii=False)}"  # which YAML reads as well, on one line
+    return OmegaConf.to_yaml(OmegaConf.create({name: value}))
+
+
+def _commented(lines: list[str], comment: str) -> Iterator[str]:
+    """The comment beside the first line and below it, or above where there is no room."""
+    beside = len(lines) == 1 and len(lines[0]) < COMMENT_COLUMN
+    column = COMMENT_COLUMN if beside else len(lines[0]) - len(lines[0].lstrip())
+    said = [" " * column + line for line in textwrap.wrap(f"# {comment}", LAST_COLUMN - column, subsequent_indent="# ")]
+    if comment and beside:
+        yield lines[0] + said[0][len(lines[0]) :]
+        yield from said[1:]
+    else:
+        yield from [*(said if comment else []), *lines]

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, whole_file
 
 PLOTS_DIR = "plots"
@@ -371,7 +371,7 @@ def _kl_levels(run_dir: Path) -> dict[float, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.run.plots",
+        prog=prog_of("paravt_jax.run.plots"),
         description="Draws RUN_DIR/plots/*.png from what a run has logged so far.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=f"the directory with {METRICS_FILE}")

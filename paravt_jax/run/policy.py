@@ -68,7 +68,7 @@ def open_policy(
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:
     if path != TINY:
-        return source_directory(path)
+        return source_directory(path, "model.path=DIR")
     made = run_dir / TINY
     if not made.is_dir():
         make_tiny(made, seed)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.run.log import whole_file
 from paravt_jax.view.page import is_page, make_page
 
@@ -13,7 +13,7 @@ MAX_EPISODES = 200  # what a page of a few MB holds in full
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.view",
+        prog=prog_of("paravt_jax.view"),
         description="Writes one offline HTML page of a run, finished or not: figures, charts, episodes.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's run_dir")

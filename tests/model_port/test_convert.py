@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors.numpy import load_file, save_file
 
+from model_port.checkpoint import StoredParams
 from model_port.convert import convert, source_directory
 from model_port.layout import INFO_FILE, is_checkpoint
 from model_port.output_dir import output_directory, partial_directory
@@ -117,6 +119,41 @@ def test_the_record_says_what_was_converted(tiny, tmp_path):
     assert report.num_bytes == 2 * report.num_params
 
 
+def spell(hf: Path, **dtypes: str) -> None:
+    """Stores the tensors whose names have these words in them in another dtype, and the rest as it was."""
+    tensors = load_file(hf / "model.safetensors")
+    for name in tensors:
+        for word, dtype in dtypes.items():
+            tensors[name] = tensors[name].astype(dtype) if word in name else tensors[name]
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_is_cast_unasked(dtype, tmp_path):
+    make_tiny(tmp_path / "hf", dtype=dtype)
+    assert convert(tmp_path / "hf", tmp_path / "ckpt").dtype == dtype
+    assert {found.name for found in StoredParams(tmp_path / "ckpt").dtypes.values()} == {dtype}
+
+
+def test_a_source_of_two_dtypes_asks_for_one(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "hf")
+    spell(tmp_path / "hf", q_norm="float16")
+    message = (
+        r"hf has parameters in float16 \(such as model\.language_model\.layers\.0\.self_attn\.q_norm\.weight\) and "
+        r"float32 \(such as model\.visual\.patch_embed\.proj\.weight\); choose float32, .* with --dtype$"
+    )
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert convert(tmp_path / "hf", tmp_path / "ckpt", "float32").dtype == "float32"
+
+
+def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "hf")
+    spell(tmp_path / "hf", weight="float64", bias="float64")
+    with pytest.raises(ValueError, match=r"in float64 \(such as .*\); choose float32, bfloat16, float16 with --dtype"):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+
+
 def test_neither_directory_nor_hub_id_says_what_is_expected(tmp_path):
     with pytest.raises(ValueError, match="is not a directory, nor a hub id like Qwen/"):
         source_directory(tmp_path / "absent")
@@ -129,6 +166,7 @@ def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
         RuntimeError, match=r"is not a directory and could not be downloaded .* run `hf download"
     ) as raised:
         convert("Nobody/nothing", tmp_path / "ckpt")
+    assert str(raised.value).endswith("and give --src DIR")
     assert "\n" not in str(raised.value) and not (tmp_path / "ckpt").exists()
 
 

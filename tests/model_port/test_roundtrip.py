@@ -142,7 +142,7 @@ def test_a_float32_master_comes_from_a_bf16_checkpoint(tiny, tmp_path):
 
 
 def test_everything_a_reader_looks_for_is_there(tiny, tmp_path):
-    convert(tiny, tmp_path / "ckpt")
+    convert(tiny, tmp_path / "ckpt", "bfloat16")
     export(tmp_path / "ckpt", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_yaml
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -119,19 +119,22 @@ def test_a_text_can_be_emptied_on_the_command_line():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "data.validation=").data.validation == ""
 
 
-def test_what_is_shown_is_a_config_again(tmp_path):
-    config = load_config(CONFIGS / "smoke_cpu.yaml", "seed=7")
-    (tmp_path / "shown.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "shown.yaml") == config
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.nsteps=3"], r"train\.nsteps: .*Did you mean: 'num_steps'"),
-        (["train.num_steps=6.5"], r"train\.num_steps: .*'6\.5'"),
-        (["num_steps"], "'num_steps' is no setting"),
-        (["engine.kind=vllm"], r"engine\.kind: .*'jax', 'sglang'"),
+        (["train.nsteps=3"], r"train\.nsteps is no setting \(did you mean train\.num_steps\?\)$"),
+        (["train.num_step=3"], r"train\.num_step is no setting \(did you mean train\.num_steps\?\)$"),
+        (["learning_rate=1e-5"], r"learning_rate is no setting \(did you mean optim\.learning_rate\?\)$"),
+        (["model.learning_rat=1e-5"], r"learning_rat is no setting \(did you mean optim\.learning_rate\?\)$"),
+        (["every_steps=2"], r"\(did you mean validation\.every_steps or checkpoint\.every_steps\?\)$"),
+        (["seed.x=1"], r"seed\.x is no setting \(did you mean seed\?\)$"),
+        (["zebra=1"], r"zebra is no setting \(--show lists all\)$"),
+        (["train=3"], r"train is a section; set train\.num_steps, "),
+        (["train.num_steps=6.5"], r"train\.num_steps=6\.5: .*Integer"),
+        (["num_steps"], "'num_steps' is no setting; write it as"),
+        (["=3"], "'=3' is no setting; write it as"),
+        (["train.num_steps=[3"], r"^train\.num_steps=\[3 is no YAML: did not find expected ',' or '\]'"),
+        (["engine.kind=vllm"], r"engine\.kind=vllm: .*'jax', 'sglang'"),
         (["train.group_size=1"], r"train\.group_size=1 must be at least 2"),
         (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
         (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
@@ -159,6 +162,31 @@ def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, mes
         load_config(None, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n\tnum_steps: 3", r"run\.yaml, line 2, column 1 is no YAML: found character that cannot start"),
+        ("seed: 1\nseed: 2", r"run\.yaml, line 2, column 1 is no YAML: found duplicate key seed"),
+        ("seed: \0", r"run\.yaml is no YAML: "),
+        ("- seed", r"run\.yaml is a list, expected settings such as train: "),
+        ("train: {num_step: 3}", r"run\.yaml: train\.num_step is no setting \(did you mean train\.num_steps\?\)"),
+        ("train: {num_steps: many}", r"run\.yaml: train\.num_steps: Value 'many'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_config(tmp_path / "run.yaml")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_key_is_looked_for_in_the_settings_of_the_command():
+    with pytest.raises(ValueError, match=r"num_steps is no setting \(did you mean sft\.num_steps\?\)"):
+        load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
+
+
 def test_two_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"num_step is no .*; learning_rate is no .*optim\.learning_rate"):
+        load_config(None, "train.num_step=3", "learning_rate=1")
     with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
         load_config(None, "mesh.data=2", "rollout.top_p=0.5")

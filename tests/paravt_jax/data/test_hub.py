@@ -109,6 +109,18 @@ def test_parquet_files_are_read_as_a_directory_of_them(hub):
     assert [trace.id for trace in found.traces] == ["a", "b"]
 
 
+def test_what_was_downloaded_under_another_name_is_not_read_with_it(hub):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(lines("A"))]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    content = Path("a.parquet").read_bytes()
+    hub.add_repo(REPO, files={"rl/a.parquet": content, "rl/deep/b.parquet": content})
+    for path in (f"{REPO}/rl/deep", f"{REPO}/rl"):
+        assert len(load_prompts(path, video_root="", max_bad_frac=0.0).prompts) == 1
+
+
 def test_a_revision_is_another_version(questions):
     repo = questions.repos[REPO]
     repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": questions.store(lines("C"))})
@@ -124,6 +136,19 @@ def test_what_exists_here_always_wins(questions):
     assert answer_of(f"{REPO}/mine.jsonl") == "D"
     Path("ada/train.jsonl").write_bytes(lines("E"))
     assert answer_of("ada/train.jsonl") == "E" and questions.requests == []
+
+
+MADE = "(python -m paravt_jax.data materialize --output-dir {} makes it from published rows)"
+
+
+def test_a_name_whose_first_folder_is_here_is_local_unless_it_has_a_revision(questions):
+    Path("ada").mkdir()
+    assert message(REPO) == (
+        f"{REPO} does not exist here {MADE.format(REPO)}, though the directory ada does; if the data set {REPO} of the "
+        f"hub is meant, write {REPO}@main"
+    )
+    assert questions.requests == []
+    assert answer_of(f"{REPO}@main") == "A"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +174,13 @@ def message(path: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("path", ["ada/nothing", f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
+def test_what_is_neither_here_nor_on_the_hub_is_named_in_both_readings(questions):
+    assert message("data/sft").startswith(
+        f"data/sft does not exist here {MADE.format('data/sft')}, and the data set data/sft could not be downloaded"
+    )
+
+
+@pytest.mark.parametrize("path", [f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
 def test_what_the_hub_does_not_have_is_named_with_what_to_do(questions, path):
     said = message(path)
     assert said.startswith(f"{path} does not exist here, and the data set ada/")
@@ -203,4 +234,5 @@ def test_offline_the_command_says_what_to_do(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(f"error: {REPO} does not exist here") and done.stderr.count("\n") == 1
+    assert MADE.format(REPO) in done.stderr
     assert f"unset HF_HUB_OFFLINE, or {BY_HAND} on a machine that is online and give DIR instead" in done.stderr

@@ -13,6 +13,8 @@ from PIL import Image
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.data.__main__ import main
 from paravt_jax.data.inspect import bars, bins, inspect, plot, text
+from paravt_jax.data.materialize import materialize
+from paravt_jax.data.prompts import load_prompts
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
 ANSWER = "<think>\nIt is red.\n</think>\n<answer>B</answer>"
@@ -49,6 +51,20 @@ def test_rl_rows_are_counted_by_question_type_and_bad_ones_by_reason(tmp_path):
     assert found.missing == {"gone.mp4"}
     assert found.columns["extra_info"] == "string" and found.columns["videos"].startswith("list<")
     assert len(found.lengths) == 5
+
+
+def test_a_directory_is_the_same_files_to_inspect_to_materialize_and_to_a_run(tmp_path):
+    (tmp_path / "in" / "a.mp4").parent.mkdir()
+    (tmp_path / "in" / "a.mp4").write_bytes(b"frames")
+    for number, place in enumerate(("rl.parquet", "more/rl.parquet", "more/deep/rl.parquet", ".cache/rl.parquet"), 1):
+        (tmp_path / "in" / place).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([rl()] * number + [rl("quiz")]), tmp_path / "in" / place)
+    found = inspect(str(tmp_path / "in"))
+    assert (found.num_rows, found.question_types) == (2 + 3 + 4, {"mcq": 1 + 2 + 3})
+    assert found.examples["unknown question type"].startswith("more/deep/rl.parquet row 3: ")
+    assert len(load_prompts(tmp_path / "in", video_root="", max_bad_frac=0.5).prompts) == 1 + 2 + 3
+    made = materialize(tmp_path, tmp_path / "in", tmp_path / "out")
+    assert list(made.files) == ["more/deep/rl.parquet", "more/rl.parquet", "rl.parquet"]
 
 
 def test_sft_rows_are_counted_by_turns_and_calls(tmp_path):

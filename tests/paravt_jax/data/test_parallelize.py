@@ -375,6 +375,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
     for problem, arguments in {
         "must end with": (path, here / "d.csv"),
         "would change --src": (path, here / "s.jsonl"),
+        "would change --src .*; choose": (str(here), here / "deep" / "d.parquet"),
         "must be column:NAME or engine:URL": (path, here / "d.jsonl", "notes"),
         "has no column notes; it has messages": (str(here / "s.parquet"), here / "d.jsonl", "column:notes"),
         "does not exist": (str(here / "gone.jsonl"), here / "d.jsonl"),

@@ -1,0 +1,65 @@
+"""Every command by its name: `paravt NAME …`, or `python -m paravt_jax NAME …`; without a name, what there is."""
+
+import importlib
+import sys
+from difflib import get_close_matches
+from typing import NoReturn
+
+from model_port.cli import run_cli
+
+COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
+    "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan says beforehand what that takes"),
+    "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
+    "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
+    "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
+    "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
+    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split, parallelize"),
+    "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
+    "bench": (
+        "paravt_jax.bench",
+        "measures this machine: mesh, learner, rollout, video, convert",
+    ),
+    "tiny": ("model_port.tiny", "writes a tiny random Qwen3-VL in Hugging Face format"),
+    "convert": ("model_port.convert", "converts a Hugging Face Qwen3-VL to a checkpoint"),
+    "export": ("model_port.export", "writes a checkpoint as a Hugging Face directory, or to the hub"),
+    "verify": ("model_port.verify", "compares an export's logits in transformers with ours"),
+    "sglang": ("rollout.serve", "serves a model with SGLang, for rollouts"),
+    "check": ("rollout.check", "compares the log-probs of SGLang servers with the learner's"),
+}
+
+
+def overview() -> str:
+    lines = [f"  {name:<9}  {module:<20}  {clause}" for name, (module, clause) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: paravt COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "paravt COMMAND --help says what it takes; python -m with the second column is the same command.",
+        ]
+    )
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(overview())
+        return
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists all"
+        raise ValueError(f"{name} is no command ({hint})")
+    sys.argv = [f"paravt {name}", *arguments]  # what its parser shows as its name
+    module = importlib.import_module(COMMANDS[name][0])
+    if hasattr(module, "__path__"):  # a package, whose command is in __main__, as for `python -m`
+        module = importlib.import_module(f"{module.__name__}.__main__")
+    module.main()
+
+
+def run() -> NoReturn:
+    run_cli(main)
+
+
+if __name__ == "__main__":
+    run()

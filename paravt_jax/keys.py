@@ -1,0 +1,91 @@
+"""The settings of nested dataclasses: which keys there are, which one is meant, what the source says of each."""
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+MAX_HINTS = 3
+MIN_LIKENESS = 0.7  # of a key that may be meant, by difflib's measure
+
+
+def section_of(kind: Any) -> type | None:
+    """The dataclass that a field's type is, or may be."""
+    return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
+
+
+def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
+    """Those of settings, and of sections that may be null."""
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        section = section_of(hints[field.name])
+        if section is None or type(None) in get_args(hints[field.name]):
+            yield prefix + field.name
+        if section is not None:
+            yield from keys_of(section, f"{prefix}{field.name}.")
+
+
+def keys_in(layer: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The keys that a file or a command line sets."""
+    for name, value in layer.items():
+        yield from keys_in(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """What to say of a key that is none: the same name in another section goes before a similar one in this."""
+    settings = [one for one in known if one.startswith(f"{key}.")]
+    if settings:
+        return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
+    meant = _in_other_sections(key, known) or get_close_matches(key, known, 1, MIN_LIKENESS)
+    if not meant:
+        names = [one.rpartition(".")[2] for one in known]
+        meant = [
+            one
+            for name in get_close_matches(key.rpartition(".")[2], names, 1, MIN_LIKENESS)
+            for one in _in_other_sections(name, known)
+        ]
+    hint = f"did you mean {' or '.join(meant[:MAX_HINTS])}?" if meant else "--show lists all"
+    return f"{key} is no setting ({hint})"
+
+
+def _in_other_sections(key: str, known: list[str]) -> list[str]:
+    return [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
+
+
+def comments_of(schema: type) -> dict[str, str]:
+    """What the source says of each field of a dataclass: the values that it may have, and the comment."""
+    said = {name: text for part in reversed(schema.__mro__) if is_dataclass(part) for name, text in _comments(part)}
+    hints = get_type_hints(schema)
+    return {
+        field.name: "; ".join(filter(None, [_choices(hints[field.name]), said[field.name]])) for field in fields(schema)
+    }
+
+
+def _choices(kind: Any) -> str:
+    section = section_of(kind)
+    if section is not None and type(None) in get_args(kind):
+        return f"null | {{{', '.join(keys_of(section))}}}"
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return " | ".join(str(choice) for literal in literals for choice in get_args(literal))
+
+
+def _comments(part: type) -> Iterator[tuple[str, str]]:
+    """Those beside a field, and those on lines of their own above it."""
+    source = textwrap.dedent(inspect.getsource(part))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    tokens = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens}
+    alone = {token.start[0] for token in tokens if token.line.lstrip().startswith("#")}
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first, last = node.lineno, node.end_lineno or node.lineno
+            while first - 1 in alone:
+                first -= 1
+            yield node.target.id, " ".join(comments[line] for line in range(first, last + 1) if line in comments)

@@ -1,0 +1,122 @@
+"""The commands that run a config, as people type them."""
+
+import asyncio
+import importlib
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from huggingface_hub import constants
+
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.keys import comments_of, keys_of, section_of
+from paravt_jax.run.command import shown as shown_lines
+from paravt_jax.run.policy import policy_of
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+COMMANDS = {"train": "smoke_cpu.yaml", "sft": "miniature/sft.yaml", "eval": "eval_8b.yaml"}
+SETTINGS = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """What a command prints, called as `python -m paravt_jax.NAME ARGUMENTS`."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", [f"{name}.py", *arguments])
+        importlib.import_module(f"paravt_jax.{name}").main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_may_stand_between_settings(name, shown):
+    given = ["--config", str(CONFIGS / COMMANDS[name]), "seed=41", "--show", "mesh.data=1", "run_dir=runs/elsewhere"]
+    found = shown(name, *given)
+    assert "seed: 41" in found and "run_dir: runs/elsewhere" in found
+
+
+def test_plan_may_stand_between_settings(shown):
+    found = shown(
+        "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
+    )
+    assert "v5p" in found
+
+
+JUDGED = ["reward.oe_mode=llm", "judge.url=http://a/v1", "judge.model='1e3: # é'", r'rollout.forced_prefix="# \n\"\n"']
+
+
+@pytest.mark.parametrize(("name", "settings"), [("train", []), ("train", JUDGED), ("sft", []), ("eval", JUDGED)])
+def test_what_is_shown_is_the_same_config_again(name, settings, tmp_path):
+    config = load_config(CONFIGS / COMMANDS[name], *settings, schema=SETTINGS[name])
+    (tmp_path / "shown.yaml").write_text("\n".join(shown_lines(config)))
+    assert load_config(tmp_path / "shown.yaml", schema=SETTINGS[name]) == config
+
+
+# What a reader knows without a word, and the texts that are shown to a model.
+SELF_EXPLAINING = {
+    *(
+        "rollout.prompts.*",
+        "rollout.top_p",
+        "train.num_steps",
+        "judge.model",
+        "judge.max_attempts",
+        "judge.max_concurrent",
+    ),
+    *("optim.learning_rate", "optim.weight_decay", "optim.beta*", "optim.eps", "optim.max_grad_norm", "mismatch.*_kl"),
+    *("loss.clip_low", "loss.geometric_high", "judge.attempt_deadline_s", "judge.max_backoff_s"),
+}
+
+
+@pytest.mark.parametrize("schema", SETTINGS.values())
+def test_every_setting_is_explained_where_it_is_shown(schema):
+    explained = explanations(schema)
+    assert set(explained) == set(keys_of(schema))
+    silent = {key for key, comment in explained.items() if not comment}
+    assert {key for key in silent if not any(fnmatch(key, one) for one in SELF_EXPLAINING)} == set()
+
+
+def explanations(schema: type, prefix: str = "") -> dict[str, str]:
+    sections = {name: section_of(kind) for name, kind in get_type_hints(schema).items()}
+    found = {}
+    for name, comment in comments_of(schema).items():
+        section = sections[name]
+        found |= {prefix + name: comment} if section is None or comment.startswith("null") else {}
+        found |= {} if section is None else explanations(section, f"{prefix}{name}.")
+    return found
+
+
+def test_a_comment_stands_beside_its_setting_or_above_a_long_one(shown):
+    text = shown("train", "--show", "train.group_size=5")
+    for line in (
+        "\n  group_size: 5                         # published: episodes of a prompt\n",
+        "\n  attention: blocked                    # blocked | xla; xla: ",
+        '\n  # closings | openings | turn_end\n  anchor_tokens: ["closings", "openings", "turn_end"]\n',
+        "\n\nmesh:                                   # Devices along each axis. ",
+        "\n  video_root: ''                        # what relative ",
+        f"\n{' ' * 40}# it, a data set on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.\n",
+    ):
+        assert line in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--show"], ["--config", "gone.yaml"]])
+def test_what_needs_no_computation_does_not_wait_for_jax(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "paravt_jax.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "paravt_jax.config" in loaded and not {"jax", "orbax", "transformers"} & loaded
+    assert done.returncode == (arguments == ["--config", "gone.yaml"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_called(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    config = load_config(CONFIGS / COMMANDS[name], "model.path=Nobody/nothing", schema=SETTINGS[name])
+    with pytest.raises(RuntimeError, match=r"could not be downloaded .* and give model\.path=DIR$"):
+        asyncio.run(policy_of(config, tmp_path))
