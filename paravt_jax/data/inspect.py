@@ -106,7 +106,7 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     source = local_source(path)
     encode = _encoder(tokenizer)
     columns = columns_of(source)
-    kind, wanted = _kind(source, columns)
+    kind, wanted = kind_of(source, columns)
     findings = Findings(str(path), kind, columns, tokenizer)
     root = root_of(source, video_root)
     texts = _texts(findings, rows_of(source, wanted), root)
@@ -207,7 +207,7 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _kind(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
+def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
     known: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
     for kind, wanted in known:
         if all(name in columns for name in wanted):

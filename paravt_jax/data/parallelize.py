@@ -243,7 +243,7 @@ def parallelize(
     kind, _, name = summaries.partition(":")
     if summaries and (kind not in ("column", "engine") or not name):
         raise ValueError(f"--summaries {summaries} must be column:NAME or engine:URL")
-    schema = None if source.suffix in (".jsonl", ".json") else _schema(source)
+    schema = None if source.suffix in (".jsonl", ".json") else schema_of(source, COLUMNS)
     for column in (MESSAGES, *([name] if kind == "column" else [])):
         if schema is not None and column not in schema.names:
             raise ValueError(f"{source} has no column {column}; it has {', '.join(schema.names)}")
@@ -288,7 +288,7 @@ async def _convert(
             for places, lines in _line_batches(source):
                 writer.rows(lines, await changed(places, lines))
         else:
-            for places, batch in _parquet_batches(source, schema):
+            for places, batch in parquet_batches(source, schema):
                 writer.batch(batch, await changed(places, batch.to_pylist()))
     finally:
         writer.close()
@@ -356,8 +356,9 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _schema(source: Path) -> pa.Schema:
-    next(rows_of(source, COLUMNS), None)  # raises what keeps the rows from being read
+def schema_of(source: Path, columns: Sequence[str]) -> pa.Schema:
+    """That of all files, which must have these columns."""
+    next(rows_of(source, columns), None)  # raises what keeps the rows from being read
     schemas = {file: pq.read_schema(file) for file in row_files(source)}
     first, *others = schemas
     for file in others:
@@ -368,7 +369,8 @@ def _schema(source: Path) -> pa.Schema:
     return schemas[first]
 
 
-def _parquet_batches(source: Path, schema: pa.Schema) -> Iterator[tuple[list[str], pa.RecordBatch]]:
+def parquet_batches(source: Path, schema: pa.Schema) -> Iterator[tuple[list[str], pa.RecordBatch]]:
+    """Where each row stands, and the rows."""
     for file in row_files(source):
         number = 0
         with pq.ParquetFile(file) as table:
