@@ -1,4 +1,19 @@
-"""The whole policy: vision tower, language tower, and the joint between them."""
+"""The whole policy: vision tower, language tower, and the joint between them.
+
+What is unusual about this model, and where it is done:
+- Rows are packed: a row holds several sequences, a sequence may be a trunk with branches that share it (inputs.py).
+- Interleaved M-RoPE: time, height and width take turns along a head's frequencies; text has all three equal (rope.py).
+- DeepStack: features of three depths of the vision tower are added to the first layers of the language tower, at the
+  tokens that show something (text.py).
+- Vision positions are learned on one grid and interpolated to the grid of a frame; attention stays in the frame
+  (vision.py).
+- Queries and keys are normalised per head before they are turned (text.py).
+- A patch covers two frames of a video, and an image twice; when that was is told as text before it (processing.py).
+- The MLP of a vision block has the tanh GELU, the mergers the exact one, and a merger norms before it merges for the
+  output, after it for DeepStack (vision.py).
+- Kernels keep the memory order of the Hugging Face files, so conversion copies bytes (weights.py).
+- All layers of a tower are one stacked parameter each and one scan; what the backward pass saves is chosen (layers.py).
+"""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +28,8 @@ from model_port.vision import VisionTower
 
 
 class Qwen3VL(nnx.Module):
+    """Both towers and how they are computed; call it for logits, or `see`, `hidden` and `text.logits` for the parts."""
+
     def __init__(self, config: ModelConfig, *, compute: Compute = DEFAULT_COMPUTE, rngs: nnx.Rngs):
         self.config = config
         self.compute = compute

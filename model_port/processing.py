@@ -37,6 +37,8 @@ SUPPORTED_SETTINGS = {
 
 @dataclass(frozen=True)
 class VisionContract:
+    """How pixels become patches: sizes, bounds of area and scaling, the same for engine and learner."""
+
     patch_px: int
     merge: int
     temporal_patch_frames: int

@@ -106,6 +106,8 @@ class TextLayers(nnx.Module):
 
 
 class TextTower(nnx.Module):
+    """All language layers, stacked along the first axis of every parameter, between the embedding and the head."""
+
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embed(config, scale, rngs)

@@ -24,8 +24,10 @@ def largest_difference(hf_dir: str | Path, src: str | Path | None = None) -> tup
         import torch
         from transformers import Qwen3VLForConditionalGeneration
     except ImportError as missing:
-        problem = f"the comparison needs torch and transformers ({missing}); install paravt_jax[dev]"
-        raise RuntimeError(problem) from None
+        raise RuntimeError(
+            f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`, "
+            "or pip install torch where no jax[cuda12] is"
+        ) from None
 
     ours = model_port.load(src or hf_dir)
     config, random = ours.config, np.random.default_rng(0)

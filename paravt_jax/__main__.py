@@ -13,7 +13,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
-    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, parallelize"),
+    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split, parallelize"),
     "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
     "bench": (
         "paravt_jax.bench",

@@ -172,6 +172,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """A run of PARA-GRPO: its sections, and what cannot be together."""
+
     run_dir: str = "runs/default"  # all that a run leaves; started again with the same one, it goes on
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)

@@ -28,6 +28,8 @@ MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not be
 
 @dataclass(frozen=True)
 class EpisodeConfig:
+    """How an episode goes: turns, calls, what is sampled, how much is shown, and how long anything may take."""
+
     dispatch: Dispatch = "parallel"  # sequential: one call a turn and as many calls in all; none: no tool
     max_turns: int = 3  # turns with calls; one more follows to answer
     max_parallel: int = 5  # calls of a turn

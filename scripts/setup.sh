@@ -1,38 +1,57 @@
 #!/usr/bin/env bash
-# Makes .venv from nothing but Python 3.11+ and installs paravt_jax into it.   bash scripts/setup.sh [cpu|cuda12|tpu]
-# Running it again is quick: nothing happens until pyproject.toml, the variant or the Python changes.
-# PYTHON=/path/to/python3 chooses the interpreter.
+# Makes .venv from nothing but Python 3.11+ and installs paravt_jax into it.   bash scripts/setup.sh [cpu|cuda12|tpu|dev]
+# cpu, cuda12 and tpu are to run it on; dev is cpu with what scripts/test.sh needs besides, torch among that.
+# Running it again is quick: nothing happens until pyproject.toml, the Python or what is asked for changes, and whatever
+# .venv was made for, it serves as cpu too. PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
-variant=${1:-cpu}
-case "$variant" in
-  cpu) extras=dev ;;
-  cuda12 | tpu) extras=dev,$variant ;;
-  *) echo "usage: bash scripts/setup.sh [cpu|cuda12|tpu]   (got '$variant')" >&2; exit 2 ;;
+usage="usage: bash scripts/setup.sh [cpu|cuda12|tpu|dev]"
+kind=${1:-cpu}
+case "$kind" in
+  cpu | cuda12 | tpu | dev) ;;
+  -h | --help) echo "$usage"; exit 0 ;;
+  *) echo "$usage   (got '$kind')" >&2; exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+version_and_place() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3], sys.prefix)' 2>/dev/null; }
 python=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ] && [[ "$(version_and_place .venv/bin/python)" == *" $(pwd)/.venv" ]]; then
+  python=.venv/bin/python
+fi
 command -v "$python" >/dev/null || { echo "setup: no '$python' found; install Python 3.11 or newer, or set PYTHON" >&2; exit 1; }
 version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
 
-stamp=.venv/.setup-stamp
-want="$variant $version $(pwd) $(cat pyproject.toml scripts/setup.sh | cksum)"
-if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
-  echo "setup: .venv is up to date ($variant)"
-  exit 0
-fi
-
 # A venv made by another Python or moved from another folder is broken in ways pip does not notice.
-if [ -d .venv ] && [ "$(.venv/bin/python -c 'import sys; print("%d.%d.%d" % sys.version_info[:3], sys.prefix)' 2>/dev/null)" != "$version $(pwd)/.venv" ]; then
+if [ -d .venv ] && [ "$(version_and_place .venv/bin/python)" != "$version $(pwd)/.venv" ]; then
   echo "setup: .venv belongs to another Python or place; making it anew"
   rm -rf .venv
 fi
+
+stamp=.venv/.setup-stamp
+have=cpu from=
+if [ -s "$stamp" ]; then read -r have from <"$stamp"; fi
+if [ "$kind" = cpu ]; then kind=$have; fi
+if [ "$have" != cpu ] && [ "$have" != "$kind" ]; then
+  echo "setup: .venv was made for $have and $kind needs one of its own, as their libraries would be in each other's way:" \
+    "remove this one first (rm -rf .venv), or work in another clone" >&2
+  exit 1
+fi
+want="$version $(pwd) $(cat pyproject.toml scripts/setup.sh | cksum)"
+if [ "$have $from" = "$kind $want" ]; then
+  echo "setup: .venv is up to date ($kind)"
+  exit 0
+fi
+
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-echo "setup: installing paravt_jax[$extras] into .venv (a few minutes the first time)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
+case "$kind" in
+  cpu) pip --editable . ;;
+  *) pip --editable ".[$kind]" ;;
+esac
 # Only for the ranks of Qwen's vocabulary, which it ships as data: the tests rebuild the published tokenizer from them.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dashscope==2.0.2
-echo "$want" >"$stamp"
+[ "$kind" != dev ] || pip --no-deps dashscope==2.0.2
+echo "$kind $want" >"$stamp"
 echo "setup: done; use .venv/bin/python, or: source .venv/bin/activate"

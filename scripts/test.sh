@@ -8,7 +8,7 @@ if [ "${1:-}" = quick ]; then
   select="not gpu and not slow"
   shift
 fi
-bash scripts/setup.sh cpu
+bash scripts/setup.sh dev
 case "$select" in *"not slow"*) ;; *) bash scripts/setup_sglang.sh cpu ;; esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

@@ -1,15 +1,104 @@
-"""What pip installs is what the tree holds."""
+"""What pip installs is what the tree holds, and what scripts/setup.sh asks it for."""
 
+import os
+import shutil
+import subprocess
 import tomllib
+import venv
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("paravt_jax", "model_port", "rollout")
+BREAK_BETWEEN_RELEASES = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "av", "transformers"}
+
+
+def requirements(extra: str | None = None) -> list[Requirement]:
+    project = PYPROJECT["project"]
+    return [
+        Requirement(line) for line in (project["optional-dependencies"][extra] if extra else project["dependencies"])
+    ]
 
 
 def test_every_folder_with_code_is_a_package_and_is_installed():
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    found = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     assert found == {"include": [f"{name}*" for name in PACKAGES]}
     folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     code = {folder for folder in folders if "sglang_cpu" not in folder.parts}  # that is data: the sidecar's shim
     assert {folder for folder in code if not (folder / "__init__.py").is_file()} == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_who_installs_a_package_gets_its_types(package):
+    assert (ROOT / package / "py.typed").is_file()
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
+
+
+def test_only_the_tests_bring_in_torch():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert {extra for extra in [None, *extras] if "torch" in {one.name for one in requirements(extra)}} == {"dev"}
+
+
+def test_a_release_of_tomorrow_does_not_break_an_installation():
+    bounded = {one.name for one in requirements() if any(bound.operator == "<" for bound in one.specifier)}
+    assert bounded >= BREAK_BETWEEN_RELEASES
+
+
+@pytest.mark.parametrize("accelerator", ["cuda12", "tpu"])
+def test_every_accelerator_has_the_same_jax(accelerator):
+    (base,) = (one.specifier for one in requirements() if one.name == "jax")
+    (ours,) = requirements(accelerator)
+    assert ours.name == "jax" and ours.extras == {accelerator} and ours.specifier == base
+
+
+@pytest.fixture
+def setup_sh(tmp_path):
+    """Runs scripts/setup.sh in a clone whose pip only says what it was asked for, and gives that."""
+    clone = tmp_path / "clone"
+    (clone / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, clone / name)
+    venv.create(clone / ".venv", symlinks=True)
+    (tmp_path / "pip.py").write_text("import sys; print('asked for', sys.argv[-1])")
+    (tmp_path / "python3").symlink_to("/bin/false")
+
+    def run(kind: str) -> list[str]:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+        env |= {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{env['PATH']}"}
+        command = ["bash", "scripts/setup.sh", kind]
+        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return [line.removeprefix("asked for ") for line in done.stdout.splitlines() if line.startswith("asked for ")]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["cuda12", "tpu"])
+def test_an_environment_to_run_in_holds_nothing_of_the_tests(setup_sh, kind):
+    assert setup_sh("cpu") == ["."]
+    assert setup_sh(kind) == [f".[{kind}]"]
+
+
+def test_an_environment_of_the_tests_serves_to_run_in(setup_sh):
+    assert setup_sh("cpu") == ["."] and setup_sh("cpu") == []
+    assert setup_sh("dev") == [".[dev]", "dashscope==2.0.2"]
+    assert setup_sh("cpu") == setup_sh("dev") == []
+
+
+def test_what_was_installed_is_kept_when_the_requirements_change(setup_sh, tmp_path):
+    setup_sh("dev")
+    with (tmp_path / "clone" / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert setup_sh("cpu") == [".[dev]", "dashscope==2.0.2"]
+
+
+@pytest.mark.parametrize(("first", "then"), [("cuda12", "dev"), ("dev", "cuda12"), ("tpu", "cuda12")])
+def test_libraries_that_fight_never_meet_in_one_environment(setup_sh, first, then):
+    setup_sh(first)
+    with pytest.raises(RuntimeError, match=f"made for {first} and {then} needs one of its own.*rm -rf .venv"):
+        setup_sh(then)
+    assert setup_sh(first) == setup_sh("cpu") == []

@@ -144,7 +144,7 @@ def _make_reference(config: ModelConfig, folder: Path) -> Any:
         from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     except ImportError as missing:
         raise RuntimeError(
-            f"the comparison needs torch and transformers ({missing}); install paravt_jax[dev]"
+            f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`"
         ) from None
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""python -m paravt_jax.data materialize | inspect | parallelize [options]"""
+"""python -m paravt_jax.data materialize | inspect | split | parallelize [options]"""
 
 import argparse
 import sys
@@ -9,15 +9,17 @@ from model_port.output_dir import exit_on_sigterm
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.data"), description="Prepares and looks at data.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|parallelize")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|split|parallelize")
     summaries = {
         "materialize": "joins the published sentinel paths to a local directory, as file:// URIs",
         "inspect": "what a file of rows holds: columns, questions or calls, bad rows, missing files, lengths",
+        "split": "holds rows out for validation, by video: none is in both files",
         "parallelize": "merges sequential tool turns that are independent, and makes frames text",
     }
     by_name = {name: commands.add_parser(name, help=text, description=text) for name, text in summaries.items()}
     _materialize_arguments(by_name["materialize"])
     _inspect_arguments(by_name["inspect"])
+    _split_arguments(by_name["split"])
     _parallelize_arguments(by_name["parallelize"])
     for command in by_name.values():
         add_debug_flag(command)
@@ -36,6 +38,10 @@ def main() -> None:
         from paravt_jax.data import inspect
 
         inspect.run(args.path, args.tokenizer, args.png, args.video_root, args.json)
+    elif args.command == "split":
+        from paravt_jax.data import split
+
+        print(split.split(args.src, args.train, args.validation, args.num_rows, args.seed))
     else:
         from paravt_jax.data import parallelize
 
@@ -68,6 +74,14 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="also draw the lengths there")
     parser.add_argument("--video-root", default="", metavar="R", help="what relative paths begin from (default: PATH)")
     parser.add_argument("--json", metavar="FILE", help="also write everything there")
+
+
+def _split_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--src", required=True, metavar="S", help="rows: a file, a directory, or OWNER/NAME on the hub")
+    parser.add_argument("--train", required=True, metavar="T", help="gets the rows to train on; must not exist")
+    parser.add_argument("--validation", required=True, metavar="V", help="gets the rows held out; must not exist")
+    parser.add_argument("--num-rows", type=int, default=256, metavar="N", help="held out, about (default 256)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones are held out (default 0)")
 
 
 def _parallelize_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,8 @@ MESSAGES = COLUMNS[0]
 
 @dataclass
 class ParallelizeReport:
+    """What became of the rows, and why some stayed as they were."""
+
     num_traces: int = 0
     num_without_calls: int = 0
     num_merged: int = 0
@@ -105,6 +107,8 @@ def mean(counts: Counter[int]) -> float:
 
 @dataclass(frozen=True)
 class Parallelizer:
+    """Rewrites rows one by one: sequential tool turns that do not need each other become one turn."""
+
     summaries: Summaries
     max_parallel: int
     report: ParallelizeReport = field(default_factory=ParallelizeReport)
@@ -141,13 +145,13 @@ class Parallelizer:
 
     async def _changed(self, place: str, row: dict[str, Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         answers = frame_answers(before)
-        found = await asyncio.gather(
+        changed = await asyncio.gather(
             *(self.summaries.text(row, answer) for answer in answers.values()), return_exceptions=True
         )
-        problems = [problem for problem in found if isinstance(problem, BaseException)]
+        problems = [problem for problem in changed if isinstance(problem, BaseException)]
         for problem in sorted(problems, key=lambda problem: isinstance(problem, NoSummary)):
             raise problem
-        texts = {number: str(text) for number, text in zip(answers, found, strict=True)}
+        texts = {number: str(text) for number, text in zip(answers, changed, strict=True)}
         report = self.report
         report.num_summaries += len(texts)
         shown = [with_text(m, texts[number]) if number in texts else m for number, m in enumerate(before)]
@@ -239,7 +243,7 @@ def parallelize(
     kind, _, name = summaries.partition(":")
     if summaries and (kind not in ("column", "engine") or not name):
         raise ValueError(f"--summaries {summaries} must be column:NAME or engine:URL")
-    schema = None if source.suffix in (".jsonl", ".json") else _schema(source)
+    schema = None if source.suffix in (".jsonl", ".json") else schema_of(source, COLUMNS)
     for column in (MESSAGES, *([name] if kind == "column" else [])):
         if schema is not None and column not in schema.names:
             raise ValueError(f"{source} has no column {column}; it has {', '.join(schema.names)}")
@@ -284,7 +288,7 @@ async def _convert(
             for places, lines in _line_batches(source):
                 writer.rows(lines, await changed(places, lines))
         else:
-            for places, batch in _parquet_batches(source, schema):
+            for places, batch in parquet_batches(source, schema):
                 writer.batch(batch, await changed(places, batch.to_pylist()))
     finally:
         writer.close()
@@ -352,8 +356,9 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _schema(source: Path) -> pa.Schema:
-    next(rows_of(source, COLUMNS), None)  # raises what keeps the rows from being read
+def schema_of(source: Path, columns: Sequence[str]) -> pa.Schema:
+    """That of all files, which must have these columns."""
+    next(rows_of(source, columns), None)  # raises what keeps the rows from being read
     schemas = {file: pq.read_schema(file) for file in row_files(source)}
     first, *others = schemas
     for file in others:
@@ -364,7 +369,8 @@ def _schema(source: Path) -> pa.Schema:
     return schemas[first]
 
 
-def _parquet_batches(source: Path, schema: pa.Schema) -> Iterator[tuple[list[str], pa.RecordBatch]]:
+def parquet_batches(source: Path, schema: pa.Schema) -> Iterator[tuple[list[str], pa.RecordBatch]]:
+    """Where each row stands, and the rows."""
     for file in row_files(source):
         number = 0
         with pq.ParquetFile(file) as table:

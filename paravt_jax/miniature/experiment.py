@@ -84,6 +84,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Experiment:
+    """What is asked for: which cold starts, arms and evaluations, with which settings, in which directories."""
+
     directory: Path
     arms: Sequence[str]
     seeds: Sequence[int]

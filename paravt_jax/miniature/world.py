@@ -105,7 +105,7 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
     """In each of the three ways, about one window and about two, if so many are allowed."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
     rng = np.random.default_rng((scene.seed, scene.number, 3))
-    found = []
+    asked = []
     one, two = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
     for windows_s in (one, two)[:max_windows]:
         where = " or ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
@@ -115,8 +115,8 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
             ("tvg", f"When is a color shown {where}?", f"[{scene.start_s}, {scene.end_s}]"),
         ):
             curated = bool(rng.random() < CURATED_FRAC)
-            found.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
-    return found
+            asked.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
+    return asked
 
 
 def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int = NUM_DISTRACTORS) -> list[Scene]:

@@ -134,6 +134,8 @@ def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
 
 @dataclass(frozen=True)
 class _Device:
+    """One device's share of the run: what lies on it always, and what a batch adds in each phase."""
+
     config: Config
     model: ModelConfig
     batch: BatchShape

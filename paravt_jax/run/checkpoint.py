@@ -182,9 +182,11 @@ def _read_record(directory: Path) -> dict[str, Any]:
         expected = record["file_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise BrokenCheckpoint(f"{RECORD_FILE}: {problem}") from None
-    found = _file_bytes(directory)
+    actual = _file_bytes(directory)
     wrong = [
-        f"{name} has {found.get(name, 0)} of {size} bytes" for name, size in expected.items() if found.get(name) != size
+        f"{name} has {actual.get(name, 0)} of {size} bytes"
+        for name, size in expected.items()
+        if actual.get(name) != size
     ]
     if wrong:
         raise BrokenCheckpoint(f"{len(wrong)} of {len(expected)} files are cut or lost, first {wrong[0]}")

@@ -53,6 +53,8 @@ class _Running:
 
 
 class EmbeddedEngine:
+    """The sampler behind the protocol of engines: requests go to its one thread, completions come back to the loop."""
+
     def __init__(
         self, model: Qwen3VL, contract: VisionContract, version: int = 0, *, mesh: Mesh | None = None, **sampler: Any
     ):

@@ -54,6 +54,8 @@ class Deadline:
 
 
 class WorkerPool:
+    """Processes that decode: started when there is work, ended when a job runs out of time, replaced when they die."""
+
     def __init__(self, num_workers: int, max_jobs_per_worker: int):
         if num_workers < 1 or max_jobs_per_worker < 1:
             raise ValueError(f"{num_workers=} and {max_jobs_per_worker=} must be at least 1")
@@ -146,6 +148,8 @@ class WorkerPool:
 
 
 class _Worker:
+    """A process that decodes one job at a time, at the other end of a socket."""
+
     def __init__(self) -> None:
         paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -1,6 +1,7 @@
 """The command that shows that transformers computes what we do."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -47,6 +48,15 @@ def test_one_changed_weight_is_found(hf, tmp_path):
     assert largest_difference(changed, hf)[0] > 1e-2
     done = verify("--hf", str(changed), "--src", str(hf))
     assert done.returncode == 1 and "the two sides differ by" in done.stderr
+
+
+def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(hf, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("""raise ModuleNotFoundError("No module named 'torch'")""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = verify("--hf", str(hf))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "No module named 'torch'" in done.stderr and "bash scripts/setup.sh dev" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_directory_that_is_not_there_is_said(hf):

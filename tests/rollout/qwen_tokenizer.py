@@ -51,7 +51,7 @@ def qwen_tokenizer() -> Tokenizer:
 def _ranks() -> dict[bytes, int]:
     spec = importlib.util.find_spec("dashscope")
     if spec is None or not spec.submodule_search_locations:
-        raise RuntimeError("the package dashscope, whose data this reads, is missing: run bash scripts/setup.sh")
+        raise RuntimeError("the package dashscope, whose data this reads, is missing: run bash scripts/setup.sh dev")
     lines = (Path(spec.submodule_search_locations[0]) / "resources" / "qwen.tiktoken").read_text().split("\n")
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
 

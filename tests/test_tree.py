@@ -1,4 +1,4 @@
-"""Imports go scripts, tests -> paravt_jax -> {model_port, rollout}; the maths stays pure, the sidecar stays light.
+"""The shape of the tree: who imports whom, what is pure, what loads what, and that a word means one thing.
 
 Every rule is a function of a tree, and is shown to fail on a tree with the fault that it is there for.
 """
@@ -25,6 +25,25 @@ TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only th
     "paravt_jax/bench/learner.py",
     "paravt_jax/bench/torch_update.py",
     "paravt_jax/bench/video.py",
+}
+ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
+    "rewards": "",
+    "learner": "rewards",
+    "keys": "",
+    "config": "keys rewards learner",
+    "run": "config keys learner",
+    "sampling": "config run",
+    "data": "config rewards run",
+    "plan": "config learner",
+    "view": "rewards run",
+    "rl": "config data learner rewards run sampling",
+    "imitation": "config data learner run sampling",
+    "bench": "config learner plan rewards sampling",
+    "train": "config plan rl run",
+    "sft": "config imitation run",
+    "eval": "config rl run",
+    "miniature": "config data eval run",
+    "__main__": "",
 }
 PURE = (  # no config, no I/O, no logger
     "rewards/terms",
@@ -59,6 +78,21 @@ def forbidden_imports(root: Path) -> Iterator[str]:
             where = path.relative_to(root).as_posix()
             banned = forbidden - {"torch"} if where in TORCH_ALLOWED else forbidden | {"torch"}
             yield from (f"{where} imports {name}" for name in imports_of(path) if name.split(".")[0] in banned)
+
+
+def imports_between_rooms(root: Path) -> Iterator[str]:
+    for path in files_of(root, "paravt_jax"):
+        room = path.relative_to(root / "paravt_jax").parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        where = path.relative_to(root).as_posix()
+        if room not in ROOMS:
+            yield f"{where} is in no room that ROOMS knows"
+            continue
+        for name in imports_of(path):
+            package, other = [*name.split("."), ""][:2]
+            if package == "paravt_jax" and other not in (room, *ROOMS[room].split()):
+                yield f"{where} imports {name}"
 
 
 def impure_imports(root: Path) -> Iterator[str]:
@@ -111,6 +145,28 @@ def test_a_forbidden_import_is_noticed_wherever_it_stands(tmp_path, file, text):
     assert [problem for problem in forbidden_imports(plant(tmp_path, file, text)) if problem.startswith(file)]
 
 
+def test_every_room_imports_only_from_those_it_may():
+    assert not list(imports_between_rooms(ROOT))
+
+
+def test_the_rooms_stand_on_each_other_without_a_circle():
+    names = list(ROOMS)
+    assert all(set(below.split()) <= set(names[: names.index(room)]) for room, below in ROOMS.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("paravt_jax/learner/credit.py", "from paravt_jax.run.log import RunLog\n"),
+        ("paravt_jax/imitation/batches.py", "def late():\n    import paravt_jax.rl.rollouts\n"),
+        ("paravt_jax/run/training.py", "from paravt_jax.data.visits import Visits\n"),
+        ("paravt_jax/helpers.py", "import math\n"),
+    ],
+)
+def test_an_import_from_the_wrong_room_is_noticed(tmp_path, file, text):
+    assert [problem for problem in imports_between_rooms(plant(tmp_path, file, text)) if problem.startswith(file)]
+
+
 def test_the_maths_imports_no_config_and_no_io():
     assert not list(impure_imports(ROOT))
 
@@ -140,6 +196,25 @@ def test_a_second_class_of_a_name_is_noticed(tmp_path):
     plant(tmp_path, "rollout/episode.py", "class Request: ...\n")
     plant(tmp_path, "paravt_jax/rl/run.py", "class Request: ...\nclass _Own: ...\n")
     assert list(classes_named_twice(tmp_path)) == ["Request is a class in rollout/episode.py and paravt_jax/rl/run.py"]
+
+
+def silent_classes(root: Path) -> Iterator[str]:
+    """A class that is a room says so."""
+    for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            large = isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 40
+            if large and not ast.get_docstring(node):
+                yield f"{path.relative_to(root).as_posix()}: {node.name}"
+
+
+def test_every_large_class_says_what_it_is():
+    assert not list(silent_classes(ROOT))
+
+
+def test_a_large_class_that_says_nothing_is_noticed(tmp_path):
+    body = "".join(f"    field{number}: int = 0\n" for number in range(40))
+    plant(tmp_path, "rollout/episode.py", f"class Silent:\n{body}")
+    assert list(silent_classes(tmp_path)) == ["rollout/episode.py: Silent"]
 
 
 def test_rollout_loads_neither_jax_nor_torch():

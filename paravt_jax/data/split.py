@@ -1,0 +1,220 @@
+"""Holds rows out for validation, by video: no video is in both files, also where a row shows several.
+
+Rows that share a video form a cluster, and so do those that share one with any of these. Clusters are taken whole, in
+an order that the seed and their videos give, until every kind of row has about its share among those held out: question
+types of RL rows, with or without calls of traces. Rows are copied as they stand. One that a run could not use stays in
+the training file, where the run will count it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from posixpath import normpath
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from paravt_jax.data import prompts, traces
+from paravt_jax.data.hub import local_source
+from paravt_jax.data.inspect import columns_of, kind_of
+from paravt_jax.data.materialize import REMOTE
+from paravt_jax.data.parallelize import parquet_batches, schema_of
+from paravt_jax.data.rows import FILE_URI, BadRow, root_of, rows_of
+from rollout.seeds import derived_seed
+from rollout.tools import find_calls
+
+UNUSABLE = "cannot be used"
+BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    videos: frozenset[str]  # equal for two rows: the same file, however it is file_of
+
+
+@dataclass(frozen=True)
+class Split:
+    rows: Sequence[Row]
+    held_out: Sequence[bool]  # of every row
+    quotas: dict[str, float]
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(self.held_out)
+
+    def videos(self, held_out: bool) -> set[str]:
+        pairs = zip(self.rows, self.held_out, strict=True)
+        return {video for row, out in pairs if out == held_out for video in row.videos}
+
+    def table(self) -> str:
+        of_kind = Counter(row.kind for row in self.rows)
+        held_out = Counter(row.kind for row, out in zip(self.rows, self.held_out, strict=True) if out)
+        lines = [("", "rows", "held out", "wanted")]
+        lines += [
+            (kind, f"{count:,}", f"{held_out[kind]:,}", f"{self.quotas.get(kind, 0):.1f}")
+            for kind, count in sorted(of_kind.items())
+        ]
+        lines.append(("rows", f"{len(self.rows):,}", f"{self.num_held_out:,}", f"{sum(self.quotas.values()):.1f}"))
+        num_videos = len(self.videos(True)), len(self.videos(False))
+        lines.append(("videos", f"{sum(num_videos):,}", f"{num_videos[0]:,}", ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+        )
+
+
+def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
+    """Which rows are held out: about `num_rows`, of every kind its share, of a video all or none."""
+    usable = Counter(row.kind for row in rows if row.kind != UNUSABLE)
+    if not 0 < num_rows < usable.total():
+        raise ValueError(
+            f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} rows that can be used"
+        )
+    quotas = {kind: num_rows * count / usable.total() for kind, count in usable.items()}
+    held_out = [False] * len(rows)
+    held = Counter[str]()
+
+    def far_off(counts: Counter[str]) -> float:
+        return abs(counts.total() - num_rows) + sum(abs(counts[kind] - quota) for kind, quota in quotas.items())
+
+    def take(cluster: Sequence[int], counts: Counter[str]) -> None:
+        for number in cluster:
+            held_out[number] = True
+        held.update(counts)
+
+    clusters = _clusters(rows)
+    clusters.sort(key=lambda cluster: derived_seed("held out", seed, sorted(rows[cluster[0]].videos), cluster[0]))
+    left: list[tuple[list[int], Counter[str]]] = []
+    for cluster in clusters:  # first what fits, then what brings the counts nearer
+        counts = Counter(rows[number].kind for number in cluster)
+        if all(held[kind] + count <= quotas[kind] for kind, count in counts.items()):
+            take(cluster, counts)
+        else:
+            left.append((cluster, counts))
+    for cluster, counts in left:
+        if far_off(held + counts) < far_off(held) and held.total() + counts.total() < usable.total():
+            take(cluster, counts)
+    if not any(held_out):
+        smallest = min(counts.total() for _, counts in left)
+        raise ValueError(
+            f"--num-rows {num_rows}: nothing can be held out: rows that share a video stay together, and the smallest "
+            f"such set has {smallest} of {usable.total()} rows; ask for about as many, or bring rows of other videos"
+        )
+    return Split(rows, held_out, quotas)
+
+
+def _clusters(rows: Sequence[Row]) -> list[list[int]]:
+    """Numbers of the usable rows, together where they share a video directly or through others."""
+    leader = list(range(len(rows)))
+
+    def lead(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = number = leader[leader[number]]
+        return number
+
+    first_with: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        for video in row.videos:
+            leader[lead(number)] = lead(first_with.setdefault(video, number))
+    clusters = defaultdict[int, list[int]](list)
+    for number, row in enumerate(rows):
+        if row.kind != UNUSABLE:
+            clusters[lead(number)].append(number)
+    return list(clusters.values())
+
+
+def read(source: Path) -> tuple[list[Row], bool]:
+    """What matters of every row, and whether the path of some video is relative."""
+    kind, columns = kind_of(source, columns_of(source))
+    row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
+    root, rows, names = root_of(source, ""), [], set[str]()
+
+    def file_of(name: str) -> str:
+        names.add(name)
+        return _file_of(name, root)
+
+    for _, row in tqdm(rows_of(source, columns), desc="reading", unit="row", disable=None):
+        try:
+            rows.append(row_of(row, file_of))
+        except BadRow:
+            rows.append(Row(UNUSABLE, frozenset()))
+    return rows, any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
+
+
+def _file_of(name: str, root: Path) -> str:
+    """The same for every spelling of one path; nothing is looked up."""
+    return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
+
+
+def _question(row: Any, file_of: Callable[[str], str]) -> Row:
+    prompt = prompts.read_prompt(row, file_of)
+    return Row(prompt.question_type, frozenset(prompt.videos))
+
+
+def _trace(row: Any, file_of: Callable[[str], str]) -> Row:
+    messages = traces.read_trace(row, file_of).messages
+    calls = any(find_calls(message.text) for message in messages if message.role == "assistant")
+    shown = frozenset(media.path for message in messages for media in message.media)
+    return Row("with calls" if calls else "without calls", shown)
+
+
+def split(src: str, train: str | Path, validation: str | Path, num_rows: int, seed: int) -> str:
+    """Writes both files, and says what is in them. Neither may be there; both appear whole, `train` last."""
+    source, outputs = local_source(src), (Path(train), Path(validation))
+    suffix = ".jsonl" if source.suffix in (".jsonl", ".json") else ".parquet"
+    for name, path in zip(("--train", "--validation"), outputs, strict=True):
+        if path.suffix != suffix:
+            raise ValueError(f"{name} {path} must end with {suffix}, as rows are copied as they stand")
+        if path.exists():
+            raise ValueError(f"{name} {path} is there already; remove it, or choose another place")
+    if outputs[0].absolute() == outputs[1].absolute():
+        raise ValueError(f"--train and --validation are both {train}; give two files")
+    rows, relative = read(source)
+    if not rows:
+        raise ValueError(f"{source} has no rows")
+    chosen = choose(rows, num_rows, seed)
+    _write(source, outputs, chosen.held_out)
+    root = root_of(source, "")
+    said = [chosen.table(), *(str(path) for path in outputs)]
+    if relative and any(path.absolute().parent != root for path in outputs):
+        said.append(f"paths of videos are relative to {root}; give a run data.video_root")
+    return "\n".join(said)
+
+
+def _write(source: Path, outputs: tuple[Path, Path], held_out: Sequence[bool]) -> None:
+    """Rows in their order, those held out to the second path."""
+    partials = [path.with_name(f".{path.name}.partial") for path in outputs]
+    write = _write_lines if outputs[0].suffix == ".jsonl" else _write_tables
+    for path in outputs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(source, partials, iter(held_out))
+        for partial, path in reversed(list(zip(partials, outputs, strict=True))):
+            partial.rename(path)
+    finally:
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+
+
+def _write_lines(source: Path, partials: Sequence[Path], held_out: Iterator[bool]) -> None:
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb")) for path in partials]
+        for _, line in rows_of(source, ()):
+            files[next(held_out)].write(line.rstrip(b"\n") + b"\n")
+
+
+def _write_tables(source: Path, partials: Sequence[Path], held_out: Iterator[bool]) -> None:
+    schema = schema_of(source, ())
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pq.ParquetWriter(path, schema)) for path in partials]
+        for _, batch in parquet_batches(source, schema):
+            mask = list(islice(held_out, batch.num_rows))
+            for writer, wanted in zip(writers, (False, True), strict=True):
+                writer.write_batch(batch.filter(pa.array([out == wanted for out in mask])))

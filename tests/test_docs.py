@@ -1,0 +1,285 @@
+"""README, docs and configs: commands are read by their own parsers and run, links lead somewhere, the tree is the tree.
+
+A block of ```bash whose first line is `# needs …` is only read. All others are run, page by page, in their order, in a
+directory of the page's own with tiny models and made-up rows; so is every ```python block between them.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from training import QUICK
+
+from rollout.video.encode import write_video
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "README.md"])
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:python -m|paravt|bash scripts/)[ \w][^`]*)`")
+IN_HEADER = re.compile(r"^#   (python -m .*?)(?:  .*)?$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
+NEEDS = "# needs "
+ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+ELSEWHERE = {"hf", "find", "export", ".venv/bin/pre-commit", ".venv/bin/python"}  # programs that are not ours
+RUN_BY_CONFIG = {"paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"}
+MAX_README_BYTES, MAX_PICTURE_BYTES = 8_000, 200_000
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("bash", "python") and not self.text.startswith(NEEDS)
+
+    @property
+    def commands(self) -> list[str]:
+        return [line for line in self.text.replace("\\\n", " ").splitlines() if shlex.split(line, comments=True)]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(*match.groups()) for match in BLOCK.finditer(page.read_text())]
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    if page.suffix == ".yaml":
+        yield from IN_HEADER.findall(page.read_text())
+        return
+    for block in blocks_of(page):
+        if block.language == "bash":
+            yield from block.commands
+    yield from INLINE.findall(BLOCK.sub("", page.read_text()))
+
+
+def main_of(module: str):
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise ValueError(f"there is no module {module}")
+    return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main
+
+
+class WasRead(BaseException):
+    """The arguments of a command, in place of what it would do with them."""
+
+
+@contextlib.contextmanager
+def only_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every command ends when it has read its arguments."""
+    with monkeypatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
+        yield
+
+
+def stopping(parse: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn]:
+    def parse_and_stop(*args) -> NoReturn:
+        raise WasRead(parse(*args))
+
+    return parse_and_stop
+
+
+def problem_with(command: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What its own parser, and the checks of its settings, say against a command; None: nothing."""
+    program, *arguments = words_of(command)
+    if program == "bash":
+        return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
+    if program == "paravt":
+        program, arguments = "python", ["-m", "paravt_jax", *arguments]
+    if program != "python":
+        return None if program in ELSEWHERE else f"{program} is no program that a page may name"
+    assert arguments[0] == "-m", f"{command}: a program of this project is started with -m"
+    _, module, *arguments = arguments
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), monkeypatch.context() as patch:
+        show = module in RUN_BY_CONFIG and any(word.startswith(("--config", "--show")) for word in arguments)
+        patch.setattr(sys, "argv", [module, *arguments, *(["--show"] if show else [])])
+        try:
+            with contextlib.nullcontext() if show else only_read(monkeypatch):
+                main_of(module)()
+        except WasRead:
+            return None
+        except SystemExit:
+            return said.getvalue().splitlines()[-1]
+        except (ValueError, OSError) as problem:
+            return str(problem)
+    return None
+
+
+def words_of(command: str) -> list[str]:
+    words = shlex.split(command, comments=True)
+    while ASSIGNMENT.fullmatch(words[0]):
+        del words[0]
+    return words
+
+
+def problems_of(page: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found = [(command, problem_with(command, monkeypatch)) for command in commands_of(page)]
+    return [f"{command}: {problem}" for command, problem in found if problem is not None]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_parser_of_every_command_reads_it_as_the_page_writes_it(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert problems_of(page, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\npython -m model_port.convert --src tiny --to tiny.ckpt\n```\n",
+        "```bash\n# needs the network\npython -m model_port.nothing --src tiny\n```\n",
+        "```bash\npython -m paravt_jax.train --config configs/smoke_cpu.yaml \\\n    train.steps=3\n```\n",
+        "Say `python -m paravt_jax.sft --config configs/missing.yaml`.\n",
+        "Say `bash scripts/missing.sh`.\n",
+        "```bash\nrm -rf runs\n```\n",
+    ],
+)
+def test_a_command_that_would_fail_is_noticed(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "page.md").write_text(text)
+    assert len(problems_of(tmp_path / "page.md", monkeypatch)) == 1
+
+
+PAGES_WITH_COMMANDS_TO_RUN = [page for page in PAGES if any(b.language == "bash" and b.runs for b in blocks_of(page))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS_TO_RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+    make_world(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        for block in filter(lambda block: block.runs, blocks_of(page)):
+            if block.language == "python":
+                exec(compile(block.text, str(page), "exec"), {})
+                continue
+            for command in block.commands:
+                _, _, module, *arguments = words_of(command)
+                really = module == "paravt_jax.train" and not {"--plan", "--show"} & set(arguments)
+                monkeypatch.setattr(sys, "argv", [module, *arguments, *(QUICK if really else [])])
+                main_of(module)()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def make_world(directory: Path) -> None:
+    """What the pages take for granted: videos, published rows, traces with one call a turn."""
+    (directory / "configs").symlink_to(ROOT / "configs")
+    for folder in ("videos", "rows"):
+        (directory / folder).mkdir()
+    for name, shade in (("kitchen", 40), ("street", 200)):
+        pictures = (np.full((48, 64, 3), shade + second, np.uint8) for second in range(8))
+        write_video(directory / "videos" / f"{name}.mp4", pictures, 1)
+    questions = [
+        {
+            "prompt": [{"role": "user", "content": "<video>\nWhich one?"}],
+            "videos": [{"video": f"selfqa/{number // 2}.mp4"}],
+            "extra_info": json.dumps({"answer": answer, "question_type": kind}),
+        }
+        for number, (kind, answer) in enumerate([("mcq", "A"), ("tvg", "[1, 2]"), ("oe", "red")] * 100)
+    ]
+    pq.write_table(pa.Table.from_pylist(questions), directory / "rows" / "paravt_rl_diverse_4k4.parquet")
+    turns = [
+        f'<think>\nThis part may matter.\n</think>\n<tool_call>{{"name": "crop_video", "arguments": {{"video_path": '
+        f'"street.mp4", "start_time": {start}, "end_time": {start + 2}}}}}</tool_call>'
+        for start in (1, 5)
+    ]
+    said = ["What happens?", turns[0], "A red car.", turns[1], "A dog.", "<think>\nNow.\n</think>\n<answer>B</answer>"]
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    row = {"messages": messages, "summaries": ["A red car.", "A dog."]}
+    pq.write_table(pa.Table.from_pylist([row]), directory / "sequential.parquet")
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets where Markdown is shown."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for link in LINK.findall(BLOCK.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"[a-z]+:", link):
+            continue
+        if not target.exists():
+            dead.append(link)
+        elif anchor:
+            headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", target.read_text()), re.MULTILINE)
+            dead += [link] * (anchor not in map(slug, headings))
+    return dead
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_and_every_path_of_a_page_leads_somewhere(page):
+    assert dead_links(page) == []
+    assert [name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_noticed(tmp_path):
+    (tmp_path / "page.md").write_text("# One\n[a](gone.md) [b](#one) [c](#two) [d](page.md#one) [e](https://host/x)\n")
+    assert dead_links(tmp_path / "page.md") == ["gone.md", "#two"]
+
+
+def tree_of_the_readme() -> dict[str, str]:
+    """Path of every folder in the tree, and the clause behind it."""
+    (tree,) = re.findall(r"^## The tree\n\n```\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    clauses: dict[str, str] = {}
+    for line in tree.splitlines():
+        name, clause = line.strip().split(maxsplit=1)
+        top = next((path for path in reversed(clauses) if path.count("/") == 1), "")
+        clauses[f"{top}{name}" if line.startswith(" ") else name] = clause
+    return clauses
+
+
+def test_the_tree_of_the_readme_is_the_tree():
+    clauses = tree_of_the_readme()
+    assert [name for name in clauses if not (ROOT / name).is_dir()] == []
+    named = [f"{folder}{file}" for folder, clause in clauses.items() for file in re.findall(r"\w+\.py\b", clause)]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    packages = {path.parent for top in ("model_port", "rollout", "paravt_jax") for path in (ROOT / top).rglob("*.py")}
+    ours = {f"{path.relative_to(ROOT).as_posix()}/" for path in packages if "shim" not in path.parts}
+    assert ours | {"configs/", "scripts/", "docs/", "tests/"} <= set(clauses)
+
+
+def test_the_readme_is_a_door_and_pictures_are_light():
+    assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
+    pictures = [path for kind in ("png", "svg") for path in (ROOT / "docs").rglob(f"*.{kind}")]
+    assert pictures
+    assert [path.name for path in pictures if path.stat().st_size > MAX_PICTURE_BYTES] == []
+
+
+def test_the_loop_that_a_page_shows_is_the_loop():
+    (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if block.language == "python")
+    code = [line.strip() for line in (ROOT / "paravt_jax" / "train.py").read_text().splitlines()]
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines in [code[n : n + len(lines)] for n in range(len(code))]
+
+
+def test_the_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.findall(r"^## (.*) — (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    cited = dict(re.findall(r"^(version|date-released): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert newest == (version, cited["date-released"]) and cited["version"] == version
