@@ -1,5 +1,7 @@
 """Eight CPU devices, a shared compilation cache, and no silent broadcasting, for every test."""
 
+# ruff: noqa: E402 (jax reads its environment when it is imported)
+
 import os
 from importlib.metadata import version
 from pathlib import Path
