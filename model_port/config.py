@@ -117,9 +117,9 @@ def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConf
     """The config of a parsed Hugging Face `config.json`; `source` names it in errors."""
     model_type = hf.get("model_type")
     if model_type != SUPPORTED_MODEL_TYPE:
-        found = ", ".join(hf.get("architectures") or []) or "no architectures listed"
+        architectures = ", ".join(hf.get("architectures") or []) or "no architectures listed"
         raise ValueError(
-            f"{source}: model_type {model_type!r} ({found}) is not supported; "
+            f"{source}: model_type {model_type!r} ({architectures}) is not supported; "
             f"supported is {SUPPORTED_MODEL_TYPE!r}, the dense Qwen3-VL ({', '.join(PRESETS)})"
         )
     try:

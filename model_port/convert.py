@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from tqdm import tqdm
 
 from model_port.checkpoint import (
     DTYPES,
@@ -38,9 +37,11 @@ from model_port.hf_files import (
     with_base_model,
     write_side_files,
 )
+from model_port.hub import transferring
 from model_port.layout import HF_DIR, INFO_FILE, is_checkpoint
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
+from model_port.progress import BYTES, Meter
 from model_port.safetensors_io import HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
@@ -99,7 +100,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
         with output_directory(dst, force=force, replaceable=is_checkpoint, needed_bytes=needed_bytes) as partial:
             write_side_files(files, partial / HF_DIR)
-            with progress("converting", param_bytes) as bar:
+            with Meter("converting", param_bytes, BYTES) as bar:
                 write_params(partial, shapes, storage, read, position, bar.update)
             info = {
                 "format_version": FORMAT_VERSION,
@@ -121,7 +122,8 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
-        return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", *SIDE_PATTERNS]))
+        with transferring(f"downloading {src}"):
+            return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", *SIDE_PATTERNS]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         reason = str(problem).strip().splitlines()[0]
         raise RuntimeError(
@@ -129,11 +131,6 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
             f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
             f"and give {given_as}"
         ) from problem
-
-
-def progress(what: str, total_bytes: int) -> tqdm:
-    """A bar in bytes on a terminal, and nothing elsewhere."""
-    return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 
 def keep_freed_memory() -> None:

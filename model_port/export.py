@@ -20,11 +20,12 @@ from huggingface_hub import ModelCardData
 
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory, progress
+from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
 from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
+from model_port.progress import BYTES, Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
 
@@ -81,7 +82,7 @@ def export(
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
     with output_directory(dst, force=force, replaceable=is_hf_directory, needed_bytes=needed_bytes) as partial:
-        with _ShardedWriter(partial, shards, storage) as writer, progress("exporting", param_bytes) as bar:
+        with _ShardedWriter(partial, shards, storage) as writer, Meter("exporting", param_bytes, BYTES) as bar:
             for rule in rules(config):
                 for block in stored.blocks(rule.path):
                     writer.write(cast(block, storage, rule.hf))

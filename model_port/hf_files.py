@@ -152,11 +152,11 @@ def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, b
             f"{directory}: {OLD_TEMPLATE_FILE} and {TEMPLATE_FILE} hold different chat templates, and readers disagree "
             f"which one counts; delete one of the two files"
         )
-    found = {OLD_TEMPLATE_FILE: old, TEMPLATE_FILE: new, TOKENIZER_CONFIG_FILE: tokenizer.get("chat_template")}
-    template = next((text for text in found.values() if isinstance(text, str)), None)
+    templates = {OLD_TEMPLATE_FILE: old, TEMPLATE_FILE: new, TOKENIZER_CONFIG_FILE: tokenizer.get("chat_template")}
+    template = next((text for text in templates.values() if isinstance(text, str)), None)
     if template is None:
         return files
     everywhere = {OLD_TEMPLATE_FILE: _to_json({"chat_template": template}), TEMPLATE_FILE: template.encode()}
     if tokenizer:
         everywhere[TOKENIZER_CONFIG_FILE] = _to_json({**tokenizer, "chat_template": template})
-    return {**files, **{name: content for name, content in everywhere.items() if found[name] is None}}
+    return {**files, **{name: content for name, content in everywhere.items() if templates[name] is None}}

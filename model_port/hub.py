@@ -34,6 +34,7 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
+from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
 
 ANSWER_DEADLINE_S = 120.0  # far above any healthy answer, so that only a hung hub meets it
@@ -60,7 +61,7 @@ def push_to_hub(
     """
     additions = _additions(Path(directory))
     num_uploaded, stage = 0, "creating the repository"
-    with _deadline(answer_deadline_s), bars_only_on_a_terminal():
+    with _deadline(answer_deadline_s), transferring(f"pushing to {repo_id}") as meter:
         api = _connect(repo_id, token, endpoint)
         _check_write_access(api, repo_id, private)
         try:
@@ -69,9 +70,10 @@ def push_to_hub(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             for addition in additions:
                 stage = f"uploading {addition.path_in_repo}"
+                meter.what = f"{stage}, file {num_uploaded + 1} of {len(additions)}"
                 api.preupload_lfs_files(repo_id, [addition], revision=revision, free_memory=False)
                 num_uploaded += 1
-            stage = "committing"
+            meter.what = stage = "committing"
             stale = _stale_weights(api, repo_id, revision, {addition.path_in_repo for addition in additions})
             operations = [*additions, *map(CommitOperationDelete, stale)]
             commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
@@ -219,17 +221,18 @@ def _deadline(answer_deadline_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def bars_only_on_a_terminal() -> Iterator[None]:
-    """Keeps the client's progress bars off a stderr that is no terminal, unless the environment asks for them."""
+def transferring(what: str) -> Iterator[Meter]:
+    """The client's bars on a terminal, or where the environment asks for them; elsewhere a line now and then."""
     asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
-    if sys.stderr.isatty() or asked_for or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
+    with Meter(what) as meter:
+        if sys.stderr.isatty() or asked_for or are_progress_bars_disabled():
+            yield meter
+            return
+        disable_progress_bars()
+        try:
+            yield meter
+        finally:
+            enable_progress_bars()
 
 
 def _stopped(

@@ -107,15 +107,15 @@ def _merger_rules(config: ModelConfig, hf: str, ours: str, norm_width: int, coun
     ]
 
 
-def check_hf_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], source: str) -> None:
+def check_hf_tensors(config: ModelConfig, shapes: dict[str, tuple[int, ...]], source: str) -> None:
     """Every tensor of the table is there with its shape, and nothing else is; otherwise one error that lists it all."""
     expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
     problems = [
-        *_listing("missing", sorted(expected.keys() - found.keys())),
-        *_listing("not known", sorted(found.keys() - expected.keys())),
+        *_listing("missing", sorted(expected.keys() - shapes.keys())),
+        *_listing("not known", sorted(shapes.keys() - expected.keys())),
         *_listing(
             "of another shape than config.json says",
-            [f"{k} {found[k]}, not {expected[k]}" for k in expected if k in found and found[k] != expected[k]],
+            [f"{k} {shapes[k]}, not {expected[k]}" for k in expected if k in shapes and shapes[k] != expected[k]],
         ),
     ]
     if problems:

@@ -149,10 +149,10 @@ class Chat:
         return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def _id(self, token: str) -> int:
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
             raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen3-VL")
-        return found
+        return number
 
     def _check_template(self) -> None:
         try:

@@ -118,24 +118,26 @@ class Parity:
     def bound(self) -> Bound:
         return BOUNDS[self.dtype]
 
-    def add(self, kind: str, found: np.ndarray) -> None:
-        self.differences[kind].add(found)
+    def add(self, kind: str, differences: np.ndarray) -> None:
+        self.differences[kind].add(differences)
 
     @property
     def problems(self) -> list[str]:
         problems = list(self.wrong_ids)
-        for name, found in self.differences.items():
-            if found.num_tokens == 0:
+        for name, difference in self.differences.items():
+            if difference.num_tokens == 0:
                 problems.append(f"no token was compared for {name!r}")
-            elif not (found.max <= self.bound.max and found.mean <= self.bound.mean):
+            elif not (difference.max <= self.bound.max and difference.mean <= self.bound.mean):
                 problems.append(
-                    f"log-probs of {name!r} tokens differ by {found.max:.3g} at most and {found.mean:.3g} on average, "
-                    f"allowed are {self.bound.max:g} and {self.bound.mean:g}"
+                    f"log-probs of {name!r} tokens differ by {difference.max:.3g} at most and {difference.mean:.3g} on "
+                    f"average, allowed are {self.bound.max:g} and {self.bound.mean:g}"
                 )
         return problems
 
     def to_record(self) -> dict[str, Any]:
-        differences = {name: {**asdict(found), "mean": found.mean} for name, found in self.differences.items()}
+        differences = {
+            name: {**asdict(difference), "mean": difference.mean} for name, difference in self.differences.items()
+        }
         return {"url": self.url, "dtype": self.dtype, "differences": differences, "problems": self.problems}
 
 
@@ -152,7 +154,7 @@ async def check(
     sizes_px = list(dict.fromkeys(await asyncio.to_thread(scorer.settled, VIDEO_SIZES_PX)))
     client = HttpClient.make()
     try:
-        found = []
+        parities = []
         for url in urls:
             info = await client.get(f"{url}/server_info", deadline_s)
             parity = Parity(url, str(info.get("dtype")))
@@ -164,8 +166,8 @@ async def check(
                 theirs = await _server_scores(client, url, card.dialogue, deadline_s)
                 (ours,) = await asyncio.to_thread(scorer.score, [card.dialogue])
                 _compare_dialogue(parity, theirs, ours, chat, size_px)
-            found.append(parity)
-        return found
+            parities.append(parity)
+        return parities
     finally:
         await client.close()
 
@@ -208,9 +210,9 @@ async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat:
         return  # a placeholder that shows nothing cannot be scored
     (ours,) = await asyncio.to_thread(scorer.score, [ScoreRequest(ledger.ids, ledger.pictures, TEMPERATURE)])
     sampled = ledger.sampled_mask
-    found = np.abs(ours.logp[sampled_positions(ledger, chat)] - ledger.behavior_logp[sampled])
-    parity.add("sampled", found)
-    parity.add("structural", found[_structural(ledger.ids[sampled], chat)])
+    differences = np.abs(ours.logp[sampled_positions(ledger, chat)] - ledger.behavior_logp[sampled])
+    parity.add("sampled", differences)
+    parity.add("structural", differences[_structural(ledger.ids[sampled], chat)])
 
 
 def _compare_dialogue(parity: Parity, theirs: Scored, ours: Scored, chat: Chat, size_px: tuple[int, int]) -> None:
@@ -221,11 +223,11 @@ def _compare_dialogue(parity: Parity, theirs: Scored, ours: Scored, chat: Chat, 
             f"{len(ours.ids)} in the learner; the server resizes pictures, start it with python -m rollout.serve"
         )
         return
-    found = np.abs(theirs.logp - ours.logp)[1:]
+    differences = np.abs(theirs.logp - ours.logp)[1:]
     shown = ours.ids == chat.image_id
-    parity.add("dialogue", found[~shown[1:]])
-    parity.add("after_image", found[shown[:-1] & ~shown[1:]])
-    parity.add("structural", found[_structural(ours.ids[1:], chat)])
+    parity.add("dialogue", differences[~shown[1:]])
+    parity.add("after_image", differences[shown[:-1] & ~shown[1:]])
+    parity.add("structural", differences[_structural(ours.ids[1:], chat)])
 
 
 async def _server_scores(client: HttpClient, url: str, request: ScoreRequest, deadline_s: float) -> Scored:
@@ -306,10 +308,10 @@ class ProcessScorer:
         self._process.communicate()
 
 
-def table(found: Sequence[Parity]) -> str:
+def table(parities: Sequence[Parity]) -> str:
     """The result as a Markdown table."""
     lines = ["| server | dtype | tokens | compared | mean difference | largest | allowed |", "|---" * 7 + "|"]
-    for parity in found:
+    for parity in parities:
         for name, difference in parity.differences.items():
             lines.append(
                 f"| {parity.url} | {parity.dtype} | {name} | {difference.num_tokens} | {difference.mean:.2e} | "
@@ -343,13 +345,13 @@ def main() -> None:
     )
     try:
         urls = [url.rstrip("/") for url in args.url]
-        found = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=_say))
+        parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=_say))
     finally:
         scorer.close()
-    print(table(found))
+    print(table(parities))
     if args.json:
-        Path(args.json).write_text(json.dumps([parity.to_record() for parity in found], indent=2) + "\n")
-    problems = [f"{parity.url}: {problem}" for parity in found for problem in parity.problems]
+        Path(args.json).write_text(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
+    problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
     if problems:
         raise RuntimeError("the servers and the learner disagree: " + "; ".join(problems))
 

@@ -348,24 +348,24 @@ def _bind(host: str, port: int) -> None:
 def _listening_sockets(host: str, port: int) -> set[str]:
     """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd name them."""
     address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
-    found = set()
+    sockets = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             _, local, _, state, _, _, _, _, _, inode = line.split()[:10]
             local_address, _, local_port = local.partition(":")
             reachable = local_address == address or not int(local_address, 16) or not int(address, 16)
             if state == LISTENING and int(local_port, 16) == port and reachable:
-                found.add(f"socket:[{inode}]")
-    return found
+                sockets.add(f"socket:[{inode}]")
+    return sockets
 
 
 def _open_files(pid: int) -> set[str]:
-    found = set()
+    inodes = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended, or closed one, since it was listed
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found.add(str(entry.readlink()))
-    return found
+                inodes.add(str(entry.readlink()))
+    return inodes
 
 
 async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:

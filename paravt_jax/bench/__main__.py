@@ -40,10 +40,10 @@ def main() -> None:
     exit_on_sigterm()
     bench = importlib.import_module(f"paravt_jax.bench.{args.bench}")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = bench.run(args)
-    print(bench.table(found))
+    result = bench.run(args)
+    print(bench.table(result))
     if out is not None:
-        out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **found}, indent=2) + "\n")
+        out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from model_port.config import config_to_hf, preset
-from model_port.convert import progress
 from model_port.export import plan_shards
+from model_port.progress import BYTES, Meter
 from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
 from model_port.weights import num_params, rules
 from paravt_jax.plan.tables import aligned
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(work)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     rows = [["", "seconds", "of a copy", "GB/s", "peak MiB"]]
-    for step in found["steps"]:
-        speed = found["num_bytes"] / 1e9 / step["seconds"]
+    for step in result["steps"]:
+        speed = result["num_bytes"] / 1e9 / step["seconds"]
         rows.append(
             [
                 step["name"],
@@ -76,8 +76,8 @@ def table(found: dict[str, Any]) -> str:
             ]
         )
     return (
-        f"{found['model']}: {found['num_params'] / 1e9:.3f} billion parameters, {found['num_bytes'] / 1e9:.2f} GB "
-        f"in bfloat16; all {found['num_tensors']} tensors came back byte for byte\n" + aligned(rows)
+        f"{result['model']}: {result['num_params'] / 1e9:.3f} billion parameters, {result['num_bytes'] / 1e9:.2f} GB "
+        f"in bfloat16; all {result['num_tensors']} tensors came back byte for byte\n" + aligned(rows)
     )
 
 
@@ -121,7 +121,7 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     shards = plan_shards(dict(sorted(shapes.items())), BFLOAT16, PUBLISHED_SHARD_BYTES)
     checksums: dict[str, int] = {}
     total_bytes = sum(shard.num_bytes for shard in shards)
-    with progress("making random weights", total_bytes) as bar:
+    with Meter("making random weights", total_bytes, BYTES) as bar:
         for shard in shards:
             tensors = {tensor: (BFLOAT16, shape) for tensor, shape in shard.shapes.items()}
             writer = SafetensorsWriter(directory / shard.file_name, tensors)
@@ -143,16 +143,16 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
 
 
 def _check(directory: Path, checksums: dict[str, int]) -> None:
-    with HfTensors(directory) as tensors, progress("comparing checksums", tensors.num_bytes) as bar:
+    with HfTensors(directory) as tensors, Meter("comparing checksums", tensors.num_bytes, BYTES) as bar:
         assert set(tensors.infos) == set(checksums)
         for name, info in tensors.infos.items():
-            found, row_values = 0, int(np.prod(info.shape[1:]))
+            checksum, row_values = 0, int(np.prod(info.shape[1:]))
             rows = max(1, BLOCK_VALUES // row_values)
             for first in range(0, info.shape[0], rows):
                 block = tensors.read(name, slice(first, first + rows))
-                found = zlib.crc32(block.reshape(-1).view(np.uint8).data, found)
+                checksum = zlib.crc32(block.reshape(-1).view(np.uint8).data, checksum)
                 bar.update(block.nbytes)
-            if found != checksums[name]:
+            if checksum != checksums[name]:
                 raise RuntimeError(f"{name} did not come back as it was")
 
 

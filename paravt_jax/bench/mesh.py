@@ -330,9 +330,9 @@ def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]
 
 def program_bytes(program: Any) -> int:
     """What a compiled program needs on a device, its arguments included."""
-    found = program.memory_analysis()
-    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
+    memory = program.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 def planned_program_bytes(plan: "Plan") -> int:

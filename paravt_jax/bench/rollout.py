@@ -129,13 +129,13 @@ async def _latencies(
     args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int
 ) -> dict[str, float]:
     """Parallel and one by one in turns, each time over windows that nobody has looked at yet."""
-    found: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
+    latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
     for repeat in range(args.repeats):
         offset_s = (number + repeat) * 1.37 % 50
-        found["parallel_s"].append(await _turn(engine, frames, chat, config, video, number, offset_s))
+        latencies["parallel_s"].append(await _turn(engine, frames, chat, config, video, number, offset_s))
         one_by_one = replace(config, dispatch="sequential")
-        found["sequential_s"].append(await _turn(engine, frames, chat, one_by_one, video, number, offset_s + 0.5))
-    return {name: statistics.median(values) for name, values in found.items()}
+        latencies["sequential_s"].append(await _turn(engine, frames, chat, one_by_one, video, number, offset_s + 0.5))
+    return {name: statistics.median(values) for name, values in latencies.items()}
 
 
 async def _turn(
@@ -184,7 +184,7 @@ async def _episodes(
 async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: Path) -> dict[str, str]:
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     weights = ModelWeights(model_port.load(model, dtype), np.dtype(dtype))
-    found = {}
+    seconds = {}
     for route in ("disk", "tensors"):
         own = await SGLangEngine.connect(engine.urls, SGLangSettings(route=route, device=args.device))
         try:
@@ -197,8 +197,8 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
         finally:
             await own.close()
         size = f"{weights.num_bytes / 2**20:.0f} MiB"
-        found[f"publishing {size} by {route}, s"] = f"{statistics.median(times_s):.3f}"
-    return found
+        seconds[f"publishing {size} by {route}, s"] = f"{statistics.median(times_s):.3f}"
+    return seconds
 
 
 def _call(start_s: float) -> str:

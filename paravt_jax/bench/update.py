@@ -86,9 +86,9 @@ def compare(folder: Path, dtype: str, group: EpisodeGroup, repeats: int) -> list
     """Medians of both ways of each comparison, for the model in `folder`, a Hugging Face directory."""
     rows = []
     for (slow, fast), measures in COMPARED.items():
-        found = _alternating((slow, fast), folder, dtype, group, repeats)
+        turns = _alternating((slow, fast), folder, dtype, group, repeats)
         for measure, name in measures.items():
-            rows.append({"compared": name, "measure": measure, "slow": found[slow], "fast": found[fast]})
+            rows.append({"compared": name, "measure": measure, "slow": turns[slow], "fast": turns[fast]})
     return rows
 
 

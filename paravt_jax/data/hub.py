@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-from model_port.hub import bars_only_on_a_terminal
+from model_port.hub import transferring
 
 ROW_SUFFIXES = (".parquet", ".jsonl")
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[^/@\\]+)*)(?:@([^@\s]+))?")
@@ -65,7 +65,7 @@ def local_source(path: str | Path) -> Path:
     if name.inside.endswith(ROW_SUFFIXES):
         wanted = [glob.escape(name.inside)]
     try:
-        with bars_only_on_a_terminal():
+        with transferring(f"downloading {name}"):
             snapshot = snapshot_download(
                 name.repo,
                 repo_type="dataset",
@@ -105,7 +105,7 @@ def tokenizer_file(source: str) -> Path:
             raise ValueError(f"{source} has no {TOKENIZER_FILE}; give the directory of a model, or its id on the hub")
         return file
     try:
-        with bars_only_on_a_terminal():
+        with transferring(f"downloading {source}"):
             return Path(hf_hub_download(source, TOKENIZER_FILE))
     except Exception as problem:
         raise RuntimeError(

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
+from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BadRow, found_file, root_of, rows_of
@@ -110,10 +110,10 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     findings = Findings(str(path), kind, columns, tokenizer)
     root = root_of(source, video_root)
     texts = _texts(findings, rows_of(source, wanted), root)
-    with tqdm(desc="inspecting", total=_num_rows(source), unit="row", disable=None) as bar:
+    with Meter("inspecting", _num_rows(source), "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
             findings.lengths += encode([text for text in batch if text is not None])
-            bar.update(len(batch))
+            meter.update(len(batch))
     if not findings.num_rows:
         raise ValueError(f"{source} has no rows")
     return findings
@@ -248,12 +248,12 @@ def bins(lengths: Sequence[int], max_bins: int) -> list[Bin]:
     width = _round_width((reach + 1) / max_bins)
     num_bins = reach // width + 1
     counts = Counter(min(length // width, num_bins) for length in lengths)
-    found = [Bin(n * width, (n + 1) * width, counts[n]) for n in range(num_bins)]
-    while found and not found[0].count:
-        del found[0]
+    columns = [Bin(n * width, (n + 1) * width, counts[n]) for n in range(num_bins)]
+    while columns and not columns[0].count:
+        del columns[0]
     if counts[num_bins]:
-        found.append(Bin(num_bins * width, None, counts[num_bins]))
-    return found
+        columns.append(Bin(num_bins * width, None, counts[num_bins]))
+    return columns
 
 
 def _round_width(at_least: float) -> int:
@@ -294,29 +294,29 @@ def name_of(bin: Bin) -> str:
 
 
 def text(findings: Findings) -> str:
-    found = findings
-    lines = [f"{found.path}: {found.num_rows:,} {found.kind} rows", "", "columns"]
-    width = max(map(len, found.columns))
-    lines += [f"  {name:<{width}}  {kind}" for name, kind in found.columns.items()]
-    if found.kind == "RL":
-        lines += ["", "question types, rows", *bars(found.question_types.most_common())]
+    seen = findings
+    lines = [f"{seen.path}: {seen.num_rows:,} {seen.kind} rows", "", "columns"]
+    width = max(map(len, seen.columns))
+    lines += [f"  {name:<{width}}  {kind}" for name, kind in seen.columns.items()]
+    if seen.kind == "RL":
+        lines += ["", "question types, rows", *bars(seen.question_types.most_common())]
     else:
-        read = sum(found.turns.values())
-        lines += ["", f"rows with tool calls: {found.num_rows_with_calls:,} of {read:,} that can be read"]
-        if found.num_faulty_calls:
-            lines.append(f"calls that cannot be carried out as written: {found.num_faulty_calls:,}")
-        lines += ["", "turns of the assistant in a row, rows", *bars(_named(found.turns))]
-        if found.calls_of_turn:
-            lines += ["", "calls in a turn that has some, turns", *bars(_named(found.calls_of_turn))]
-    lines += ["", f"bad rows: {found.bad.total():,}"]
-    lines += [f"  {reason}: {count:,}, such as {found.examples[reason]}" for reason, count in found.bad.most_common()]
-    lines.append(f"missing files: {len(found.missing):,}")
-    lines += [f"  {name}" for name in sorted(found.missing)[:SHOWN_EXAMPLES]]
-    if len(found.missing) > SHOWN_EXAMPLES:
-        lines.append(f"  … and {len(found.missing) - SHOWN_EXAMPLES:,} more")
-    lines += ["", f"tokens of a row ({found.tokenizer} tokenizer; {COUNTED}), rows"]
-    lines += bars([(name_of(bin), bin.count) for bin in bins(found.lengths, MAX_BINS)])
-    totals = summary(found.lengths)
+        read = sum(seen.turns.values())
+        lines += ["", f"rows with tool calls: {seen.num_rows_with_calls:,} of {read:,} that can be read"]
+        if seen.num_faulty_calls:
+            lines.append(f"calls that cannot be carried out as written: {seen.num_faulty_calls:,}")
+        lines += ["", "turns of the assistant in a row, rows", *bars(_named(seen.turns))]
+        if seen.calls_of_turn:
+            lines += ["", "calls in a turn that has some, turns", *bars(_named(seen.calls_of_turn))]
+    lines += ["", f"bad rows: {seen.bad.total():,}"]
+    lines += [f"  {reason}: {count:,}, such as {seen.examples[reason]}" for reason, count in seen.bad.most_common()]
+    lines.append(f"missing files: {len(seen.missing):,}")
+    lines += [f"  {name}" for name in sorted(seen.missing)[:SHOWN_EXAMPLES]]
+    if len(seen.missing) > SHOWN_EXAMPLES:
+        lines.append(f"  … and {len(seen.missing) - SHOWN_EXAMPLES:,} more")
+    lines += ["", f"tokens of a row ({seen.tokenizer} tokenizer; {COUNTED}), rows"]
+    lines += bars([(name_of(bin), bin.count) for bin in bins(seen.lengths, MAX_BINS)])
+    totals = summary(seen.lengths)
     if totals:
         lines.append("  " + ", ".join(f"{name} {value:,}" for name, value in totals.items()))
     return "\n".join(lines)
@@ -348,15 +348,13 @@ def plot(findings: Findings, path: Path) -> None:
         widths = [2.4, *[1.0] * len(sides)]
         figure = Figure(figsize=(2.6 * sum(widths), 4))
         axes, *others = figure.subplots(1, len(widths), width_ratios=widths)
-        found = bins(findings.lengths, MAX_PLOTTED_BINS)
-        width = found[0].end - found[0].start if found and found[0].end is not None else 1
-        axes.bar(
-            [bin.start for bin in found], [bin.count for bin in found], width, align="edge", color=BLUE, ec="white"
-        )
-        if found and found[-1].end is None:
+        bars = bins(findings.lengths, MAX_PLOTTED_BINS)
+        width = bars[0].end - bars[0].start if bars and bars[0].end is not None else 1
+        axes.bar([bin.start for bin in bars], [bin.count for bin in bars], width, align="edge", color=BLUE, ec="white")
+        if bars and bars[-1].end is None:
             axes.annotate(
-                f"{found[-1].start:,} and more",
-                (found[-1].start + width / 2, found[-1].count),
+                f"{bars[-1].start:,} and more",
+                (bars[-1].start + width / 2, bars[-1].count),
                 (0, 4),
                 textcoords="offset points",
                 ha="right",

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
+from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import FILE_URI, BadRow, found_file, from_json
 
@@ -247,11 +247,11 @@ def materialize(
     report = MaterializeReport(root, {}, {})
     with (
         ThreadPoolExecutor(num_workers) as pool,
-        tqdm(desc="materializing", total=num_rows, unit="row", disable=None) as bar,
+        Meter("materializing", num_rows, "row") as meter,
     ):
         for source in sources:
             name = source.relative_to(parquet_dir).as_posix()
-            report.files[name], report.written[name] = _materialize_file(source, output_dir / name, root, pool, bar)
+            report.files[name], report.written[name] = _materialize_file(source, output_dir / name, root, pool, meter)
     return report
 
 
@@ -273,7 +273,7 @@ def _unreadable(source: Path, problem: Exception) -> ValueError:
 
 
 def _materialize_file(
-    source: Path, dst: Path, root: Path, pool: ThreadPoolExecutor, bar: tqdm
+    source: Path, dst: Path, root: Path, pool: ThreadPoolExecutor, meter: Meter
 ) -> tuple[FileReport, bool]:
     report = FileReport()
 
@@ -284,7 +284,7 @@ def _materialize_file(
             with pq.ParquetWriter(partial, table.schema_arrow, compression=codec) as writer:
                 for batch in _batches(source, table):
                     writer.write_batch(_materialized(batch, root, report, pool))
-                    bar.update(batch.num_rows)
+                    meter.update(batch.num_rows)
 
     return report, write_if_changed(dst, write)
 

@@ -191,30 +191,30 @@ def make_plan(messages: Sequence[dict[str, Any]], answers: dict[int, str], max_p
     known = Times(frozenset(), frozenset())
     is_open = False  # the last group can take another turn
     for turn in tool_turns(messages):
-        found = candidate(messages, turn, "".join(answers[number] for number in turn[1:]))
-        if isinstance(found, Stop):
-            stops.append(found)
+        tool_turn = candidate(messages, turn, "".join(answers[number] for number in turn[1:]))
+        if isinstance(tool_turn, Stop):
+            stops.append(tool_turn)
             is_open = False
             continue
-        follows = is_open and groups[-1][-1].at + 2 == found.at
-        stop = _stop(found, groups[-1], known, max_parallel) if follows else None
+        follows = is_open and groups[-1][-1].at + 2 == tool_turn.at
+        stop = _stop(tool_turn, groups[-1], known, max_parallel) if follows else None
         if follows and stop is None:
-            groups[-1].append(found)
+            groups[-1].append(tool_turn)
             continue
         if stop is not None:
             stops.append(stop)
-        groups.append([found])
+        groups.append([tool_turn])
         is_open = True
-        before = [answers.get(number) or text_of(message) for number, message in enumerate(messages[: found.at])]
-        known = Times.of("\n".join([*before, found.think]))
+        before = [answers.get(number) or text_of(message) for number, message in enumerate(messages[: tool_turn.at])]
+        known = Times.of("\n".join([*before, tool_turn.think]))
     return Merging(tuple(map(tuple, groups)), tuple(stops))
 
 
 def _stop(turn: ToolTurn, group: Sequence[ToolTurn], known: Times, max_parallel: int) -> Stop | None:
-    found = dependence(turn, group, known)
-    if found is None and len(group) >= max_parallel:
+    reason = dependence(turn, group, known)
+    if reason is None and len(group) >= max_parallel:
         return Stop(LIMIT, f"{max_parallel} calls a turn")
-    return found
+    return reason
 
 
 def dependence(turn: ToolTurn, group: Sequence[ToolTurn], known: Times) -> Stop | None:
@@ -256,14 +256,14 @@ def cited_answer(thinking: str) -> str | None:
 
 def merged(messages: Sequence[dict[str, Any]], groups: Iterable[Sequence[ToolTurn]]) -> list[dict[str, Any]]:
     """The dialogue with every group as one turn, followed by the answers in the order of the calls."""
-    found = list(messages)
+    rewritten = list(messages)
     for group in sorted(groups, key=lambda group: -group[0].at):  # from the end, so that numbers stay right
         if len(group) < 2:
             continue
         first, last = group[0].at, group[-1].at + 1
         answers = [messages[turn.at + 1] for turn in group]
-        found[first : last + 1] = [with_text(messages[first], merged_text(group)), *answers]
-    return found
+        rewritten[first : last + 1] = [with_text(messages[first], merged_text(group)), *answers]
+    return rewritten
 
 
 def merged_text(group: Sequence[ToolTurn]) -> str:

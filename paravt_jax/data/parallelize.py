@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
+from model_port.progress import Meter
 from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.materialize import respelled, write_if_changed
 from paravt_jax.data.merging import heard, make_plan, merged, shows_frames, text_of, tool_turns, with_text
@@ -145,13 +145,13 @@ class Parallelizer:
 
     async def _changed(self, place: str, row: dict[str, Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         answers = frame_answers(before)
-        found = await asyncio.gather(
+        changed = await asyncio.gather(
             *(self.summaries.text(row, answer) for answer in answers.values()), return_exceptions=True
         )
-        problems = [problem for problem in found if isinstance(problem, BaseException)]
+        problems = [problem for problem in changed if isinstance(problem, BaseException)]
         for problem in sorted(problems, key=lambda problem: isinstance(problem, NoSummary)):
             raise problem
-        texts = {number: str(text) for number, text in zip(answers, found, strict=True)}
+        texts = {number: str(text) for number, text in zip(answers, changed, strict=True)}
         report = self.report
         report.num_summaries += len(texts)
         shown = [with_text(m, texts[number]) if number in texts else m for number, m in enumerate(before)]
@@ -258,15 +258,15 @@ def parallelize(
             if settings is not None:
                 texts = await stack.enter_async_context(Summarizer(settings, root_of(source, video_root), known))
             total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in row_files(source))
-            bar = stack.enter_context(tqdm(desc="parallelizing", total=total, unit="row", disable=None))
-            await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), bar)
+            meter = stack.enter_context(Meter("parallelizing", total, "row"))
+            await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), meter)
 
     write_if_changed(dst, lambda partial: asyncio.run(write(partial)))
     return report
 
 
 async def _convert(
-    source: Path, schema: pa.Schema | None, partial: Path, suffix: str, parallelizer: Parallelizer, bar: tqdm
+    source: Path, schema: pa.Schema | None, partial: Path, suffix: str, parallelizer: Parallelizer, meter: Meter
 ) -> None:
     async def changed(places: Sequence[str], rows: Sequence[Any]) -> list[Any]:
         try:
@@ -280,7 +280,7 @@ async def _convert(
         try:
             return await parallelizer.messages_of(place, row)
         finally:
-            bar.update()
+            meter.update()
 
     writer = _LineWriter(partial) if suffix == ".jsonl" else _ParquetWriter(partial, schema)
     try:

@@ -49,11 +49,11 @@ def load_prompts(path: str | Path, *, video_root: str, max_bad_frac: float | int
     """
     source = local_source(path)
     root = root_of(source, video_root)
-    found, bad = read_rows(
+    loaded, bad = read_rows(
         source, COLUMNS, lambda row: read_prompt(row, lambda name: found_file(name, root)), max_bad_frac
     )
     ids: set[str] = set()
-    prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in found)
+    prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in loaded)
     return PromptSet(prompts, bad)
 
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,18 @@ def read_rows(
 
     `source` is a .parquet or .jsonl file, or a directory, whose .parquet files are read in the order of their paths.
     """
-    found: list[Read] = []
+    kept: list[Read] = []
     bad: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for place, row in rows_of(source, columns):
-        try:
-            found.append(read(row))
-        except BadRow as problem:
-            bad[problem.reason] += 1
-            examples.setdefault(problem.reason, f"{place}: {problem}")
-    num_bad, num_rows = bad.total(), bad.total() + len(found)
+    with Meter(f"reading {source}", unit="row") as meter:
+        for place, row in rows_of(source, columns):
+            try:
+                kept.append(read(row))
+            except BadRow as problem:
+                bad[problem.reason] += 1
+                examples.setdefault(problem.reason, f"{place}: {problem}")
+            meter.update()
+    num_bad, num_rows = bad.total(), bad.total() + len(kept)
     if not num_rows:
         raise ValueError(f"{source} has no rows")
     reasons = "; ".join(f"{reason}: {bad[reason]}, such as {examples[reason]}" for reason in bad)
@@ -54,11 +57,11 @@ def read_rows(
             f"{source}: {num_bad} of {num_rows} rows cannot be used, more than data.max_bad_frac={max_bad_frac} "
             f"allows ({reasons})"
         )
-    if not found:
+    if not kept:
         raise ValueError(f"{source}: not one of {num_rows} rows can be used ({reasons})")
     if bad:
         logger.warning("%s: %d of %d rows are left out (%s)", source, num_bad, num_rows, reasons)
-    return found, dict(bad)
+    return kept, dict(bad)
 
 
 def left_out(source: str | Path, bad: dict[str, int]) -> list[str]:
@@ -137,10 +140,10 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
 def found_file(name: str, root: Path) -> str:
     """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI."""
     path = name.removeprefix(FILE_URI)
-    for found in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
+    for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
         with suppress(OSError):  # a name that no file can have, or a directory that is not ours
-            if found.is_file():
-                return str(found)
+            if candidate.is_file():
+                return str(candidate)
     raise BadRow("missing file", str(root / path))
 
 

@@ -85,17 +85,17 @@ class Column:
         if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
             value = dict(value)  # a map, as pyarrow reads it
         if isinstance(value, dict):
-            found = next((value[key] for key in (str(answer.place), answer.place) if key in value), None)
+            summary = next((value[key] for key in (str(answer.place), answer.place) if key in value), None)
         elif isinstance(value, list) and len(value) == answer.num_answers:
-            found = value[answer.place]
+            summary = value[answer.place]
         elif isinstance(value, list) and len(value) == answer.num_frame_answers:
-            found = value[answer.frame_place]
+            summary = value[answer.frame_place]
         else:
             size = f"{len(value)} texts" if isinstance(value, list) else type(value).__name__
             raise NoSummary(NO_SUMMARY, f"column {self.name} has {size} for {answer.num_answers} tool messages")
-        if not isinstance(found, str) or not found.strip():
+        if not isinstance(summary, str) or not summary.strip():
             raise NoSummary(NO_SUMMARY, f"column {self.name} has no text for tool message {answer.place}")
-        return found.strip()
+        return summary.strip()
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ def load_known(path: Path) -> dict[str, str]:
     known = {}
     for line in data.splitlines():
         try:
-            found = json.loads(line)
-            known[found["key"]] = read_summary(found["text"])
+            entry = json.loads(line)
+            known[entry["key"]] = read_summary(entry["text"])
         except (ValueError, RecursionError, LookupError, TypeError):
             continue
     return {key: text for key, text in known.items() if isinstance(key, str) and text}

@@ -89,11 +89,11 @@ def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int)
     """
     source = local_source(path)
     root = root_of(source, video_root)
-    found, bad = read_rows(
+    traces, bad = read_rows(
         source, COLUMNS, lambda row: read_trace(row, lambda name: found_file(name, root)), max_bad_frac
     )
     ids: set[str] = set()
-    return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in found), bad)
+    return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 
 
 def read_trace(row: Any, find: Callable[[str], str]) -> Trace:

@@ -48,10 +48,10 @@ def dialogues_of(
     structural = struct_mask(episode, tags, chat, anchors)
     ledgers = episode.ledgers if subagent_loss else [episode.ledger]
     masks = [structural, *(np.zeros(len(ledger.ids), bool) for ledger in ledgers[1:])]
-    found = [
+    dialogues = [
         dialogue_of(ledger, number, earned, mask, chat, token_px) for ledger, mask in zip(ledgers, masks, strict=True)
     ]
-    return [dialogue for dialogue in found if dialogue.loss_mask.any()]
+    return [dialogue for dialogue in dialogues if dialogue.loss_mask.any()]
 
 
 def struct_mask(

@@ -54,11 +54,11 @@ def main() -> None:
         Runner(args.jobs).run(experiment.parts())
     from paravt_jax.miniature.report import draw, remarks, table  # late: matplotlib takes a second
 
-    found = table(experiment)
+    text = table(experiment)
     with whole_file(experiment.directory / TABLE_FILE) as file:
-        file.write(found.encode() + b"\n")
+        file.write(text.encode() + b"\n")
     draw(experiment, experiment.directory / FIGURE_FILE)
-    print(found)
+    print(text)
     for remark in remarks(experiment):
         print(remark)
     print(f"\n{experiment.directory / TABLE_FILE}\n{experiment.directory / FIGURE_FILE}")

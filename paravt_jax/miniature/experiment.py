@@ -4,20 +4,19 @@ Every part is a command of its own, with a run directory that goes on where it w
 finished by the same command.
 """
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
+from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import RESULTS_FILE
-from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 from paravt_jax.run.log import load_jsonl
@@ -34,6 +33,7 @@ UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
 FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
 POLL_S = 0.5
+LOOK_S = 5.0  # at what the runs have written
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ class Experiment:
                 write_rows(world / f"{name}_{share}.jsonl", rows)
             asked = [question for scene in scenes_of_share for question in questions(scene, most)]
             write_rows(world / f"rl_{share}.jsonl", list(map(rl_row, asked)))
+        from paravt_jax.miniature.model import make_model  # late: brings in jax, which the runs need and this does not
+
         make_model(self.directory / "tiny.hf")
 
     def _cold_start(self, name: str) -> Part:
@@ -211,21 +213,23 @@ class Runner:
     def run(self, parts: Iterable[Part]) -> None:
         """Each as soon as what it needs is there, otherwise in this order. Ends when all are done or one has failed."""
         undone = [part for part in parts if not part.done.exists()]
-        waiting = list(undone)
-        with tqdm(total=sum(part.num_steps for part in undone), unit="step", disable=not sys.stderr.isatty()) as bar:
+        waiting, looked_s = list(undone), -math.inf
+        done_before = sum(map(_steps_done, undone))
+        with Meter("starting", sum(part.num_steps for part in undone) - done_before, "step") as meter:
             try:
                 while waiting or self._running:
-                    self._collect()
+                    self._collect(meter.say)
                     ready = [part for part in waiting if part.needs is None or part.needs.exists()]
                     for part in ready[: self._num_jobs - len(self._running)]:
                         waiting.remove(part)
                         self._start(part)
-                    if not bar.disable:
-                        bar.n = sum(map(_steps_done, undone))
-                        bar.set_description(", ".join(part.name for part in self._running))
+                    if time.monotonic() - looked_s > LOOK_S:
+                        looked_s = time.monotonic()
+                        running = ", ".join(part.name for part in self._running)
+                        meter.at(sum(map(_steps_done, undone)) - done_before, running)
                     time.sleep(POLL_S)
             except KeyboardInterrupt:
-                bar.write("stopping: the runs save and end; the same command goes on from there")
+                meter.say("stopping: the runs save and end; the same command goes on from there")
                 raise
             finally:
                 self._stop()
@@ -239,7 +243,7 @@ class Runner:
             child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self._running[part] = child, time.monotonic()
 
-    def _collect(self) -> None:
+    def _collect(self, say: Callable[[str], None]) -> None:
         for part, (child, begun_s) in [*self._running.items()]:
             code = child.poll()
             if code is None:
@@ -249,7 +253,7 @@ class Runner:
                 log = part.directory / "log.txt"
                 last = log.read_text(errors="replace").strip().splitlines()[-1:]
                 raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log})")
-            tqdm.write(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+            say(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s")
 
     def _stop(self) -> None:
         """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would, and waits for it."""

@@ -108,8 +108,8 @@ def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:
 def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = None) -> float:
     """Over the frame budgets, which all have the same prompts."""
     chosen = [cell for cell in cells if cell["dispatch"] == dispatch and budget in (None, cell["frame_budget"])]
-    found = [cell["metrics"][key] for cell in chosen]
-    return statistics.fmean(found) if found else float("nan")
+    values = [cell["metrics"][key] for cell in chosen]
+    return statistics.fmean(values) if values else float("nan")
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

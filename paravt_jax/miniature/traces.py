@@ -97,8 +97,8 @@ def overview_shows(scene: Scene, budget: int) -> bool:
 
 def _direct(question: Question, seen: bool) -> str:
     scene = question.scene
-    found = f"The overview shows {report(scene, scene.window_s)}" if seen else "The overview shows no color."
-    return f"{FORCED}{found}\n</think>\n<answer>{question.answer}</answer>"
+    said = f"The overview shows {report(scene, scene.window_s)}" if seen else "The overview shows no color."
+    return f"{FORCED}{said}\n</think>\n<answer>{question.answer}</answer>"
 
 
 def _calling(question: Question) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from model_port.progress import counted
 from paravt_jax.data.synthetic import COLOURS, LETTERS, appear
 from rollout.video.encode import write_video
 
@@ -104,7 +105,7 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
     """In each of the three ways, about one window and about two, if so many are allowed."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
     rng = np.random.default_rng((scene.seed, scene.number, 3))
-    found = []
+    asked = []
     one, two = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
     for windows_s in (one, two)[:max_windows]:
         where = " or ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
@@ -114,18 +115,17 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
             ("tvg", f"When is a color shown {where}?", f"[{scene.start_s}, {scene.end_s}]"),
         ):
             curated = bool(rng.random() < CURATED_FRAC)
-            found.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
-    return found
+            asked.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
+    return asked
 
 
 def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int = NUM_DISTRACTORS) -> list[Scene]:
     """Writes the videos that are not there yet."""
     (directory / "videos").mkdir(parents=True, exist_ok=True)
     scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
-    for scene in scenes:
-        path = directory / scene.video
-        if not path.exists():
-            appear(path, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
+    undone = [scene for scene in scenes if not (directory / scene.video).exists()]
+    for scene in counted(undone, "making videos", "video"):
+        appear(directory / scene.video, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
     return scenes
 
 

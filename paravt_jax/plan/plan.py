@@ -93,13 +93,13 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     if Path(path).is_dir():
         hf_dir = hf_files_of(Path(path))
         return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json")), ()
-    found = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", path.lower())
-    if found is None:
+    size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", path.lower())
+    if size is None:
         raise ValueError(
             f"model.path={path} is no directory here, and its name has none of the sizes {', '.join(PRESETS)}; "
             f"give a directory with a config.json"
         )
-    return preset(found[0]), (f"{path} is not here: the dimensions are those of Qwen3-VL {found[0].upper()}",)
+    return preset(size[0]), (f"{path} is not here: the dimensions are those of Qwen3-VL {size[0].upper()}",)
 
 
 def make_plan(

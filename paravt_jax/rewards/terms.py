@@ -388,18 +388,18 @@ def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool) 
     That a call was executed is the dispatcher's word alone. So is that it was well-formed, unless it is in the grammar
     and can be read: `invalid` is the outcome of a bad window as well as of bad JSON.
     """
-    found = [(turn, call) for turn in turns for call in find_calls(turn.text)]
+    calls = [(turn, call) for turn in turns for call in find_calls(turn.text)]
     executed = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
     carried_out = [number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT]
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
     well_formed = [
-        number for number, (turn, call) in enumerate(found) if call.well_formed and turn.place(*call.span) in blocks
+        number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place(*call.span) in blocks
     ]
     earning = executed or sorted({*carried_out, *well_formed})
     if not earning:
         return
     # Several statements of one <tool_code> share a place.
-    spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(found) if number in earning)
+    spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(calls) if number in earning)
     places = tuple(spans)
     yield Credit("tool_executed" if executed else "tool_call", "tool", 0.3 if executed else 0.1, places)
     if right:

@@ -1,15 +1,13 @@
 """Everything that is open while a policy is evaluated, and how a cell comes about. The counterpart of run.py."""
 
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from model_port.progress import Meter
 from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
@@ -46,8 +44,8 @@ class Evaluation:
         assert self.player is not None
         player = replace(self.player, agent=self.player.agent.with_settings(dispatch=dispatch))
         name = f"{dispatch}, {budget} frames"
-        with tqdm(total=len(self.prompts), desc=name, disable=not sys.stderr.isatty()) as bar:
-            members = await evaluate(player, self.prompts, budget, self.num_samples, on_done=bar.update)
+        with Meter(name, len(self.prompts), "prompt") as meter:
+            members = await evaluate(player, self.prompts, budget, self.num_samples, on_done=meter.update)
         of_members = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
         with whole_file(self.directory / f"episodes_{dispatch}_{budget}.jsonl") as file:
             for member, prompt in zip(members, of_members, strict=True):

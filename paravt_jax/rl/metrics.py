@@ -75,5 +75,5 @@ def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return float(np.mean(found)) if found else 0.0
+    numbers = list(values)
+    return float(np.mean(numbers)) if numbers else 0.0

@@ -26,6 +26,7 @@ from model_port.config import read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
 from model_port.output_dir import LOCK_FILE, output_directory
+from model_port.progress import Meter
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
@@ -107,7 +108,8 @@ class Checkpoints:
             try:
                 record = _read_record(directory)
                 _check_same(directory, record, old)
-                learner.state = _read_state(directory, record, old)
+                with Meter(f"loading {directory}"):
+                    learner.state = _read_state(directory, record, old)
             except BrokenCheckpoint as problem:
                 self._set_aside(directory, problem)
             else:
@@ -180,9 +182,11 @@ def _read_record(directory: Path) -> dict[str, Any]:
         expected = record["file_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise BrokenCheckpoint(f"{RECORD_FILE}: {problem}") from None
-    found = _file_bytes(directory)
+    actual = _file_bytes(directory)
     wrong = [
-        f"{name} has {found.get(name, 0)} of {size} bytes" for name, size in expected.items() if found.get(name) != size
+        f"{name} has {actual.get(name, 0)} of {size} bytes"
+        for name, size in expected.items()
+        if actual.get(name) != size
     ]
     if wrong:
         raise BrokenCheckpoint(f"{len(wrong)} of {len(expected)} files are cut or lost, first {wrong[0]}")

@@ -20,9 +20,9 @@ class Compiles:
 
     def taken(self) -> dict[str, float]:
         """Since the last call."""
-        found = {"perf/num_compiles": float(self._number), "time/compile_s": self._seconds}
+        metrics = {"perf/num_compiles": float(self._number), "time/compile_s": self._seconds}
         self._number, self._seconds = 0, 0.0
-        return found
+        return metrics
 
 
 def use_compilation_cache() -> None:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from model_port.progress import Ticker, make_bar
 from paravt_jax.config import LogConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -76,8 +76,12 @@ class RunLog:
         self._write(VALIDATION_FILE, step, metrics)
 
     def phase(self, text: str) -> None:
-        """Shows on a terminal, and nowhere else, what the step is at."""
+        """What the run is at: shown on a terminal, and elsewhere said now and then while it lasts."""
         self._progress.phase(text)
+
+    def where(self) -> str:
+        """What is said of it then; empty before there is a phase."""
+        return self._progress.where()
 
     def say(self, message: str) -> None:
         """A line for a human, on stderr."""
@@ -216,29 +220,21 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
 
 
 class _Progress:
-    """A bar on a terminal, else a line for every step."""
+    """A bar on a terminal, else a line for every step, and one every half a minute of a long step."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
-        self._num_steps = num_steps
+        self._num_steps, self._step, self._phase = num_steps, first_step, ""
         self._step_times_s: deque[float] = deque(maxlen=ETA_STEPS)
         self._last_s = time.monotonic()
         self._summary = ""
-        self._bar = None
-        if sys.stderr.isatty():
-            # A terminal may have no size, as in a container; a bar as wide as that would show nothing.
-            usual = None if all(os.get_terminal_size(sys.stderr.fileno())) else shutil.get_terminal_size()
-            self._bar = tqdm(
-                total=num_steps,
-                initial=first_step,
-                file=sys.stderr,
-                dynamic_ncols=usual is None,
-                ncols=usual and usual.columns,
-                nrows=usual and usual.lines,
-                bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
-            )
+        self._bar: tqdm | None = None
+        self._ticker = None if sys.stderr.isatty() else Ticker(self.where)
+        if self._ticker is None:
+            self._bar = make_bar(total=num_steps, initial=first_step, bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}")
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         now_s = time.monotonic()
+        self._step, self._phase = step, ""
         self._step_times_s.append(now_s - self._last_s)  # with checkpoint and validation, which time/step_s is without
         self._last_s = now_s
         shown = [f"{name} {metrics[key]:.2f}" for name, key in SHOWN.items() if key in metrics]
@@ -255,13 +251,23 @@ class _Progress:
             self._bar.refresh()  # update alone shows nothing of steps that follow each other fast
 
     def phase(self, text: str) -> None:
+        self._phase = text
         if self._bar is not None:
             self._bar.set_description_str(f"{self._summary} {text}".lstrip())
+
+    def where(self) -> str:
+        if not self._phase:
+            return ""
+        took = tqdm.format_interval(time.monotonic() - self._last_s)
+        compiles = "" if self._step_times_s else " (the first one compiles)"
+        return f"{self._phase}, {took} since step {self._step}/{self._num_steps}{compiles}"
 
     def say(self, message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
     def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.close()
         if self._bar is not None:
             self._bar.set_description_str(self._summary)
             self._bar.close()

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from tqdm import tqdm
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.progress import counted
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, whole_file
 
 PLOTS_DIR = "plots"
@@ -107,8 +107,8 @@ class Table:
         return np.array(sorted(self.rows))
 
     def column(self, key: str) -> np.ndarray:
-        found = [self.rows[step].get(key) for step in sorted(self.rows)]
-        return np.array([value if isinstance(value, float | int) else np.nan for value in found], float)
+        values = [self.rows[step].get(key) for step in sorted(self.rows)]
+        return np.array([value if isinstance(value, float | int) else np.nan for value in values], float)
 
     def has(self, key: str) -> bool:
         return bool(np.isfinite(self.column(key)).any())
@@ -189,21 +189,21 @@ def _reward_by_frame_budget(run: LoggedRun) -> Figure | None:
     paths = [path for path in (run.path / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
     paths = sorted(paths, key=lambda path: int(path.stem))[-MAX_EPISODE_STEPS:]
     scores: dict[Quantity, list[Score]] = {TOTAL: [], ACCURACY: []}
-    for path in tqdm(paths, desc="reading episodes", unit="step", disable=None, leave=False):
+    for path in counted(paths, "reading episodes", "step"):
         for episode in load_jsonl(path):
             budget, reward = episode.get("frame_budget"), episode.get("reward") or {}
-            for quantity, found in scores.items():
+            for quantity, of_quantity in scores.items():
                 value = reward.get(quantity.label)
                 if isinstance(budget, int) and isinstance(value, float | int):  # None where the judge gave no score
-                    found.append(Score(budget, f"{path.stem} {episode.get('task')}", value))
-    scores = {quantity: found for quantity, found in scores.items() if found}
+                    of_quantity.append(Score(budget, f"{path.stem} {episode.get('task')}", value))
+    scores = {quantity: of_quantity for quantity, of_quantity in scores.items() if of_quantity}
     if not scores:
         return None
     caption = "dot: mean · thick: its 95 % interval · thin: standard deviation of the episodes"
     figure = _figure(run, "Reward by frame budget", _span([int(path.stem) for path in paths]), caption, (9.0, 4.2))
-    for axes, (quantity, found) in zip(_panels(figure, 1, len(scores)), scores.items(), strict=True):
-        budgets = sorted({score.budget for score in found})
-        of_budget = [[score for score in found if score.budget == budget] for budget in budgets]
+    for axes, (quantity, of_quantity) in zip(_panels(figure, 1, len(scores)), scores.items(), strict=True):
+        budgets = sorted({score.budget for score in of_quantity})
+        of_budget = [[score for score in of_quantity if score.budget == budget] for budget in budgets]
         for place, members in enumerate(of_budget):
             _draw_spread(axes, place, members, quantity.colour)
         axes.set_title(f"{'reward' if quantity is TOTAL else quantity.label} of an episode")
@@ -251,23 +251,23 @@ def _over_steps(
     levels: Mapping[float, str] | None = None,
 ) -> Figure | None:
     """Panels of lines against the step, without what there is nothing of."""
-    found = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
-    found = {name: panel for name, panel in found.items() if panel}
-    if not found:
+    drawn = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
+    drawn = {name: panel for name, panel in drawn.items() if panel}
+    if not drawn:
         return None
     steps = table.steps
     window = max(3, round(MEAN_FRAC * len(steps))) if len(steps) > MAX_MARKED_STEPS else 1
-    num_columns = min(num_columns, len(found))
-    num_rows = -(-len(found) // num_columns)
+    num_columns = min(num_columns, len(drawn))
+    num_rows = -(-len(drawn) // num_columns)
     caption = f"bold: running mean over {window} steps" if window > 1 else ""
     figure = _figure(run, title, _span(steps), caption, (max(9.0, 4.0 * num_columns), 0.9 + height * num_rows))
     all_axes = _panels(figure, num_rows, num_columns)
-    for axes in all_axes[len(found) :]:
+    for axes in all_axes[len(drawn) :]:
         axes.remove()
-    for number, (axes, (name, panel)) in enumerate(zip(all_axes, found.items(), strict=False)):
+    for number, (axes, (name, panel)) in enumerate(zip(all_axes, drawn.items(), strict=False)):
         ends = [_draw_line(axes, table, quantity, window, log) for quantity in panel]
         axes.set_title(name, parse_math=False)
-        if number + num_columns >= len(found):  # nothing below it
+        if number + num_columns >= len(drawn):  # nothing below it
             axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         if len(steps) == 1:

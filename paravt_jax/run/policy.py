@@ -13,6 +13,7 @@ from model_port.layout import HF_DIR, hf_files_of
 from model_port.model import Qwen3VL
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
+from model_port.progress import Meter
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, VideoConfig
@@ -34,7 +35,8 @@ class Policy:
 
     def load(self) -> Qwen3VL:
         """With float32 masters, on the mesh."""
-        model = model_port.load(self.source, "float32", self.mesh)
+        with Meter(f"loading {self.source}"):
+            model = model_port.load(self.source, "float32", self.mesh)
         model.compute = self.compute
         return model
 

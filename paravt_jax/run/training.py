@@ -130,6 +130,7 @@ class Training:
 
     async def save(self, progress: Progress) -> None:
         """Returns when the state is copied; the run goes on meanwhile."""
+        self.log.phase("checkpoint")
         record = {"step": self.step, "visits": self.begun_with["visits"], **progress}
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
 

@@ -14,8 +14,8 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
+from model_port.progress import counted
 from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.terms import TAG
 from paravt_jax.run.log import EPISODES_DIR, load_jsonl
@@ -57,12 +57,12 @@ def load_sample(run_dir: Path, max_episodes: int, settings: Mapping[str, Any]) -
         chosen[path] = {(place + num_lines * number // quota) % num_lines for number in range(quota)}
     reader = _Reader(run_dir, settings)
     share_bytes = max(MIN_EPISODE_BYTES, PAGE_BYTES // max(1, sum(map(len, chosen.values()))))
-    found = [
+    episodes = [
         _within(share_bytes, reader, record)
-        for path, lines in tqdm(chosen.items(), desc="reading episodes", unit="step", disable=None, leave=False)
+        for path, lines in counted(chosen.items(), "reading episodes", "step")
         for record in _read_step(path, lines)
     ]
-    return {"episodes": found, "num_steps_shown": num_steps, "num_steps": len(paths), "max_episodes": max_episodes}
+    return {"episodes": episodes, "num_steps_shown": num_steps, "num_steps": len(paths), "max_episodes": max_episodes}
 
 
 def visible(text: str) -> str:
@@ -78,19 +78,19 @@ def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[dict[str,
         kept = [(0, limit_chars // 2), (length - limit_chars // 2, length)]
     marks = [mark for mark in marks if any(mark.start < end and mark.end > start for start, end in kept)]
     cuts = {end for mark in marks for end in (mark.start, mark.end)} | {end for part in kept for end in part}
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     waiting, active = sorted(marks, reverse=True), []
     for start, end in itertools.pairwise(sorted({min(max(cut, 0), length) for cut in cuts})):
         while waiting and waiting[-1].start <= start:
             active.append(waiting.pop())
         active = [mark for mark in active if mark.end > start]
         if any(first <= start and end <= last for first, last in kept):
-            found.append(_piece(text[start:end], active))
-        elif found and "left_out" in found[-1]:
-            found[-1]["left_out"] += end - start
+            parts.append(_piece(text[start:end], active))
+        elif parts and "left_out" in parts[-1]:
+            parts[-1]["left_out"] += end - start
         else:
-            found.append({"text": "", "left_out": end - start})
-    return found
+            parts.append({"text": "", "left_out": end - start})
+    return parts
 
 
 def _piece(text: str, marks: Sequence[Mark]) -> dict[str, Any]:
@@ -206,13 +206,13 @@ class _Reader:
 
 def _read_step(path: Path, lines: set[int]) -> list[dict[str, Any]]:
     """The chosen records of a step; one that never began has the question of its siblings."""
-    questions, found = {}, []
+    questions, rows = {}, []
     for number, record in enumerate(load_jsonl(path)):
         if "visit" in record and "question" in record:
             questions[record["visit"]] = record["question"]
         if number in lines:
-            found.append(record)
-    return [{"question": questions.get(record.get("visit"), ""), **record} for record in found]
+            rows.append(record)
+    return [{"question": questions.get(record.get("visit"), ""), **record} for record in rows]
 
 
 def _within(share_bytes: int, reader: _Reader, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _within(share_bytes: int, reader: _Reader, record: Mapping[str, Any]) -> dic
 def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each turn: how many tokens were sampled, their mean log-prob, and the policies that sampled them."""
     starts = list(itertools.accumulate((len(segment["ids"]) for segment in segments), initial=0))
-    found = []
+    spoken = []
     for turn in turns:
         begin, end = turn.get("token_span") or (0, 0)
         sampled = [
@@ -237,14 +237,14 @@ def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
             if segment["kind"] == "sampled" and begin <= start < end
         ]
         logps = [logp for segment in sampled for logp in segment["behavior_logp"] if logp is not None]
-        found.append(
+        spoken.append(
             {
                 "num_sampled": sum(len(segment["ids"]) for segment in sampled),
                 "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
                 "versions": sorted({segment["version"] for segment in sampled}),
             }
         )
-    return found
+    return spoken
 
 
 def _prediction(reward: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,16 +130,16 @@ def headlines(run: LoggedRun) -> list[dict[str, Any]]:
 def charts(run: LoggedRun) -> dict[str, Any]:
     """Charts, and the columns they draw."""
     table = _with_rest_of_time(run.metrics)
-    found = [(chart, lines) for chart in CHARTS if (lines := [line for line in chart.lines if table.has(line.key)])]
-    drawn = {line.key for _, lines in found for line in lines}
+    shown = [(chart, lines) for chart in CHARTS if (lines := [line for line in chart.lines if table.has(line.key)])]
+    drawn = {line.key for _, lines in shown for line in lines}
     others = [key for key in sorted(_keys(table)) if key not in drawn and key not in HIDDEN]
     own = [key for key in others if key.startswith(OWN_SECTION)]
     rest = [key for key in others if key not in own]
     for section, keys in (("learner", own), ("other", rest[:MAX_OTHER])):
         for key in keys:
             line = Quantity(key, "", plots.NEUTRAL)
-            found.append((Chart(key, (line,), section=section), [line]))
-    keys = sorted({line.key for _, lines in found for line in lines})
+            shown.append((Chart(key, (line,), section=section), [line]))
+    keys = sorted({line.key for _, lines in shown for line in lines})
     validation = {key: f"validation/{key.removeprefix('rollout/')}" for key in keys if key.startswith("rollout/")}
     validation = {key: held_out for key, held_out in validation.items() if run.validation.has(held_out)}
     bins = _bins(len(table.steps))
@@ -160,7 +160,7 @@ def charts(run: LoggedRun) -> dict[str, Any]:
                 "lines": [[line.key, line.label, COLOURS[line.colour]] for line in lines],
                 "levels": [[level, name] for level, name in run.kl_levels.items()] if chart.kind == "log" else [],
             }
-            for chart, lines in found
+            for chart, lines in shown
         ],
         "num_left_out": len(rest[MAX_OTHER:]),
         "floor": plots.KL_FLOOR,

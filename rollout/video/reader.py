@@ -148,12 +148,12 @@ class FrameReader:
             raise VideoError(f"the video cannot be shown: {problem}") from None
         keys = [FrameKey(video.info.identity, frame, *size_px) for frame in video.frames_at(times_s)]
         self._totals["asked"] += len(keys)
-        found: dict[FrameKey, Picture] = {}
+        pictures: dict[FrameKey, Picture] = {}
         missing: list[FrameKey] = []
         flights: set[_Flight] = set()
         for key in keys:
             if picture := self._memory.get(key):
-                found[key] = picture
+                pictures[key] = picture
                 self._totals["from_memory"] += 1
             elif (flight := self._reads.get(key)) and flight.deadline.put_off_to(deadline):
                 flights.add(flight)
@@ -166,13 +166,13 @@ class FrameReader:
             flights.add(flight)
         await self._wait_for(flights, deadline)
         for flight in flights:
-            found |= flight.pictures
+            pictures |= flight.pictures
         for flight in flights:
-            if not all(key in found or key.frame in video.undecodable for key in keys):
+            if not all(key in pictures or key.frame in video.undecodable for key in keys):
                 flight.task.result()  # raises, for one of them
-        if keys and not any(key in found for key in keys):
+        if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
-        return [TimedPicture(video.time_s(key.frame), found[key]) for key in keys if key in found]
+        return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
 
     def metrics(self) -> dict[str, float]:
         """Totals since the reader was opened; the fractions are of all frames asked for."""

@@ -112,15 +112,15 @@ class DiskStore:
 
     def _take_stock(self) -> None:
         """Learns what earlier runs left, the last used last, and clears away what they did not finish."""
-        found = []
+        entries = []
         for path in self.directory.glob("??/*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 if path.suffix == SUFFIX:
-                    found.append((status.st_mtime, path.name, status.st_size))
+                    entries.append((status.st_mtime, path.name, status.st_size))
                 elif path.suffix == PARTIAL_SUFFIX and time.time() - status.st_mtime > ABANDONED_S:
                     path.unlink()
-        for _, name, num_bytes in sorted(found):
+        for _, name, num_bytes in sorted(entries):
             self._note(name, num_bytes)
 
     def _note(self, name: str, num_bytes: int) -> None:

@@ -212,7 +212,7 @@ def test_an_error_is_one_line_and_no_success(tmp_path):
     done = train(tmp_path / "run", "train.num_step=3")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: train.num_step: ")
+    assert done.stderr.startswith("error: train.num_step is no setting (did you mean train.num_steps?)")
 
 
 def test_a_run_does_not_go_on_with_other_prompts(whole):

@@ -1,5 +1,6 @@
 """The small world is what it says, and the experiment on it runs, stops, goes on and reports."""
 
+import io
 import json
 import re
 import subprocess
@@ -205,6 +206,29 @@ def test_a_part_begins_when_what_it_needs_is_there_and_others_do_not_wait_for_it
 def test_a_part_that_fails_ends_the_experiment_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match=r"it ended with code 3: no such thing \(all of it in"):
         Runner(2).run([part(tmp_path, "print('before'); print('no such thing'); raise SystemExit(3)")])
+
+
+def test_a_log_hears_how_many_steps_the_runs_have_done(tmp_path, monkeypatch):
+    class Stderr(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("it: 2 of 5 steps, 40 %, "):
+                (tmp_path / "heard").touch()  # and the run ends
+            return super().write(text)
+
+    monkeypatch.setattr("model_port.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("paravt_jax.miniature.experiment.LOOK_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    code = f"""
+import time
+from pathlib import Path
+directory = Path({str(tmp_path)!r})
+(directory / "metrics.jsonl").write_text('{{"step": 1}}\\n{{"step": 2}}\\n')
+while not (directory / "heard").exists():
+    time.sleep(0.01)
+(directory / "done").touch()
+"""
+    Runner(1).run([replace(part(tmp_path, code), num_steps=5, progress="metrics.jsonl")])
+    assert "\nit: done in " in sys.stderr.getvalue()
 
 
 def test_a_killed_experiment_takes_its_runs_along(tmp_path):

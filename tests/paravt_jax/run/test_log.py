@@ -195,6 +195,22 @@ def test_without_a_terminal_every_step_is_one_plain_line(tmp_path, capsys, monke
     ]
 
 
+def test_a_long_step_says_where_it_is_and_since_when(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    log = open_log(tmp_path, num_steps=5)
+    assert log.where() == ""
+    log.phase("rollout 3/8")
+    clock.now_s += 95
+    assert log.where() == "rollout 3/8, 01:35 since step 0/5 (the first one compiles)"
+    log.step(1, METRICS, [])
+    assert log.where() == ""  # between steps nothing is said twice
+    log.phase("update")
+    clock.now_s += 3_700
+    assert log.where() == "update, 1:01:40 since step 1/5"
+    log.close()
+
+
 def test_a_step_without_the_usual_metrics_is_shown_without_them(tmp_path, capsys):
     log = open_log(tmp_path)
     log.step(1, {"rollout/reward_mean": math.nan}, [])

@@ -1,0 +1,104 @@
+"""Long work says where it is: a bar on a terminal, lines elsewhere, and nothing once it is over."""
+
+import io
+import os
+import pty
+import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from model_port import progress
+from model_port.progress import BYTES, Meter, counted
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "done", "elapsed_s", "line"),
+    [
+        (16_400_000_000, BYTES, 3_280_000_000, 30, "work: 3.3 of 16.4 GB, 20 %, 02:00 left"),  # 4/5 at 30 s for each
+        (2_500_000, BYTES, 2_500_000, 30, "work: 2.5 of 2.5 MB, 100 %, 00:00 left"),
+        (700, BYTES, 0, 30, "work: 0.0 of 0.7 kB, 00:30 so far"),
+        (5_000, "row", 1_250, 60, "work: 1,250 of 5,000 rows, 25 %, 03:00 left"),
+        (1, "prompt", 0, 90, "work: 0 of 1 prompt, 01:30 so far"),
+        (None, "row", 12_000, 60, "work: 12,000 rows, 01:00 so far"),
+        (None, "", 0, 3_700, "work: 1:01:40 so far"),
+    ],
+)
+def test_a_line_says_how_far_the_work_is_and_how_long_it_takes(total, unit, done, elapsed_s, line, clock):
+    work = Meter("work", total, unit)
+    work.update(done)
+    clock.now_s += elapsed_s
+    assert work.line() == line
+
+
+class Listener(io.StringIO):
+    """A stderr that is no terminal, and lets a test wait for a word."""
+
+    def __init__(self, word: str):
+        super().__init__()
+        self._word, self.heard = word, threading.Event()
+
+    def write(self, text: str) -> int:
+        if self._word in text:
+            self.heard.set()
+        return super().write(text)
+
+
+def progress_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+@pytest.mark.parametrize("problem", [None, OSError("disk full")], ids=["done", "failed"])
+def test_a_log_hears_of_work_that_is_one_long_call_and_of_nothing_after_it(problem, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    monkeypatch.setattr(sys, "stderr", Listener("copying: 3 of 4 files"))
+    with (
+        pytest.raises(OSError, match="disk full") if problem else nullcontext(),
+        Meter("copying", 4, "file") as work,
+    ):
+        work.update(3)
+        assert sys.stderr.heard.wait(60)  # no call of ours in between
+        if problem:
+            raise problem
+    assert progress_threads() == [] and "\r" not in sys.stderr.getvalue()
+
+
+def test_an_empty_line_is_not_said(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    monkeypatch.setattr(sys, "stderr", Listener("something"))
+    lines = iter(["", "", "something"])
+    ticker = progress.Ticker(lambda: next(lines, ""))
+    assert sys.stderr.heard.wait(60)
+    ticker.close()
+    assert sys.stderr.getvalue() == "something\n"
+
+
+def test_a_terminal_shows_a_bar_that_is_gone_when_the_work_is_done(monkeypatch):
+    monkeypatch.setattr(progress, "BAR_DELAY_S", 0)
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Meter("copying", 4_000_000, BYTES) as work:
+            work.at(1_000_000, "still copying")
+            assert progress_threads() == []
+    with os.fdopen(ours, "rb", buffering=0) as file:
+        said = file.read(2**16).decode()
+    assert "copying:   0%" in said and "/4.00M" in said and said.endswith(" \r")
+
+
+def test_items_are_counted_as_they_are_done(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    monkeypatch.setattr(sys, "stderr", Listener("reading: 1 of 2 files, 50 %"))
+    items = counted({"a": 1, "b": 2}.items(), "reading", "file")
+    assert [next(items), next(items)] == [("a", 1), ("b", 2)]
+    assert sys.stderr.heard.wait(60)
+    assert list(items) == [] and progress_threads() == []
