@@ -1,17 +1,26 @@
 #!/usr/bin/env bash
-# Fresh machine -> the whole test suite: setup, lint, types, tests.   bash scripts/test.sh [quick] [pytest arguments…]
-# "quick" leaves out the tests marked slow, and with them the SGLang sidecar.
+# Fresh machine -> the test suite: setup, lint, types, tests.
+#   bash scripts/test.sh [quick] [model|rollout|train] [pytest arguments…]
+# "quick" leaves out the tests marked slow, and with them the SGLang sidecar; a part's name leaves out the other parts:
+# model is model_port, rollout is rollout, train is paravt_jax. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu"
-if [ "${1:-}" = quick ]; then
-  select="not gpu and not slow"
+select="not gpu" tests=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    quick) select="not gpu and not slow" ;;
+    model) tests+=(tests/model_port) ;;
+    rollout) tests+=(tests/rollout) ;;
+    train) tests+=(tests/paravt_jax) ;;
+    -h | --help) sed -n '2,6s/^# //p' scripts/test.sh; exit 0 ;;
+    *) break ;;
+  esac
   shift
-fi
+done
 bash scripts/setup.sh dev
 case "$select" in *"not slow"*) ;; *) bash scripts/setup_sglang.sh cpu ;; esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
 # Two processes, each with whole files: much of the suite waits for servers and compilers.
-.venv/bin/python -m pytest -n 2 --dist loadfile -m "$select" "$@"
+.venv/bin/python -m pytest -n 2 --dist loadfile --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@"
