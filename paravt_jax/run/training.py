@@ -106,7 +106,7 @@ class Training:
     async def begin_step(self, phase: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
         """What the next step learns from, or None when there is nothing more to do."""
         self.began_step_s = time.monotonic()
-        if self.step == self.num_steps:
+        if self.step >= self.num_steps:
             return None
         self.log.phase(phase)
         return await unless_stopped(self.directory.stopping, work())
@@ -122,7 +122,7 @@ class Training:
         }
 
     def due(self, every_steps: int) -> bool:
-        return self.step % every_steps == 0 or self.step == self.num_steps
+        return self.step % every_steps == 0 or self.step >= self.num_steps
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
         if self.due(self.save_every_steps):
@@ -143,5 +143,5 @@ class Training:
             self.log.say(f"plots: {directory / PLOTS_DIR}")
         if self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
-        goes_on = "" if self.step == self.num_steps else "; the same command goes on from there"
+        goes_on = "" if self.step >= self.num_steps else "; the same command goes on from there"
         self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{goes_on}")

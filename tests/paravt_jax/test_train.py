@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -157,6 +158,14 @@ def test_a_finished_run_started_again_does_nothing(whole):
     assert train(whole, *WHOLE).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in (whole / "episodes").iterdir()} == before
     assert len(metrics_of(whole)) == NUM_STEPS
+
+
+def test_a_run_with_more_steps_than_are_asked_for_now_is_done(whole, tmp_path):
+    run_dir = tmp_path / "longer"
+    shutil.copytree(whole, run_dir)
+    done = train(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS - 2}")
+    assert done.returncode == 0, done.stderr
+    assert len(metrics_of(run_dir)) == NUM_STEPS
 
 
 def test_rollouts_ahead_of_the_update_are_never_staler_than_allowed(tmp_path):
