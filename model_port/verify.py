@@ -12,6 +12,7 @@ import numpy as np
 import model_port
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.inputs import Frame
+from model_port.progress import Meter
 
 MAX_DIFFERENCE = 1e-4  # of float32 logits; the project's bound for whole models
 FRAME_GRIDS = ((2, 2), (4, 6))  # unequal, so that positions and the table of positions count
@@ -68,7 +69,8 @@ def main() -> None:
     for path in filter(None, (args.hf, args.src)):
         if not Path(path).is_dir():
             raise ValueError(f"{path} is not a directory")
-    difference, largest = largest_difference(args.hf, args.src)
+    with Meter(f"comparing {args.hf}"):
+        difference, largest = largest_difference(args.hf, args.src)
     print(json.dumps({"largest_difference": difference, "largest_logit": largest}))
     if not difference <= args.max_difference:
         raise RuntimeError(f"the two sides differ by {difference:.3g}, more than {args.max_difference:.3g}")

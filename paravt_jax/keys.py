@@ -41,20 +41,20 @@ def unknown_key(key: str, known: list[str]) -> str:
     settings = [one for one in known if one.startswith(f"{key}.")]
     if settings:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
-    meant = _in_other_sections(key, known) or get_close_matches(key, known, 1, MIN_LIKENESS)
+    meant = _called(_name(key), known) or get_close_matches(key, known, 1, MIN_LIKENESS)
     if not meant:
-        names = [one.rpartition(".")[2] for one in known]
-        meant = [
-            one
-            for name in get_close_matches(key.rpartition(".")[2], names, 1, MIN_LIKENESS)
-            for one in _in_other_sections(name, known)
-        ]
+        names = get_close_matches(_name(key), map(_name, known), 1, MIN_LIKENESS)
+        meant = [one for name in names for one in _called(name, known)]
     hint = f"did you mean {' or '.join(meant[:MAX_HINTS])}?" if meant else "--show lists all"
     return f"{key} is no setting ({hint})"
 
 
-def _in_other_sections(key: str, known: list[str]) -> list[str]:
-    return [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _called(name: str, known: list[str]) -> list[str]:
+    return [key for key in known if _name(key) == name]
 
 
 def comments_of(schema: type) -> dict[str, str]:
