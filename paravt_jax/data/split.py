@@ -18,8 +18,8 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
+from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.inspect import columns_of, kind_of
@@ -140,11 +140,13 @@ def read(source: Path) -> tuple[list[Row], bool]:
         names.add(name)
         return _file_of(name, root)
 
-    for _, row in tqdm(rows_of(source, columns), desc="reading", unit="row", disable=None):
-        try:
-            rows.append(row_of(row, file_of))
-        except BadRow:
-            rows.append(Row(UNUSABLE, frozenset()))
+    with Meter(f"reading {source}", unit="row") as meter:
+        for _, row in rows_of(source, columns):
+            try:
+                rows.append(row_of(row, file_of))
+            except BadRow:
+                rows.append(Row(UNUSABLE, frozenset()))
+            meter.update()
     return rows, any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
 
 
