@@ -85,7 +85,7 @@ print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.activ
 
 
 def test_impossible_visits_are_refused():
-    with pytest.raises(ValueError, match="no prompts"):
+    with pytest.raises(ValueError, match="nothing to visit"):
         Visits([], seed=0)
     with pytest.raises(IndexError, match="visit -1"):
         Visits(prompts(3), seed=0)[-1]
