@@ -45,7 +45,8 @@ if [ "$have $from" = "$kind $want" ]; then
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+# Bytecode is made of what is imported, when it is: of the thousands of files here that is the smaller part.
+pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
 case "$kind" in
   cpu) pip --editable . ;;

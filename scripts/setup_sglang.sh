@@ -37,7 +37,7 @@ if [ -e $venv ]; then
   rm -rf $venv
 fi
 "$python" -m venv $venv
-pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
 if [ "$variant" = cpu ]; then
   pip $torch

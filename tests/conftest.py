@@ -29,6 +29,8 @@ import hypothesis
 import jax
 import pytest
 
+from model_port.tiny import make_tiny
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Timings are never tests. In CI the examples are the same every time: a change is judged by what it changed.
@@ -46,3 +48,11 @@ def float64():
     """Runs a test in double precision, where an exact identity shows to ten digits and more."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's directory, to be read: a test that writes into one makes its own."""
+    directory = tmp_path_factory.mktemp("hf") / "tiny"
+    make_tiny(directory)
+    return directory

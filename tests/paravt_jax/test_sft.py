@@ -15,7 +15,7 @@ from training import ROOT, arrays_of, metrics_of
 
 from model_port.config import ModelConfig
 from model_port.processing import VisionContract
-from model_port.tiny import make_tiny, tiny_config
+from model_port.tiny import tiny_config
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.data.visits import Visits
@@ -100,19 +100,12 @@ def test_other_traces_in_the_same_run_are_refused(undisturbed, world, tmp_path):
     assert done.returncode == 1 and "are not what the run in" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory)
-    return directory
-
-
-def batches_of(hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> TraceBatches:
+def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))
-    contract, model = VisionContract.from_hf(hf), tiny_config()
+    contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
-    renderer = TraceRenderer(FakeFrames(), Chat.from_hf(hf), contract, config.rollout)
+    renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
     settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0}
     return TraceBatches(renderer, Visits(traces, 0), first, model, contract, **settings)
 
@@ -136,29 +129,29 @@ def tokens_of(step: TraceBatch) -> list[list[int]]:
     return [batch.text.tokens.tolist() for batch in step.batches]
 
 
-def test_a_step_follows_from_its_first_visit_alone(hf):
+def test_a_step_follows_from_its_first_visit_alone(tiny_hf):
     traces = [trace(number, "word " * (5 * number)) for number in range(9)]
-    whole = take(batches_of(hf, traces, row_tokens=1024), 4)
-    again = take(batches_of(hf, traces, first=whole[1].next, row_tokens=1024), 2)
+    whole = take(batches_of(tiny_hf, traces, row_tokens=1024), 4)
+    again = take(batches_of(tiny_hf, traces, first=whole[1].next, row_tokens=1024), 2)
     assert [tokens_of(step) for step in again] == [tokens_of(step) for step in whole[2:]]
     assert [step.next for step in again] == [step.next for step in whole[2:]]
 
 
-def test_every_trace_is_taken_once_an_epoch(hf):
+def test_every_trace_is_taken_once_an_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
-    taken = take(batches_of(hf, traces, row_tokens=1024), 5)
+    taken = take(batches_of(tiny_hf, traces, row_tokens=1024), 5)
     assert taken[-1].next == sum(step.num_traces for step in taken) > 7
     assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in taken)
 
 
-def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(hf):
+def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(tiny_hf):
     traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
-    found = take(batches_of(hf, traces, row_tokens=1024), 1)[0]
+    found = take(batches_of(tiny_hf, traces, row_tokens=1024), 1)[0]
     assert found.num_traces + len(found.problems) == found.next
     said = " ".join(found.problems)
     assert "1: 6460 tokens" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
 
 
-def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(hf):
+def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(tiny_hf):
     with pytest.raises(RuntimeError, match="not one of 2 traces"):
-        take(batches_of(hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
+        take(batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)

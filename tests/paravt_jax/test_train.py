@@ -1,21 +1,11 @@
 """The trainer as a user runs it: from a config to metrics, checkpoints and plots, through kills and restarts."""
 
-import fcntl
 import itertools
 import json
-import os
-import pty
-import random
-import select
-import shutil
-import signal
-import subprocess
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from training import QUICK, ROOT, arrays_of, command, environment, episodes_of, metrics_of, train, train_here
+from training import QUICK, episodes_of, metrics_of, train, train_here
 
 import model_port
 from model_port.export import export
@@ -29,17 +19,6 @@ MUST_BE_THERE = {
     *("optim/grad_norm", "time/rollout_s", "time/update_s", "time/publish_s", "time/step_s", "perf/tokens_per_s"),
     *("perf/dummy_frac", "policy_version", "staleness_mean"),
 }
-NUM_STEPS = 5
-WHOLE = [*QUICK, f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=9"]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nobody disturbed."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    done = train(run_dir, *WHOLE)
-    assert done.returncode == 0, done.stderr
-    return run_dir
 
 
 def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
@@ -62,110 +41,6 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     before, after = model_port.load(run_dir / "tiny"), model_port.load(tmp_path / "hf")
     ids = np.arange(5, 50)
     assert not np.array_equal(model_port.logits(before, ids), model_port.logits(after, ids))
-
-
-def test_one_seed_gives_one_run(whole, tmp_path):
-    again, other = tmp_path / "again", tmp_path / "other"
-    assert train(again, *WHOLE).returncode == 0
-    assert metrics_of(again) == metrics_of(whole)
-    assert train(other, *WHOLE, "seed=1", "train.num_steps=1").returncode == 0
-    assert metrics_of(other)[0] != metrics_of(whole)[0]
-
-
-def on_a_terminal(run_dir: Path):
-    """The trainer on a pseudo terminal, where it says which phase of a step it is in."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(run_dir, *WHOLE), stderr=theirs, stdout=theirs, stdin=theirs, cwd=ROOT, env=environment(COLUMNS="200")
-    )
-    os.close(theirs)
-    return process, ours
-
-
-def kill_when(run_dir: Path, moment: str, after_s: float, deadline_s: float = 120.0) -> bool:
-    """Starts the trainer and kills it `after_s` after it says `moment`; False when it came to its end before."""
-    process, terminal = on_a_terminal(run_dir)
-    said, give_up_s = b"", time.monotonic() + deadline_s
-    try:
-        while time.monotonic() < give_up_s:
-            if select.select([terminal], [], [], 0.05)[0]:
-                try:
-                    said += os.read(terminal, 2**16)
-                except OSError:  # its end of the terminal is closed
-                    break
-            if moment.encode() in said or (moment == "checkpoint" and any((run_dir / "checkpoints").glob(".*"))):
-                time.sleep(after_s)
-                break
-        else:
-            pytest.fail(f"the trainer never said {moment!r}: {said[-2000:].decode(errors='replace')}")
-        finished = process.poll() is not None
-        process.kill()
-        code = process.wait()
-        assert not finished or code == 0, said[-2000:].decode(errors="replace")
-        return not finished
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-
-
-@pytest.mark.timeout(600)
-def test_a_run_killed_at_ten_moments_ends_as_if_it_never_was(whole, tmp_path):
-    run_dir, chance = tmp_path / "killed", random.Random(0)
-    moments = [
-        "rollout",
-        "update",
-        "checkpoint",
-        "publish",
-        "rollout",
-        "update",
-        "publish",
-        "checkpoint",
-        "rollout",
-        "update",
-    ]
-    kills = [kill_when(run_dir, moment, chance.uniform(0, 0.6)) for moment in moments]
-    assert sum(kills) >= 8
-    done = train(run_dir, *WHOLE)
-    assert done.returncode == 0, done.stderr
-    assert metrics_of(run_dir) == metrics_of(whole)
-    assert arrays_of(run_dir, NUM_STEPS) == arrays_of(whole, NUM_STEPS)
-    ids = [(episode["step"], episode["id"]) for episode in episodes_of(run_dir)]
-    assert sorted(ids) == sorted((episode["step"], episode["id"]) for episode in episodes_of(whole))
-    assert len(set(ids)) == len(ids)
-
-
-def test_sigterm_saves_and_ends_well_and_the_run_goes_on_from_there(whole, tmp_path):
-    run_dir = tmp_path / "stopped"
-    with subprocess.Popen(command(run_dir, *WHOLE), stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "1/5" in line:  # the first step is done, and every_steps=2 has saved nothing
-                break
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-    assert process.returncode == 0, rest
-    saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
-    assert saved
-    assert len(metrics_of(run_dir)) == max(saved)
-    assert train(run_dir, *WHOLE).returncode == 0
-    assert metrics_of(run_dir) == metrics_of(whole)
-    assert arrays_of(run_dir, NUM_STEPS) == arrays_of(whole, NUM_STEPS)
-
-
-def test_a_finished_run_started_again_does_nothing(whole):
-    before = {path: path.stat().st_mtime_ns for path in (whole / "episodes").iterdir()}
-    assert train(whole, *WHOLE).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in (whole / "episodes").iterdir()} == before
-    assert len(metrics_of(whole)) == NUM_STEPS
-
-
-def test_a_run_with_more_steps_than_are_asked_for_now_is_done(whole, tmp_path):
-    run_dir = tmp_path / "longer"
-    shutil.copytree(whole, run_dir)
-    done = train(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS - 2}")
-    assert done.returncode == 0, done.stderr
-    assert len(metrics_of(run_dir)) == NUM_STEPS
 
 
 def test_rollouts_ahead_of_the_update_are_never_staler_than_allowed(tmp_path):
@@ -222,18 +97,6 @@ def test_an_error_is_one_line_and_no_success(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: train.num_step is no setting (did you mean train.num_steps?)")
-
-
-def test_a_run_does_not_go_on_with_other_prompts(whole):
-    with pytest.raises(ValueError, match="seed=1 are not what the run in"):
-        train_here(whole, *WHOLE, "seed=1")
-
-
-def test_two_trainers_do_not_share_a_directory(whole):
-    with (whole / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match="another process trains in"):
-            train_here(whole, *WHOLE)
 
 
 def test_servers_serve_the_rollouts_and_get_every_version(tmp_path):

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from model_port.cli import run_cli
 from model_port.processing import VisionContract
 from paravt_jax import train as trainer
 from paravt_jax.config import Config, load_config
@@ -54,13 +57,18 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
     )
 
 
-def command(run_dir: Path, *overrides: str, config: Path = SMOKE) -> list[str]:
-    return [sys.executable, "-m", "paravt_jax.train", "--config", str(config), f"run_dir={run_dir}", *overrides]
+def arguments(run_dir: Path, *overrides: str) -> list[str]:
+    return ["--config", str(SMOKE), f"run_dir={run_dir}", *overrides]
 
 
-def train(run_dir: Path, *overrides: str, deadline_s: float = 240.0, **kwargs) -> subprocess.CompletedProcess[str]:
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "paravt_jax.train", *arguments(run_dir, *overrides)]
+
+
+def train(run_dir: Path, *overrides: str, deadline_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """The command itself."""
     return subprocess.run(
-        command(run_dir, *overrides), capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, **kwargs
+        command(run_dir, *overrides), capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, env=environment()
     )
 
 
@@ -69,8 +77,41 @@ def train_here(run_dir: Path, *overrides: str) -> None:
     asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides)))
 
 
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | more
+def environment() -> dict[str, str]:
+    """A run repeats its programs many times, so it compiles them as a user's does."""
+    return os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "COLUMNS": "200"}
+
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["paravt_jax.train", "paravt_jax.rl.opening"])
+
+
+def start_forked(run_dir: Path, *overrides: str, output: str) -> ForkServerProcess:
+    """The command in a process of its own that need not import everything first; it writes to the file `output`."""
+    process = forks.Process(target=_run_command, args=(arguments(run_dir, *overrides), output))
+    process.start()
+    return process
+
+
+def train_forked(run_dir: Path, *overrides: str) -> None:
+    """To its end."""
+    output = run_dir.with_name(f"{run_dir.name}.log")
+    process = start_forked(run_dir, *overrides, output=str(output))
+    process.join(240)
+    try:
+        assert process.exitcode == 0, output.read_text()
+    finally:
+        process.kill()
+
+
+def _run_command(arguments: list[str], output: str) -> None:
+    os.setsid()
+    file = os.open(output, os.O_RDWR | os.O_CREAT)
+    for standard in range(3):
+        os.dup2(file, standard)
+    os.environ.update(environment())
+    sys.argv = ["paravt_jax.train", *arguments]
+    run_cli(trainer.main)
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

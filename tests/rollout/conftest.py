@@ -24,13 +24,6 @@ def sglang_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hf") / "tiny"
-    make_tiny(directory, dtype="float32")
-    return directory
-
-
-@pytest.fixture(scope="session")
 def tiny_hf_published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights with the published bounds in the processor files: they enlarge every frame of the recipe."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"

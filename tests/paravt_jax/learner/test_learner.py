@@ -10,7 +10,6 @@ from flax import nnx
 import model_port
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh
-from model_port.tiny import make_tiny
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
@@ -23,21 +22,14 @@ ONE_ROW = Shape(num_rows=1, row_tokens=96, row_patches=16)
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory, seed=3)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def frames(hf):
-    values = model_port.load(hf).config.vision.patch_values
+def frames(tiny_hf):
+    values = model_port.load(tiny_hf).config.vision.patch_values
     return {"a": Frame(np.random.default_rng(0).standard_normal((16, values), np.float32), (4, 4))}
 
 
 @pytest.fixture(scope="module")
-def dialogues(hf):
-    config = model_port.load(hf).config
+def dialogues(tiny_hf):
+    config = model_port.load(tiny_hf).config
     prompt = np.random.default_rng(1).integers(5, 900, 19)
     prompt[4:8] = config.image_token_id
     found = []
@@ -52,12 +44,12 @@ def dialogues(hf):
     return found
 
 
-def learner(hf, optim=OPTIM, loss=LOSS, mesh=None) -> Learner:
-    return Learner(model_port.load(hf, mesh=mesh), optim, loss, temperature=0.7, mesh=mesh)
+def learner(tiny_hf, optim=OPTIM, loss=LOSS, mesh=None) -> Learner:
+    return Learner(model_port.load(tiny_hf, mesh=mesh), optim, loss, temperature=0.7, mesh=mesh)
 
 
-def batches(hf, dialogues, frames, shape=ONE_ROW):
-    return pack(dialogues, frames, model_port.load(hf).config, shape)
+def batches(tiny_hf, dialogues, frames, shape=ONE_ROW):
+    return pack(dialogues, frames, model_port.load(tiny_hf).config, shape)
 
 
 def params(learner) -> dict[str, np.ndarray]:
@@ -72,9 +64,9 @@ def assert_close(one, other, tolerance):
 NUM_TOKENS = 36.0
 
 
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(hf, dialogues, frames):
-    ours = learner(hf)
-    (batch,) = batches(hf, dialogues, frames)
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf)
+    (batch,) = batches(tiny_hf, dialogues, frames)
     before = ours.log_probs(batch)
     metrics = [ours.update([batch], NUM_TOKENS, 3) for _ in range(3)]
     change = (ours.log_probs(batch) - before)[batch.loss_mask]
@@ -87,11 +79,11 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(hf, dialo
 
 
 @pytest.mark.slow
-def test_however_a_step_is_cut_the_update_is_the_same(hf, dialogues, frames):
-    whole, cut = learner(hf), learner(hf)
-    whole.update(batches(hf, dialogues, frames), NUM_TOKENS, 3)
+def test_however_a_step_is_cut_the_update_is_the_same(tiny_hf, dialogues, frames):
+    whole, cut = learner(tiny_hf), learner(tiny_hf)
+    whole.update(batches(tiny_hf, dialogues, frames), NUM_TOKENS, 3)
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
-    pieces = batches(hf, alone, frames, Shape(1, 40, 16))
+    pieces = batches(tiny_hf, alone, frames, Shape(1, 40, 16))
     assert len(pieces) == 3
     found = cut.update(pieces, NUM_TOKENS, 3)
     assert found["loss/num_tokens"] == NUM_TOKENS
@@ -113,10 +105,10 @@ def _mu(learner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train_vision", [False, True])
-def test_the_vision_tower_moves_only_when_it_trains(train_vision, hf, dialogues, frames):
-    ours = learner(hf, replace(OPTIM, train_vision=train_vision))
+def test_the_vision_tower_moves_only_when_it_trains(train_vision, tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf, replace(OPTIM, train_vision=train_vision))
     before = params(ours)
-    ours.update(batches(hf, dialogues, frames), NUM_TOKENS, 3)
+    ours.update(batches(tiny_hf, dialogues, frames), NUM_TOKENS, 3)
     after = params(ours)
     moved = {path for path, value in before.items() if not np.array_equal(value, after[path])}
     assert any(path.startswith("vision") for path in moved) == train_vision
@@ -125,9 +117,9 @@ def test_the_vision_tower_moves_only_when_it_trains(train_vision, hf, dialogues,
     assert (num_moments == sum(value.size for value in before.values())) == train_vision
 
 
-def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_run(hf, dialogues, frames):
-    ours = learner(hf, replace(OPTIM, max_bad_steps=2))
-    (good,) = batches(hf, dialogues, frames)
+def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_run(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf, replace(OPTIM, max_bad_steps=2))
+    (good,) = batches(tiny_hf, dialogues, frames)
     bad = replace(good, advantage=np.where(good.loss_mask, np.inf, 0).astype(np.float32))
     before = params(ours)
     assert ours.update([bad], NUM_TOKENS, 3)["optim/num_bad_steps"] == 1
@@ -139,29 +131,29 @@ def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_r
 
 
 @pytest.mark.slow
-def test_the_reference_is_what_training_began_with(hf, dialogues, frames):
-    ours = learner(hf, loss=LossConfig(kl_coef=0.1))
-    packed = batches(hf, dialogues, frames)
+def test_the_reference_is_what_training_began_with(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf, loss=LossConfig(kl_coef=0.1))
+    packed = batches(tiny_hf, dialogues, frames)
     kl = [ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(3)]
     assert abs(kl[0]) < 1e-6
     assert min(kl[1:]) > 1e-6
-    assert learner(hf)._ref is None  # none is held where it counts for nothing
+    assert learner(tiny_hf)._ref is None  # none is held where it counts for nothing
 
 
 @pytest.mark.slow
-def test_the_penalty_holds_the_policy_back(hf, dialogues, frames):
-    packed = batches(hf, dialogues, frames)
+def test_the_penalty_holds_the_policy_back(tiny_hf, dialogues, frames):
+    packed = batches(tiny_hf, dialogues, frames)
     drift = []
     for kl_coef in (0.001, 10.0):
-        ours = learner(hf, loss=LossConfig(kl_coef=kl_coef))
+        ours = learner(tiny_hf, loss=LossConfig(kl_coef=kl_coef))
         drift.append([ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(4)][-1])
     assert drift[1] < drift[0]
 
 
 @pytest.mark.slow
-def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_ones(hf, dialogues, frames):
-    fresh, prepared = (learner(hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
-    packed = batches(hf, dialogues, frames)
+def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_ones(tiny_hf, dialogues, frames):
+    fresh, prepared = (learner(tiny_hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
+    packed = batches(tiny_hf, dialogues, frames)
     fresh.update(packed, NUM_TOKENS, 3)
     known = [prepared.known(batch) for batch in packed]
     first = prepared.update(packed, NUM_TOKENS, 3, known=known)
@@ -174,9 +166,9 @@ def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_on
 
 
 @pytest.mark.slow
-def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(hf, dialogues, frames):
-    ours = learner(hf, loss=LossConfig(kl_coef=0.1, kl_in="reward"))
-    packed = batches(hf, dialogues, frames)
+def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf, loss=LossConfig(kl_coef=0.1, kl_in="reward"))
+    packed = batches(tiny_hf, dialogues, frames)
     only_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in packed]
 
     def penalties():
@@ -190,15 +182,15 @@ def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(hf,
 
 
 @pytest.mark.slow
-def test_the_geometric_mask_can_be_asked_for_in_one_step(hf, dialogues, frames):
-    ours = learner(hf)
-    packed = batches(hf, dialogues, frames)  # whose behavior is far from the policy
+def test_the_geometric_mask_can_be_asked_for_in_one_step(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf)
+    packed = batches(tiny_hf, dialogues, frames)  # whose behavior is far from the policy
     assert ours.update(packed, NUM_TOKENS, 3)["loss/geometric_masked_frac"] == 0
     assert ours.update(packed, NUM_TOKENS, 3, geometric_mask=True)["loss/geometric_masked_frac"] == 1
 
 
-def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(hf):
-    ours = learner(hf)
+def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(tiny_hf):
+    ours = learner(tiny_hf)
     before = params(ours)
     ours.skip()
     assert int(ours.state.step) == 1
@@ -206,10 +198,10 @@ def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(hf)
 
 
 @pytest.mark.slow
-def test_clipping_bounds_the_gradient_and_not_its_report(hf, dialogues, frames):
-    packed = batches(hf, dialogues, frames)
+def test_clipping_bounds_the_gradient_and_not_its_report(tiny_hf, dialogues, frames):
+    packed = batches(tiny_hf, dialogues, frames)
     norms = [
-        learner(hf, replace(OPTIM, max_grad_norm=n)).update(packed, NUM_TOKENS, 3)["optim/grad_norm"]
+        learner(tiny_hf, replace(OPTIM, max_grad_norm=n)).update(packed, NUM_TOKENS, 3)["optim/grad_norm"]
         for n in (1e-3, 1e3)
     ]
     assert norms[0] == pytest.approx(norms[1])
@@ -217,34 +209,34 @@ def test_clipping_bounds_the_gradient_and_not_its_report(hf, dialogues, frames):
 
 
 @pytest.mark.slow
-def test_no_coefficient_compiles_a_program_of_its_own(hf, dialogues, frames):
-    packed = batches(hf, dialogues, frames)
+def test_no_coefficient_compiles_a_program_of_its_own(tiny_hf, dialogues, frames):
+    packed = batches(tiny_hf, dialogues, frames)
     loss = LossConfig(kl_coef=0.1)
-    learner(hf, loss=loss).update(packed, NUM_TOKENS, 3)
+    learner(tiny_hf, loss=loss).update(packed, NUM_TOKENS, 3)
     sizes = [program._cache_size() for program in PROGRAMS]
     other = replace(loss, kl_coef=0.2, clip_low=0.1, clip_high=0.4, behavior_cap=3.0, geometric_low=0.5)
-    ours = learner(hf, replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, max_grad_norm=2.0), other)
+    ours = learner(tiny_hf, replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, max_grad_norm=2.0), other)
     ours.update(packed, 2 * NUM_TOKENS, 4)
     assert [program._cache_size() for program in PROGRAMS] == sizes
-    learner(hf, loss=replace(loss, behavior_correction="truncate")).update(packed, NUM_TOKENS, 3)
+    learner(tiny_hf, loss=replace(loss, behavior_correction="truncate")).update(packed, NUM_TOKENS, 3)
     assert add_gradients._cache_size() > sizes[PROGRAMS.index(add_gradients)]  # another loss is another program
 
 
-def test_masters_in_half_precision_are_refused(hf):
+def test_masters_in_half_precision_are_refused(tiny_hf):
     with pytest.raises(ValueError, match="the masters must be float32, got bfloat16"):
-        Learner(model_port.load(hf, "bfloat16"), OPTIM, LOSS, temperature=0.7)
+        Learner(model_port.load(tiny_hf, "bfloat16"), OPTIM, LOSS, temperature=0.7)
 
 
 @pytest.mark.slow
-def test_eight_devices_make_the_same_update_as_one(hf, dialogues, frames):
+def test_eight_devices_make_the_same_update_as_one(tiny_hf, dialogues, frames):
     shape = Shape(num_rows=8, row_tokens=96, row_patches=16)
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
-    packed = batches(hf, alone, frames, replace(shape, row_tokens=40))
-    one = learner(hf)
+    packed = batches(tiny_hf, alone, frames, replace(shape, row_tokens=40))
+    one = learner(tiny_hf)
     one.update(packed, NUM_TOKENS, 3)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
-        eight = learner(hf, mesh=mesh)
+        eight = learner(tiny_hf, mesh=mesh)
         eight.update(packed, NUM_TOKENS, 3)
         table = flat_params(eight.state.trainable)["text.embed.table_vd"]
         assert (

@@ -9,7 +9,6 @@ from training import rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
-from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
@@ -52,22 +51,15 @@ MOST = {
 }  # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory)
-    return directory
-
-
 def learner_of(model, optim, loss) -> Learner:
     return Learner(model, optim, loss, temperature=ROLLOUT.temperature)
 
 
 @pytest.fixture(scope="module")
-def cold_start(hf):
+def cold_start(tiny_hf):
     """Weights that answer in the right format, with any of the letters: maximum likelihood is an advantage of 1."""
-    chat, contract, frames = Chat.from_hf(hf), VisionContract.from_hf(hf), FakeFrames()
-    model = model_port.load(hf)
+    chat, contract, frames = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), FakeFrames()
+    model = model_port.load(tiny_hf)
     loss = LossConfig(kl_coef=0.0, behavior_correction="none")
     learner = learner_of(model, OptimConfig(learning_rate=3e-3), loss)
 
@@ -95,9 +87,9 @@ def cold_start(hf):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", list(ARMS))
-def test_the_policy_comes_to_the_right_answer(arm, cold_start, hf):
+def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
     config = load_config(None, *COMMON, *ARMS[arm])
-    chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
+    chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     learner = learner_of(sampling_model(cold_start, "float32", copied=True), config.optim, config.loss)
     update = update_of(learner, chat, contract, config)
 

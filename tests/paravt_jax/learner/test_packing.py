@@ -11,7 +11,6 @@ from flax import nnx
 import model_port
 from model_port.inputs import Frame
 from model_port.sharding import make_mesh
-from model_port.tiny import make_tiny
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
 from paravt_jax.learner.programs import action_logp
@@ -21,10 +20,8 @@ TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory, seed=2)
-    return model_port.load(directory)
+def model(tiny_hf):
+    return model_port.load(tiny_hf)
 
 
 @pytest.fixture(scope="module")

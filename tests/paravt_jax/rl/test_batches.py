@@ -10,7 +10,6 @@ from training import rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
-from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
@@ -34,23 +33,16 @@ COMMON = [
 ]
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory)
-    return directory
-
-
 def half_right(episode):
     letter, much = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
     return f"{'I have looked. ' * much}</think><answer>{letter}</answer><|im_end|>"
 
 
-def taught(hf, *overrides, say=half_right, steps=1):
+def taught(tiny_hf, *overrides, say=half_right, steps=1):
     """The learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
-    chat, contract = Chat.from_hf(hf), VisionContract.from_hf(hf)
-    learner = Learner(model_port.load(hf), config.optim, config.loss, temperature=0.7)
+    chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
+    learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
     update = update_of(learner, chat, contract, config)
 
     async def reply(request):
@@ -64,15 +56,15 @@ def taught(hf, *overrides, say=half_right, steps=1):
     return learner, asyncio.run(work())
 
 
-def num_sampled(hf, episodes=range(8)):
-    chat = Chat.from_hf(hf)
+def num_sampled(tiny_hf, episodes=range(8)):
+    chat = Chat.from_hf(tiny_hf)
     return sum(len(chat.encode(half_right(str(number)))) for number in episodes)
 
 
 @pytest.mark.slow
-def test_every_sampled_token_counts_once_and_the_missing_do_not(hf):
-    _, (metrics,) = taught(hf)
-    assert metrics["loss/num_tokens"] == num_sampled(hf)
+def test_every_sampled_token_counts_once_and_the_missing_do_not(tiny_hf):
+    _, (metrics,) = taught(tiny_hf)
+    assert metrics["loss/num_tokens"] == num_sampled(tiny_hf)
     assert set(metrics) >= {f"mismatch/behavior_kl_{name}" for name in CLASSES}
 
     def one_lost(episode):
@@ -80,25 +72,27 @@ def test_every_sampled_token_counts_once_and_the_missing_do_not(hf):
             raise EngineError("gone")
         return half_right(episode)
 
-    _, (metrics,) = taught(hf, say=one_lost)
-    assert metrics["loss/num_tokens"] == num_sampled(hf) - 2 * num_sampled(hf, [2])
+    _, (metrics,) = taught(tiny_hf, say=one_lost)
+    assert metrics["loss/num_tokens"] == num_sampled(tiny_hf) - 2 * num_sampled(tiny_hf, [2])
 
 
 @pytest.mark.slow
-def test_a_step_without_spread_moves_the_version_and_nothing_else(hf):
-    learner, found = taught(hf, "train.updates_per_step=2", say=lambda episode: half_right("1"), steps=2)
+def test_a_step_without_spread_moves_the_version_and_nothing_else(tiny_hf):
+    learner, found = taught(tiny_hf, "train.updates_per_step=2", say=lambda episode: half_right("1"), steps=2)
     assert int(learner.state.step) == 4
     assert all("loss/policy" not in metrics for metrics in found)
-    untouched = model_port.load(hf)
+    untouched = model_port.load(tiny_hf)
     before, after = (np.asarray(model.text.embed.table_vd[...]) for model in (untouched, learner.model))
     assert np.array_equal(before, after)
 
 
 @pytest.mark.slow
-def test_batch_normalisation_gives_the_advantages_of_a_step_mean_0(hf):
+def test_batch_normalisation_gives_the_advantages_of_a_step_mean_0(tiny_hf):
     """Wrong answers are three times as long here, so without it the mean over tokens is far below 0."""
     plain, normal = (
-        taught(hf, "reward.anchor_weight=0", "loss.kl_coef=0", f"advantage.batch_normalise={on}")[1][0]["loss/policy"]
+        taught(tiny_hf, "reward.anchor_weight=0", "loss.kl_coef=0", f"advantage.batch_normalise={on}")[1][0][
+            "loss/policy"
+        ]
         for on in ("false", "true")
     )
     assert plain > 0.2  # the loss of the first update is minus the mean advantage
@@ -106,31 +100,31 @@ def test_batch_normalisation_gives_the_advantages_of_a_step_mean_0(hf):
 
 
 @pytest.mark.slow
-def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(hf):
+def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
     common = ("advantage.normalise=none", "optim.learning_rate=1e-3")  # two kinds of episodes are ±1 whatever they earn
-    in_reward = taught(hf, *common, "loss.kl_coef=1", "loss.kl_in=reward", steps=2)[1]
-    nowhere = taught(hf, *common, "loss.kl_coef=0", steps=2)[1]
+    in_reward = taught(tiny_hf, *common, "loss.kl_coef=1", "loss.kl_in=reward", steps=2)[1]
+    nowhere = taught(tiny_hf, *common, "loss.kl_coef=0", steps=2)[1]
     assert in_reward[0]["loss/policy"] == pytest.approx(nowhere[0]["loss/policy"], abs=1e-6)
     assert in_reward[1]["loss/policy"] != pytest.approx(nowhere[1]["loss/policy"], abs=1e-3)
     assert in_reward[1]["loss/kl_ref"] > 0
 
 
 @pytest.mark.slow
-def test_a_constant_denominator_does_not_depend_on_the_lengths(hf):
+def test_a_constant_denominator_does_not_depend_on_the_lengths(tiny_hf):
     tokens, constant = (
-        taught(hf, "loss.kl_coef=0", "rollout.max_new_tokens=64", f"loss.denominator={kind}")[1][0]["loss/policy"]
+        taught(tiny_hf, "loss.kl_coef=0", "rollout.max_new_tokens=64", f"loss.denominator={kind}")[1][0]["loss/policy"]
         for kind in ("tokens", "constant")
     )
     turns = load_config(None).rollout.tool_turns + 1
-    assert constant == pytest.approx(tokens * num_sampled(hf) / (8 * 64 * turns), rel=1e-4)
+    assert constant == pytest.approx(tokens * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
 
 
-def test_pixels_may_be_bounded_otherwise_than_the_model_says(hf):
+def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
     from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
 
-    contract = VisionContract.from_hf(hf)
-    files = with_pixel_bounds(read_side_files(hf), 1024, 2048)
-    write_side_files(files, hf.parent / "bounded")
+    contract = VisionContract.from_hf(tiny_hf)
+    files = with_pixel_bounds(read_side_files(tiny_hf), 1024, 2048)
+    write_side_files(files, tmp_path)
     bounded = replace(contract, min_pixels=1024, max_pixels=2048)
-    assert VisionContract.from_hf(hf.parent / "bounded") == bounded
-    assert VisionContract.from_hf(hf) == contract
+    assert VisionContract.from_hf(tmp_path) == bounded
+    assert VisionContract.from_hf(tiny_hf) == contract

@@ -8,7 +8,6 @@ import pytest
 from agents import FakeFrames, call, is_subagent
 from training import rollouts_of
 
-from model_port.tiny import make_tiny
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
@@ -28,10 +27,8 @@ CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory)
-    return Chat.from_hf(directory)
+def chat(tiny_hf):
+    return Chat.from_hf(tiny_hf)
 
 
 class GivenScores(Judge):

@@ -32,22 +32,15 @@ OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory, seed=3)
-    return directory
-
-
-def learner(hf, mesh=None, **optim) -> Learner:
-    model = model_port.load(hf, mesh=mesh)
+def learner(tiny_hf, mesh=None, **optim) -> Learner:
+    model = model_port.load(tiny_hf, mesh=mesh)
     return Learner(model, replace(OPTIM, **optim), LossConfig(kl_coef=0.0), temperature=0.7, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
-def subject(hf):
+def subject(tiny_hf):
     """One learner for all tests that only move states."""
-    return learner(hf)
+    return learner(tiny_hf)
 
 
 def at_step(learner, step, seed=0) -> Learner:
@@ -69,8 +62,10 @@ def bits(learner) -> dict[str, tuple]:
 
 
 @contextmanager
-def opened(directory, hf, keep=3, said=None):
-    checkpoints = Checkpoints(directory, hf, CheckpointConfig(keep=keep), [].append if said is None else said.append)
+def opened(directory, tiny_hf, keep=3, said=None):
+    checkpoints = Checkpoints(
+        directory, tiny_hf, CheckpointConfig(keep=keep), [].append if said is None else said.append
+    )
     try:
         yield checkpoints
     finally:
@@ -78,17 +73,17 @@ def opened(directory, hf, keep=3, said=None):
 
 
 @pytest.fixture(scope="module")
-def two_steps(hf, subject, tmp_path_factory):
+def two_steps(tiny_hf, subject, tmp_path_factory):
     """A directory with checkpoints 1 and 2, and the bits of each."""
     directory, expected = tmp_path_factory.mktemp("run") / "checkpoints", {}
-    with opened(directory, hf) as checkpoints:
+    with opened(directory, tiny_hf) as checkpoints:
         for step in (1, 2):
             expected[step] = bits(at_step(subject, step))
             checkpoints.save(subject, {"step": step})
     return directory, expected
 
 
-def batches(hf, num_rows=8):
+def batches(tiny_hf, num_rows=8):
     found = []
     for number in range(num_rows):
         ids = np.random.default_rng(number).integers(5, 900, 32)
@@ -96,7 +91,7 @@ def batches(hf, num_rows=8):
         advantage = np.full(32, number - 2.5, np.float32)
         logp = np.full(32, -6.0, np.float32)
         found.append(Dialogue(ids, (), 0, 0, mask, logp, advantage, np.zeros(32, np.int32), number))
-    return pack(found, {}, model_port.load(hf).config, Shape(num_rows=num_rows, row_tokens=32, row_patches=16))
+    return pack(found, {}, model_port.load(tiny_hf).config, Shape(num_rows=num_rows, row_tokens=32, row_patches=16))
 
 
 def update(learner, packed) -> dict[str, float]:
@@ -105,16 +100,16 @@ def update(learner, packed) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [None, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_training_goes_on_bit_for_bit(axes, hf, tmp_path):
+def test_training_goes_on_bit_for_bit(axes, tiny_hf, tmp_path):
     mesh = None if axes is None else make_mesh(**axes)
-    packed, before = batches(hf), learner(hf, mesh)
+    packed, before = batches(tiny_hf), learner(tiny_hf, mesh)
     update(before, packed)
-    with opened(tmp_path, hf) as checkpoints:
+    with opened(tmp_path, tiny_hf) as checkpoints:
         saved = bits(before)
         checkpoints.save(before, PROGRESS)
         metrics = [update(before, packed) for _ in range(2)]  # while it is being written
         checkpoints.wait()
-        after = learner(hf, mesh)
+        after = learner(tiny_hf, mesh)
         assert checkpoints.restore(after) == PROGRESS
     assert bits(after) == saved
     assert [update(after, packed) for _ in range(2)] == metrics
@@ -129,19 +124,19 @@ def test_training_goes_on_bit_for_bit(axes, hf, tmp_path):
         ({"fsdp": 8}, {"data": 4, "tensor": 2}),
     ],
 )
-def test_a_state_restores_onto_any_mesh(saved_on, restored_on, hf, tmp_path):
-    one, other = (learner(hf, None if axes is None else make_mesh(**axes)) for axes in (saved_on, restored_on))
+def test_a_state_restores_onto_any_mesh(saved_on, restored_on, tiny_hf, tmp_path):
+    one, other = (learner(tiny_hf, None if axes is None else make_mesh(**axes)) for axes in (saved_on, restored_on))
     expected = bits(at_step(one, 5))
     places = [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(other.state)]
-    with opened(tmp_path, hf) as checkpoints:
+    with opened(tmp_path, tiny_hf) as checkpoints:
         checkpoints.save(one, PROGRESS)
         assert checkpoints.restore(other) == PROGRESS
     assert bits(other) == expected
     assert [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(other.state)] == places
 
 
-def test_only_the_newest_are_kept(hf, subject, tmp_path):
-    with opened(tmp_path, hf, keep=2) as checkpoints:
+def test_only_the_newest_are_kept(tiny_hf, subject, tmp_path):
+    with opened(tmp_path, tiny_hf, keep=2) as checkpoints:
         for step in (8, 9, 10, 11):
             checkpoints.save(at_step(subject, step), {})
         checkpoints.wait()
@@ -149,8 +144,8 @@ def test_only_the_newest_are_kept(hf, subject, tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"10", "11"}
 
 
-def test_a_step_is_saved_once_with_the_progress_of_that_moment(hf, subject, tmp_path):
-    with opened(tmp_path, hf) as checkpoints:
+def test_a_step_is_saved_once_with_the_progress_of_that_moment(tiny_hf, subject, tmp_path):
+    with opened(tmp_path, tiny_hf) as checkpoints:
         assert checkpoints.restore(subject) is None
         progress = {"losses": [1.0]}
         checkpoints.save(at_step(subject, 4), progress)
@@ -161,7 +156,7 @@ def test_a_step_is_saved_once_with_the_progress_of_that_moment(hf, subject, tmp_
             checkpoints.save(at_step(subject, 5), {"cursor": np.int64(3)})
 
 
-def test_a_checkpoint_is_a_model_for_every_reader(hf, subject, two_steps, tmp_path):
+def test_a_checkpoint_is_a_model_for_every_reader(tiny_hf, subject, two_steps, tmp_path):
     directory, expected = two_steps[0] / "2", two_steps[1][2]
     at_step(subject, 2)
     weights = {path: np.asarray(leaf).tobytes() for path, leaf in flat_params(nnx.state(subject.model)).items()}
@@ -174,7 +169,7 @@ def test_a_checkpoint_is_a_model_for_every_reader(hf, subject, two_steps, tmp_pa
         found = [flattened(orbax.restore(directory / part / "params")) for part in (".", "optimizer")]
     assert {path: leaf.tobytes() for path, leaf in found[0].items()} == weights
     assert {leaf.tobytes() for leaf in found[1].values()} == moments
-    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (tiny_hf / "tokenizer.json").read_bytes()
 
 
 FILES = (
@@ -182,20 +177,20 @@ FILES = (
     "params/text.layers.mlp.up_kernel_fd/0.0.0",
     "params/_METADATA",
     "optimizer/params/opt_state.1.0.nu.text.embed.table_vd/.zarray",
-    "hf/tokenizer.json",
+    "tiny_hf/tokenizer.json",
 )
 
 
 @pytest.mark.parametrize("how", ["truncated", "deleted"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, hf, subject, two_steps, tmp_path):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, tiny_hf, subject, two_steps, tmp_path):
     run, said = tmp_path / "checkpoints", []
     shutil.copytree(two_steps[0], run)
     if how == "deleted":
         (run / "2" / name).unlink()
     else:
         os.truncate(run / "2" / name, (run / "2" / name).stat().st_size // 2)
-    with opened(run, hf, said=said) as checkpoints:
+    with opened(run, tiny_hf, said=said) as checkpoints:
         assert checkpoints.restore(subject) == {"step": 1}
         assert bits(subject) == two_steps[1][1]
         assert checkpoints.steps == [1]
@@ -207,29 +202,29 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, hf, sub
     assert {entry.name for entry in run.iterdir()} == {"1", "2", "2.broken"}
 
 
-def test_damage_that_only_reading_shows_falls_back_too(hf, tmp_path, two_steps, subject):
+def test_damage_that_only_reading_shows_falls_back_too(tiny_hf, tmp_path, two_steps, subject):
     shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     (last,) = (tmp_path / "checkpoints").glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
     last.write_bytes(b" " * last.stat().st_size)
-    with opened(tmp_path / "checkpoints", hf, said=(said := [])) as checkpoints:
+    with opened(tmp_path / "checkpoints", tiny_hf, said=(said := [])) as checkpoints:
         assert checkpoints.restore(subject) == {"step": 1}
     assert bits(subject) == two_steps[1][1]
     assert "zarray" in said[0]
 
 
-def test_a_state_that_is_half_replaced_is_not_trained_on(hf, tmp_path, two_steps):
+def test_a_state_that_is_half_replaced_is_not_trained_on(tiny_hf, tmp_path, two_steps):
     shutil.copytree(two_steps[0] / "2", tmp_path / "2")
     (last,) = tmp_path.glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
     last.write_bytes(b" " * last.stat().st_size)
-    with opened(tmp_path, hf) as checkpoints, pytest.raises(RuntimeError, match="broke off while it was read"):
-        checkpoints.restore(learner(hf))
+    with opened(tmp_path, tiny_hf) as checkpoints, pytest.raises(RuntimeError, match="broke off while it was read"):
+        checkpoints.restore(learner(tiny_hf))
 
 
-def test_with_nothing_whole_the_state_stays(hf, tmp_path, two_steps, subject):
+def test_with_nothing_whole_the_state_stays(tiny_hf, tmp_path, two_steps, subject):
     shutil.copytree(two_steps[0] / "2", tmp_path / "2")
     (tmp_path / "2" / "state.json").write_text("{}")
     before = bits(at_step(subject, 7))
-    with opened(tmp_path, hf, said=(said := [])) as checkpoints:
+    with opened(tmp_path, tiny_hf, said=(said := [])) as checkpoints:
         assert checkpoints.restore(subject) is None
     assert bits(subject) == before
     assert "there is none before it" in said[0]
@@ -246,8 +241,8 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_said_and_training_goes_on(hf, subject, tmp_path):
-    with opened(tmp_path, hf, said=(said := [])) as checkpoints:
+def test_a_full_disk_is_said_and_training_goes_on(tiny_hf, subject, tmp_path):
+    with opened(tmp_path, tiny_hf, said=(said := [])) as checkpoints:
         for step, latest in ((1, "would begin anew"), (3, "would continue from step 2")):
             with full_disk():
                 checkpoints.save(at_step(subject, step), {})
@@ -263,25 +258,25 @@ def test_a_full_disk_is_said_and_training_goes_on(hf, subject, tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"2", "3"}
 
 
-def test_a_failure_is_noticed_by_the_next_save(hf, subject, tmp_path):
-    with opened(tmp_path / "checkpoints", hf, said=(said := [])) as checkpoints:
+def test_a_failure_is_noticed_by_the_next_save(tiny_hf, subject, tmp_path):
+    with opened(tmp_path / "checkpoints", tiny_hf, said=(said := [])) as checkpoints:
         (tmp_path / "checkpoints" / ".1.partial").write_text("in the way")
         checkpoints.save(at_step(subject, 1), {})
         checkpoints.save(at_step(subject, 2), {})
         assert len(said) == 1 and "step 1 could not be written" in said[0] and "File exists" in said[0]
-    with opened(tmp_path / "checkpoints", hf) as checkpoints:
+    with opened(tmp_path / "checkpoints", tiny_hf) as checkpoints:
         assert checkpoints.steps == [2]
     assert {entry.name for entry in (tmp_path / "checkpoints").iterdir()} == {"2"}
 
 
-def test_another_model_or_optimizer_is_an_error_that_says_what_differs(hf, two_steps, tmp_path):
+def test_another_model_or_optimizer_is_an_error_that_says_what_differs(tiny_hf, two_steps, tmp_path):
     config = tiny_config()
     make_tiny(tmp_path / "hf", config=replace(config, text=replace(config.text, ffn_width=192)))
-    with opened(two_steps[0], hf) as checkpoints:
+    with opened(two_steps[0], tiny_hf) as checkpoints:
         with pytest.raises(ValueError, match=r"down_kernel_df is \(4, 128, 256\) there and \(4, 128, 192\) here"):
             checkpoints.restore(learner(tmp_path / "hf"))
         with pytest.raises(ValueError, match=r"opt_state\.1\.0\.mu\.vision\S+ is missing there and \(4, 32\) here"):
-            checkpoints.restore(learner(hf, train_vision=True))
+            checkpoints.restore(learner(tiny_hf, train_vision=True))
         assert checkpoints.steps == [1, 2]
 
 
@@ -297,9 +292,9 @@ from paravt_jax.learner.settings import LossConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import OptimConfig
 
-hf, directory = map(Path, sys.argv[1:])
-learner = Learner(model_port.load(hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0)
-checkpoints = Checkpoints(directory, hf, CheckpointConfig(keep=2), print)
+tiny_hf, directory = map(Path, sys.argv[1:])
+learner = Learner(model_port.load(tiny_hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0)
+checkpoints = Checkpoints(directory, tiny_hf, CheckpointConfig(keep=2), print)
 step = 0
 while True:
     step += 1
@@ -314,8 +309,8 @@ def steps(run) -> list[int]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_has_only_whole_checkpoints(hf, subject, tmp_path):
-    command = [sys.executable, "-c", SAVE_ON_AND_ON, str(hf), str(tmp_path / "run")]
+def test_killed_at_any_moment_a_run_has_only_whole_checkpoints(tiny_hf, subject, tmp_path):
+    command = [sys.executable, "-c", SAVE_ON_AND_ON, str(tiny_hf), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
@@ -335,7 +330,7 @@ def test_killed_at_any_moment_a_run_has_only_whole_checkpoints(hf, subject, tmp_
     moments = [tmp_path / "run", *(tmp_path / str(moment) for moment in range(10))]
     assert any(entry.name.startswith(".") for run in moments for entry in run.iterdir())  # in the midst of writing
     for run in moments:
-        with opened(run, hf, said=(said := [])) as checkpoints:
+        with opened(run, tiny_hf, said=(said := [])) as checkpoints:
             assert all(entry.name.isdecimal() for entry in run.iterdir())
             step = checkpoints.steps[-1]
             assert checkpoints.restore(subject) == {"step": step} and not said

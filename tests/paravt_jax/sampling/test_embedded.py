@@ -23,31 +23,25 @@ SETTINGS = dict(max_rows=4, max_context_tokens=512, token_bucket=64, patch_bucke
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(directory)
-    make_tiny(directory.parent / "other", seed=1)
-    return directory
+def model(tiny_hf):
+    return model_port.load(tiny_hf)
 
 
 @pytest.fixture(scope="module")
-def model(hf):
-    return model_port.load(hf)
+def other(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("other") / "hf"
+    make_tiny(directory, seed=1)
+    return model_port.load(directory)
 
 
 @pytest.fixture(scope="module")
-def other(hf):
-    return model_port.load(hf.parent / "other")
+def chat(tiny_hf):
+    return Chat.from_hf(tiny_hf)
 
 
 @pytest.fixture(scope="module")
-def chat(hf):
-    return Chat.from_hf(hf)
-
-
-@pytest.fixture(scope="module")
-def contract(hf):
-    return VisionContract.from_hf(hf)
+def contract(tiny_hf):
+    return VisionContract.from_hf(tiny_hf)
 
 
 PICTURES = tuple(
@@ -202,11 +196,11 @@ def test_a_sampler_that_breaks_is_heard_by_everybody(model, contract, chat):
     run(model, contract, work)
 
 
-def test_weights_of_a_model_are_the_tensors_of_its_files(model, hf, tmp_path):
+def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_path):
     from safetensors.numpy import load_file
 
     weights = ModelWeights(model, np.dtype(np.float32))
-    expected = load_file(hf / "model.safetensors")
+    expected = load_file(tiny_hf / "model.safetensors")
     sent = dict(weights.tensors())
     assert sent.keys() == expected.keys()
     for name, tensor in sent.items():
@@ -218,9 +212,9 @@ def test_weights_of_a_model_are_the_tensors_of_its_files(model, hf, tmp_path):
     assert half.num_bytes * 2 == weights.num_bytes
 
 
-def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(hf, contract):
+def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(tiny_hf, contract):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model = model_port.load(hf, mesh=mesh)
+    model = model_port.load(tiny_hf, mesh=mesh)
     for given, is_split in ((mesh, True), (None, False)):
         engine = EmbeddedEngine(model, contract, mesh=given, **SETTINGS)
         largest = max(jax.tree.leaves(engine._sampler._rows), key=lambda leaf: leaf.size)

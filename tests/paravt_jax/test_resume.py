@@ -1,0 +1,139 @@
+"""A run that is killed, stopped or started again ends as if nothing had happened."""
+
+import fcntl
+import os
+import pty
+import random
+import select
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from training import (
+    QUICK,
+    ROOT,
+    arrays_of,
+    command,
+    environment,
+    episodes_of,
+    metrics_of,
+    start_forked,
+    train,
+    train_forked,
+    train_here,
+)
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 5
+WHOLE = [*QUICK, f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=9"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    train_forked(run_dir, *WHOLE)
+    return run_dir
+
+
+def test_one_seed_gives_one_run(whole, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    done = train(again, *WHOLE)  # in which sets of strings have another order
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(again) == metrics_of(whole)
+    train_forked(other, *WHOLE, "seed=1", "train.num_steps=1")
+    assert metrics_of(other)[0] != metrics_of(whole)[0]
+
+
+def kill_when(run_dir: Path, moment: str, after_s: float, deadline_s: float = 120.0) -> bool:
+    """Starts the trainer and kills it `after_s` after it says `moment`; False when it came to its end before.
+
+    On a terminal, where it says which phase of a step it is in.
+    """
+    terminal, theirs = pty.openpty()
+    process = start_forked(run_dir, *WHOLE, output=os.ttyname(theirs))
+    said, give_up_s = b"", time.monotonic() + deadline_s
+    try:
+        while time.monotonic() < give_up_s:
+            if select.select([terminal], [], [], 0.05)[0]:
+                said += os.read(terminal, 2**16)
+            if moment.encode() in said or (moment == "checkpoint" and any((run_dir / "checkpoints").glob(".*"))):
+                time.sleep(after_s)
+                break
+            if not process.is_alive():
+                break
+        else:
+            pytest.fail(f"the trainer never said {moment!r}: {said[-2000:].decode(errors='replace')}")
+        finished = not process.is_alive()
+        process.kill()
+        process.join()
+        assert not finished or process.exitcode == 0, said[-2000:].decode(errors="replace")
+        return not finished
+    finally:
+        process.kill()
+        os.close(theirs)
+        os.close(terminal)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_ten_moments_ends_as_if_it_never_was(whole, tmp_path):
+    run_dir, chance = tmp_path / "killed", random.Random(0)
+    moments = (*("rollout", "update", "checkpoint", "publish") * 2, "rollout", "update")
+    kills = [kill_when(run_dir, moment, chance.uniform(0, 0.6)) for moment in moments]
+    assert sum(kills) >= 8
+    train_forked(run_dir, *WHOLE)
+    assert metrics_of(run_dir) == metrics_of(whole)
+    assert arrays_of(run_dir, NUM_STEPS) == arrays_of(whole, NUM_STEPS)
+    ids = [(episode["step"], episode["id"]) for episode in episodes_of(run_dir)]
+    assert sorted(ids) == sorted((episode["step"], episode["id"]) for episode in episodes_of(whole))
+    assert len(set(ids)) == len(ids)
+
+
+def test_sigterm_saves_and_ends_well_and_the_run_goes_on_from_there(whole, tmp_path):
+    run_dir = tmp_path / "stopped"
+    with subprocess.Popen(
+        command(run_dir, *WHOLE), stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "1/5" in line:  # the first step is done, and every_steps=2 has saved nothing
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert saved
+    assert len(metrics_of(run_dir)) == max(saved)
+    train_forked(run_dir, *WHOLE)
+    assert metrics_of(run_dir) == metrics_of(whole)
+    assert arrays_of(run_dir, NUM_STEPS) == arrays_of(whole, NUM_STEPS)
+
+
+def test_a_finished_run_started_again_does_nothing(whole):
+    before = {path: path.stat().st_mtime_ns for path in (whole / "episodes").iterdir()}
+    train_forked(whole, *WHOLE)
+    assert {path: path.stat().st_mtime_ns for path in (whole / "episodes").iterdir()} == before
+    assert len(metrics_of(whole)) == NUM_STEPS
+
+
+def test_a_run_with_more_steps_than_are_asked_for_now_is_done(whole, tmp_path):
+    run_dir = tmp_path / "longer"
+    shutil.copytree(whole, run_dir)
+    train_forked(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS - 2}")
+    assert len(metrics_of(run_dir)) == NUM_STEPS
+
+
+def test_a_run_does_not_go_on_with_other_prompts(whole):
+    with pytest.raises(ValueError, match="seed=1 are not what the run in"):
+        train_here(whole, *WHOLE, "seed=1")
+
+
+def test_two_trainers_do_not_share_a_directory(whole):
+    with (whole / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match="another process trains in"):
+            train_here(whole, *WHOLE)
