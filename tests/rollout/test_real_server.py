@@ -1,18 +1,33 @@
-"""Against the real SGLang server: what it samples is what the learner computes, and killing servers loses nothing."""
+"""The real SGLang server: it samples what the learner computes, loses nothing when killed, and leaves nothing behind.
+
+Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which stops one.
+"""
 
 import asyncio
+import base64
+import io
 import itertools
+import json
 import os
+import shutil
 import signal
+import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent
 from flax import nnx
+from PIL import Image
+from processes import all_gone, ended, family, serve, start
+from tokenizers import Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import model_port
 from model_port.processing import VisionContract
@@ -23,14 +38,16 @@ from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check
 from rollout.engine.protocol import Request, Sampling
-from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.engine.sglang import SGLangEngine, SGLangSettings, _Server
 from rollout.episode import Agent, EpisodeConfig, Task
-from rollout.server import Server, ServerSettings
+from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 
 pytestmark = pytest.mark.slow
 FLOAT32 = np.dtype(np.float32)
 CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096)
 SMALL = dict(context_length=4096, max_total_tokens=16_384)
+RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
+START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
 BOUND = gate.BOUNDS["float32"].max
 
 
@@ -66,12 +83,64 @@ def other(model, new_vision):
 
 
 @pytest.fixture(scope="module")
-def second(sglang_python, tiny_hf):
-    """A server for a vision tower that trains: it does not remember pictures."""
-    settings = ServerSettings(tiny_hf, python=sglang_python, trainable_vision=True, **SMALL)
-    server = asyncio.run(Server.start(settings, deadline_s=180))
+def sglang_python() -> Path:
+    try:
+        return sidecar_python()
+    except RuntimeError as problem:  # its message names the command to run
+        pytest.fail(str(problem))
+
+
+@pytest.fixture(scope="module")
+def tiny_hf_published(tmp_path_factory) -> Path:
+    """The same weights with the published bounds in the processor files: they enlarge every frame of the recipe."""
+    directory = tmp_path_factory.mktemp("hf") / "tiny"
+    make_tiny(directory, min_pixels=65_536, max_pixels=16_777_216)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python, tiny_hf_published):
+    """Has the weights of `tiny_hf`, and every test leaves it so, with nothing running."""
+    server = start(ServerSettings(tiny_hf_published, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S)
     yield server
     asyncio.run(server.stop(20))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that the command serves."""
+
+    command: subprocess.Popen[str]
+    url: str
+    pid: int
+
+
+@pytest.fixture(scope="module")
+def second(sglang_python, tiny_hf):
+    """A server for a vision tower that trains: it does not remember pictures."""
+    small = ("--context-length", "4096", "--max-total-tokens", "16384")
+    command = serve(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision", *small, "--json")
+    shown = json.loads(command.stdout.readline())
+    yield Served(command, shown["url"], shown["pid"])
+    command.terminate()
+    command.communicate(timeout=60)
+
+
+def generate(url, model, height, width):
+    """One token after a picture; the answer's meta_info."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = tokenizer.encode("system<|vision_start|><|image_pad|><|vision_end|>user").ids
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(buffer, "PNG")
+    body = {
+        "input_ids": ids,
+        "image_data": [base64.b64encode(buffer.getvalue()).decode()],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+    }
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["meta_info"], len(ids)
 
 
 class Guided:
@@ -124,6 +193,24 @@ def play(engine, chat, frames, num_episodes, deadline_s=120):
         return await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
 
     return run()
+
+
+def test_the_real_server_continues_ids_with_an_image(server, tiny_hf):
+    answer, num_ids = generate(server.url, tiny_hf, 64, 96)
+    assert answer["prompt_tokens"] == num_ids - 1 + 2 * 3
+    assert answer["completion_tokens"] == len(answer["output_token_logprobs"]) == 1
+
+
+def test_images_keep_their_size_under_the_published_bounds(server, tiny_hf_published):
+    processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
+    for height, width in RECIPE_SIZES:
+        answer, num_ids = generate(server.url, tiny_hf_published, height, width)
+        assert answer["prompt_tokens"] == num_ids - 1 + (height // 32) * (width // 32)
+        enlarged = processor(images=[np.zeros((height, width, 3), np.uint8)])["image_grid_thw"][0]
+        assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # what the model's own files ask for
+    with pytest.raises(urllib.error.HTTPError):  # the patches do not divide it: an error, not a resize
+        generate(server.url, tiny_hf_published, 100, 90)
+    assert generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1  # and the server survives it
 
 
 def test_servers_and_learner_agree_on_every_size_of_picture(server, model, contract, chat):
@@ -255,35 +342,48 @@ def scheduler_of(server) -> psutil.Process:
     return max(psutil.Process(server.pid).children(recursive=True), key=lambda process: process.memory_info().rss)
 
 
-def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_back_with_the_weights(
-    sglang_python, tiny_hf, other, contract, chat
-):
-    settings = ServerSettings(tiny_hf, python=sglang_python, **SMALL)
+async def all_up(engine, model) -> None:
+    """Until all servers are up with the weights of `model`, whatever versions they came with."""
+    async with asyncio.timeout(60):
+        while not all(one.up for one in engine._servers):
+            if any("another server" in one.problem for one in engine._servers):
+                await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+            await asyncio.sleep(0.1)
 
+
+def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_back_with_the_weights(
+    server, sglang_python, tiny_hf, model, other, contract, chat
+):
     async def body():
-        engine = await SGLangEngine.launch([settings, settings], SGLangSettings(probe_every_s=1))
+        managed = await Server.start(
+            ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
+        )
+        servers = [_Server(managed.url, managed), _Server(server.url)]
+        engine = await SGLangEngine._begin(servers, SGLangSettings(probe_every_s=1))
         try:
-            await engine.publish(ModelWeights(other, FLOAT32), 1)
+            await all_up(engine, model)
+            await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
             guided = Guided(engine, chat, TURNS)
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
             while sum(guided.answered.values()) < 8:
                 await asyncio.sleep(0.01)
             victim = engine._servers[0]
-            os.kill(scheduler_of(victim.managed).pid, signal.SIGKILL)
+            os.kill(scheduler_of(managed).pid, signal.SIGKILL)
             episodes = await playing
             async with asyncio.timeout(150):
                 while not (victim.up and victim.num_restarts == 1):
                     await asyncio.sleep(0.1)
             worst, _ = await sampled_against_learner(engine, chat, other, contract)
-            health = await engine.health()
-            return guided, episodes, worst, health
+            health, version = await engine.health(), engine.version
+            await engine.publish(ModelWeights(model, FLOAT32), version + 1)
+            return guided, episodes, worst, health, version
         finally:
             await engine.close()
 
-    guided, episodes, worst, health = asyncio.run(body())
+    guided, episodes, worst, health, version = asyncio.run(body())
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
     assert len(guided.requests) == sum(guided.answered.values()) == 16 * 5
-    assert [(server.alive, server.version) for server in health.servers] == [(True, 1)] * 2
+    assert [(server.alive, server.version) for server in health.servers] == [(True, version)] * 2
     assert worst < BOUND
 
 
@@ -293,11 +393,7 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
     async def body():
         engine = await SGLangEngine.connect([second.url, server.url], settings)
         try:
-            async with asyncio.timeout(30):
-                while not all(one.up for one in engine._servers):
-                    if any("another server" in one.problem for one in engine._servers):
-                        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
-                    await asyncio.sleep(0.1)
+            await all_up(engine, model)
             guided = Guided(engine, chat, TURNS)
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
             while sum(guided.answered.values()) < 8:
@@ -324,3 +420,42 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
     assert len(guided.requests) == sum(guided.answered.values()) == 16 * 5
     assert lasted_s < 60
     assert versions == [version - 1] * 2
+
+
+def test_the_real_server_stops_with_nothing_left(second):
+    processes = family(second.pid)
+    second.command.send_signal(signal.SIGTERM)
+    code, _, errors = ended(second.command)
+    assert code == 0, errors
+    assert len(processes) >= 4 and all_gone(processes, within_s=0)  # supervisor, server, scheduler, detokenizer
+
+
+@pytest.mark.parametrize("moment", ["serving", "loading"])
+def test_the_real_server_dies_with_a_killed_parent(sglang_python, tiny_hf, moment):
+    command = serve(ServerSettings(model=tiny_hf, python=sglang_python), "--context-length", "4096")
+    if moment == "serving":
+        command.stdout.readline()
+    while len(processes := family(command.pid)) < 6:  # the scheduler has only just been spawned: it guards itself later
+        time.sleep(0.05)
+        assert command.poll() is None
+    command.kill()
+    ended(command)
+    assert all_gone(processes)
+
+
+def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf, tmp_path):
+    model = shutil.copytree(tiny_hf, tmp_path / "broken")
+    (model / "model.safetensors").write_bytes(b"no tensors")
+    settings = ServerSettings(model=model, python=sglang_python, context_length=4_096)
+    with pytest.raises(ServerFailed, match=r"(?s)before it was ready.*its last lines:.*[Ss]afetensor"):
+        start(settings, deadline_s=120)
+
+
+def test_the_real_server_knows_the_flags_for_cuda(sglang_python, tiny_hf):
+    cuda = ServerSettings(model=tiny_hf, python=sglang_python, device="cuda", max_total_tokens=100_000)
+    code = (
+        "import sys; from sglang.srt.server_args import prepare_server_args as parse; print(parse(sys.argv[1:]).device)"
+    )
+    parse = [str(sglang_python), "-W", "ignore", "-c", code, *cuda.command()[3:]]
+    environment = replace(cuda, device="cpu").environment()  # only to import it on this machine
+    assert subprocess.run(parse, env=environment, capture_output=True, text=True, check=True).stdout == "cuda\n"

@@ -1,35 +1,24 @@
 """The sidecar starts, answers, fails in its own words, and leaves no process, however it or its parent ends."""
 
 import asyncio
-import base64
-import io
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from PIL import Image
-from tokenizers import Tokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from processes import all_gone, ended, family, serve, start
 
 from rollout.server import KEPT_LINES, MAX_LINE_BYTES, Server, ServerFailed, ServerSettings
 
-ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_sglang.py")
-RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
-SERVE = [sys.executable, "-m", "rollout.serve"]
 
 
 @pytest.fixture
@@ -44,55 +33,6 @@ def fake(tmp_path):
         return ServerSettings(model=tmp_path, python=python, extra_args=("--fake", mode, *extra), **kwargs)
 
     return settings
-
-
-def start(settings, **kwargs):
-    return asyncio.run(Server.start(settings, **{"deadline_s": 30, **kwargs}))
-
-
-def family(pid):
-    """A process and all its descendants."""
-    top = psutil.Process(pid)
-    return [top, *top.children(recursive=True)]
-
-
-def all_gone(processes, within_s=10.0):
-    """Whether none of them runs; a zombie waits only for whoever started it."""
-    deadline = time.monotonic() + within_s
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def serve(settings, *options):
-    """The command, running."""
-    args = ["--model", str(settings.model), "--python", str(settings.python), *options, "--", *settings.extra_args]
-    return subprocess.Popen([*SERVE, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def ended(command, within_s=30):
-    """Exit code, the rest of stdout, and stderr."""
-    output, errors = command.communicate(timeout=within_s)
-    return command.returncode, output, errors
-
-
-def generate(url, model, height, width):
-    """One token after a picture; the answer's meta_info."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids = tokenizer.encode("system<|vision_start|><|image_pad|><|vision_end|>user").ids
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(buffer, "PNG")
-    body = {
-        "input_ids": ids,
-        "image_data": [base64.b64encode(buffer.getvalue()).decode()],
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-    }
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["meta_info"], len(ids)
 
 
 # --- settings: nothing is started
@@ -305,71 +245,3 @@ def test_the_command_shows_a_stack_trace_only_when_asked(fake, tmp_path):
     code, _, errors = ended(serve(fake()))
     assert code == 1 and errors.splitlines()[-1].startswith("error: model=") and "Traceback" not in errors
     assert "Traceback" in ended(serve(fake(), "--debug"))[2]
-
-
-# --- the real server
-
-
-@pytest.mark.slow
-def test_the_real_server_continues_ids_with_an_image(server, tiny_hf):
-    answer, num_ids = generate(server.url, tiny_hf, 64, 96)
-    assert answer["prompt_tokens"] == num_ids - 1 + 2 * 3
-    assert answer["completion_tokens"] == len(answer["output_token_logprobs"]) == 1
-
-
-@pytest.mark.slow
-def test_images_keep_their_size_under_the_published_bounds(server, tiny_hf_published):
-    processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
-    for height, width in RECIPE_SIZES:
-        answer, num_ids = generate(server.url, tiny_hf_published, height, width)
-        assert answer["prompt_tokens"] == num_ids - 1 + (height // 32) * (width // 32)
-        enlarged = processor(images=[np.zeros((height, width, 3), np.uint8)])["image_grid_thw"][0]
-        assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # what the model's own files ask for
-    with pytest.raises(urllib.error.HTTPError):  # the patches do not divide it: an error, not a resize
-        generate(server.url, tiny_hf_published, 100, 90)
-    assert generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1  # and the server survives it
-
-
-@pytest.mark.slow
-def test_the_real_server_stops_with_nothing_left(sglang_python, tiny_hf):
-    settings = ServerSettings(model=tiny_hf, python=sglang_python)
-    command = serve(settings, "--context-length", "4096", "--json")
-    processes = family(json.loads(command.stdout.readline())["pid"])
-    command.send_signal(signal.SIGTERM)
-    code, _, errors = ended(command)
-    assert code == 0, errors
-    assert len(processes) >= 4 and all_gone(processes, within_s=0)  # supervisor, server, scheduler, detokenizer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["serving", "loading"])
-def test_the_real_server_dies_with_a_killed_parent(sglang_python, tiny_hf, moment):
-    command = serve(ServerSettings(model=tiny_hf, python=sglang_python), "--context-length", "4096")
-    if moment == "serving":
-        command.stdout.readline()
-    while len(processes := family(command.pid)) < 6:  # the scheduler has only just been spawned: it guards itself later
-        time.sleep(0.05)
-        assert command.poll() is None
-    command.kill()
-    ended(command)
-    assert all_gone(processes)
-
-
-@pytest.mark.slow
-def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf, tmp_path):
-    model = shutil.copytree(tiny_hf, tmp_path / "broken")
-    (model / "model.safetensors").write_bytes(b"no tensors")
-    settings = ServerSettings(model=model, python=sglang_python, context_length=4_096)
-    with pytest.raises(ServerFailed, match=r"(?s)before it was ready.*its last lines:.*[Ss]afetensor"):
-        start(settings, deadline_s=120)
-
-
-@pytest.mark.slow
-def test_the_real_server_knows_the_flags_for_cuda(sglang_python, tiny_hf):
-    cuda = ServerSettings(model=tiny_hf, python=sglang_python, device="cuda", max_total_tokens=100_000)
-    code = (
-        "import sys; from sglang.srt.server_args import prepare_server_args as parse; print(parse(sys.argv[1:]).device)"
-    )
-    parse = [str(sglang_python), "-W", "ignore", "-c", code, *cuda.command()[3:]]
-    environment = replace(cuda, device="cpu").environment()  # only to import it on this machine
-    assert subprocess.run(parse, env=environment, capture_output=True, text=True, check=True).stdout == "cuda\n"

@@ -1,0 +1,46 @@
+"""Servers as processes: started, asked for all that belongs to them, ended."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from rollout.server import Server
+
+ROOT = Path(__file__).parents[2]
+SERVE = [sys.executable, "-m", "rollout.serve"]
+
+
+def start(settings, **kwargs):
+    return asyncio.run(Server.start(settings, **{"deadline_s": 30, **kwargs}))
+
+
+def family(pid):
+    """A process and all its descendants."""
+    top = psutil.Process(pid)
+    return [top, *top.children(recursive=True)]
+
+
+def all_gone(processes, within_s=10.0):
+    """Whether none of them runs; a zombie waits only for whoever started it."""
+    deadline = time.monotonic() + within_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def serve(settings, *options):
+    """The command, running."""
+    args = ["--model", str(settings.model), "--python", str(settings.python), *options, "--", *settings.extra_args]
+    return subprocess.Popen([*SERVE, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(command, within_s=30):
+    """Exit code, the rest of stdout, and stderr."""
+    output, errors = command.communicate(timeout=within_s)
+    return command.returncode, output, errors
