@@ -17,8 +17,11 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+# Side by side: installing is half waiting and half unpacking.
+sidecar=
+if [ "$select" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
 bash scripts/setup.sh dev
-case "$select" in *"not slow"*) ;; *) bash scripts/setup_sglang.sh cpu ;; esac
+[ -z "$sidecar" ] || wait "$sidecar"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
