@@ -20,10 +20,11 @@ done
 # Side by side: installing is half waiting and half unpacking.
 sidecar=
 if [ "$select" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
+trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
-[ -z "$sidecar" ] || wait "$sidecar"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
+[ -z "$sidecar" ] || wait "$sidecar"
 # Two processes, each with whole files: much of the suite waits for servers and compilers.
-.venv/bin/python -m pytest -n 2 --dist loadfile --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@"
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@"

@@ -56,3 +56,11 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hf") / "tiny"
     make_tiny(directory)
     return directory
+
+
+# What takes minutes begins first, so that no process is left alone with it at the end.
+LONG_FILES = ("test_real_server.py", "test_train.py", "test_resume.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))

@@ -1,5 +1,7 @@
 """Our model equals transformers, forward and gradient, through the files on disk; and each feature is needed for it."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,10 +157,10 @@ class TestAblations:
     """With a feature switched off, parity must fail: the tolerance and the inputs are able to see it."""
 
     @pytest.fixture(autouse=True)
-    def fresh_programs(self):
-        jax.clear_caches()
-        yield
-        jax.clear_caches()
+    def traced_anew(self, monkeypatch):
+        """The programs of before know nothing of what a test takes away."""
+        forward = inspect.unwrap(loading._logits)
+        monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
 
     def assert_noticed(self, pair, kind="mixed"):
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -225,22 +227,29 @@ class TestAblations:
         self.assert_noticed(tied_pair, "video")
 
 
-class TestComputeOptions:
-    """How it is computed changes nothing beyond rounding."""
+@pytest.fixture(scope="module")
+def gradients(tied_pair):
+    """Of the model with this way to compute."""
+    _, ours, config = tied_pair
+    inputs = prompts(config)["mixed"]
+    weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
+    return lambda compute: our_gradients(with_compute(ours, compute), inputs, weights)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("scan", "remat"),
-        [(True, "full"), (True, "dots"), (True, "attention"), (True, "offload"), (False, "none"), (False, "full")],
-    )
-    def test_scan_and_rematerialisation_keep_gradients(self, tied_pair, scan, remat):
-        _, ours, config = tied_pair
-        inputs = prompts(config)["mixed"]
-        weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
-        plain = our_gradients(ours, inputs, weights)
-        other = our_gradients(with_compute(ours, Compute(scan=scan, remat=remat)), inputs, weights)
-        for name, gradient in plain.items():
-            assert relative_error(other[name], gradient) < 1e-4 or np.linalg.norm(gradient) < 1e-3, name
+
+@pytest.fixture(scope="module")
+def plain(gradients):
+    return gradients(Compute())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [(True, "full"), (True, "dots"), (True, "attention"), (True, "offload"), (False, "none"), (False, "full")],
+)
+def test_how_it_is_computed_changes_no_gradient_beyond_rounding(gradients, plain, scan, remat):
+    other = gradients(Compute(scan=scan, remat=remat))
+    for name, gradient in plain.items():
+        assert relative_error(other[name], gradient) < 1e-4 or np.linalg.norm(gradient) < 1e-3, name
 
 
 def with_compute(model, compute: Compute):

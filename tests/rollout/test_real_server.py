@@ -1,6 +1,6 @@
 """The real SGLang server: it samples what the learner computes, loses nothing when killed, and leaves nothing behind.
 
-Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which stops one.
+Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which end them.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,14 +99,6 @@ def tiny_hf_published(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def server(sglang_python, tiny_hf_published):
-    """Has the weights of `tiny_hf`, and every test leaves it so, with nothing running."""
-    server = start(ServerSettings(tiny_hf_published, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S)
-    yield server
-    asyncio.run(server.stop(20))
-
-
 @dataclass(frozen=True)
 class Served:
     """A server that the command serves."""
@@ -115,15 +108,26 @@ class Served:
     pid: int
 
 
+def served(settings: ServerSettings, *options: str) -> Iterator[Served]:
+    command = serve(settings, "--context-length", "4096", "--max-total-tokens", "16384", "--json", *options)
+    try:
+        shown = json.loads(command.stdout.readline())
+        yield Served(command, shown["url"], shown["pid"])
+    finally:
+        command.terminate()
+        command.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python, tiny_hf_published):
+    """Has the weights of `tiny_hf`, and every test leaves it so, with nothing running."""
+    yield from served(ServerSettings(tiny_hf_published, python=sglang_python))
+
+
 @pytest.fixture(scope="module")
 def second(sglang_python, tiny_hf):
     """A server for a vision tower that trains: it does not remember pictures."""
-    small = ("--context-length", "4096", "--max-total-tokens", "16384")
-    command = serve(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision", *small, "--json")
-    shown = json.loads(command.stdout.readline())
-    yield Served(command, shown["url"], shown["pid"])
-    command.terminate()
-    command.communicate(timeout=60)
+    yield from served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision")
 
 
 def generate(url, model, height, width):
@@ -422,19 +426,24 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
     assert versions == [version - 1] * 2
 
 
-def test_the_real_server_stops_with_nothing_left(second):
-    processes = family(second.pid)
-    second.command.send_signal(signal.SIGTERM)
-    code, _, errors = ended(second.command)
+def test_the_real_server_stops_with_nothing_left(server):
+    processes = family(server.pid)
+    server.command.send_signal(signal.SIGTERM)
+    code, _, errors = ended(server.command)
     assert code == 0, errors
     assert len(processes) >= 4 and all_gone(processes, within_s=0)  # supervisor, server, scheduler, detokenizer
 
 
-@pytest.mark.parametrize("moment", ["serving", "loading"])
-def test_the_real_server_dies_with_a_killed_parent(sglang_python, tiny_hf, moment):
-    command = serve(ServerSettings(model=tiny_hf, python=sglang_python), "--context-length", "4096")
-    if moment == "serving":
-        command.stdout.readline()
+def test_the_real_server_dies_with_a_killed_parent(second):
+    processes = family(second.command.pid)
+    assert len(processes) >= 5
+    second.command.kill()
+    ended(second.command)
+    assert all_gone(processes)
+
+
+def test_the_real_server_dies_with_a_parent_killed_while_it_loads(sglang_python, tiny_hf):
+    command = serve(ServerSettings(tiny_hf, python=sglang_python), "--context-length", "4096")
     while len(processes := family(command.pid)) < 6:  # the scheduler has only just been spawned: it guards itself later
         time.sleep(0.05)
         assert command.poll() is None

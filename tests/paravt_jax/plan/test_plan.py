@@ -47,10 +47,10 @@ MID = ModelConfig(
 )
 LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=32_768))
 CASES = {
-    "full": (MID, (1, 2, 2), 1024, "full", "blocked"),
-    "none": (MID, (1, 2, 2), 1024, "none", "blocked"),
-    "dots": (MID, (2, 1, 2), 1024, "dots", "blocked"),
-    "full, xla": (MID, (2, 2, 1), 512, "full", "xla"),
+    "full": (MID, (1, 2, 2), 512, "full", "blocked"),
+    "none": (MID, (1, 2, 2), 512, "none", "blocked"),
+    "dots": (MID, (2, 1, 2), 512, "dots", "blocked"),
+    "full, xla": (MID, (2, 2, 1), 256, "full", "xla"),
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
 }
