@@ -31,18 +31,18 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import config_from_hf, read_hf_config
 from model_port.hf_files import (
     HUB_ID,
-    SIDE_PATTERNS,
+    SIDE_FILES,
     base_model,
     read_side_files,
     with_base_model,
     write_side_files,
 )
 from model_port.hub import transferring
-from model_port.layout import HF_DIR, INFO_FILE, is_checkpoint
+from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
-from model_port.safetensors_io import HfTensors
+from model_port.safetensors_io import INDEX_FILE, HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
@@ -75,7 +75,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
     start_s = time.monotonic()
     if dtype is not None:
         parse_dtype(dtype)
-    check_replaceable(Path(dst), force, is_checkpoint)
+    check_replaceable(Path(dst), force, Path(src))
     src_dir = source_directory(src)
     config = config_from_hf(read_hf_config(src_dir), source=str(src_dir / "config.json"))
     with HfTensors(src_dir) as tensors:
@@ -98,7 +98,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
 
         param_bytes = num_params(config) * storage.itemsize
         needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
-        with output_directory(dst, force=force, replaceable=is_checkpoint, needed_bytes=needed_bytes) as partial:
+        with output_directory(dst, force=force, source=src_dir, needed_bytes=needed_bytes) as partial:
             write_side_files(files, partial / HF_DIR)
             with Meter("converting", param_bytes, BYTES) as bar:
                 write_params(partial, shapes, storage, read, position, bar.update)
@@ -123,7 +123,7 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
         with transferring(f"downloading {src}"):
-            return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", *SIDE_PATTERNS]))
+            return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", INDEX_FILE, *SIDE_FILES]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         reason = str(problem).strip().splitlines()[0]
         raise RuntimeError(

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCardData
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
-from model_port.hf_files import base_model, is_hf_directory, read_side_files, with_dtype, write_side_files
+from model_port.hf_files import CARD_FILE, base_model, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access, push_to_hub
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
@@ -30,7 +30,6 @@ from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
 
 MAX_SHARD_GIB = 4.7  # just below the 5 GB of the published shards
-CARD_FILE = "README.md"
 CARD = """\
 ---
 {metadata}
@@ -67,7 +66,7 @@ def export(
         parse_dtype(dtype)
     if not max_shard_gib > 0:
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
-    check_replaceable(Path(dst), force, is_hf_directory)
+    check_replaceable(Path(dst), force, Path(src))
     stored = StoredParams(src)
     config = stored.config
     stored.check(
@@ -81,7 +80,7 @@ def export(
     shards = plan_shards(shapes, storage, int(max_shard_gib * GIB))
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
-    with output_directory(dst, force=force, replaceable=is_hf_directory, needed_bytes=needed_bytes) as partial:
+    with output_directory(dst, force=force, source=Path(src), needed_bytes=needed_bytes) as partial:
         with _ShardedWriter(partial, shards, storage) as writer, Meter("exporting", param_bytes, BYTES) as bar:
             for rule in rules(config):
                 for block in stored.blocks(rule.path):
@@ -187,6 +186,7 @@ def main() -> None:
     parser.add_argument("--dst", required=True, metavar="HF_DIR", help="where to write it; must not exist")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
+    parser.add_argument("--public", action="store_true", help="with --push-to-hub: for everybody to see")
     parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
     parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
     add_debug_flag(parser)
@@ -195,13 +195,13 @@ def main() -> None:
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
     if args.push_to_hub is not None:
-        check_hub_access(args.push_to_hub)
+        check_hub_access(args.push_to_hub, public=args.public)
     report = export(
         args.src, args.dst, args.dtype, max_shard_gib=args.max_shard_gib, force=args.force, name=args.push_to_hub
     )
     print(report)
     if args.push_to_hub is not None:
-        print(push_to_hub(args.dst, args.push_to_hub))
+        print(push_to_hub(args.dst, args.push_to_hub, public=args.public))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ too. A directory of ours has them all, so that every reader finds the same thing
 
 import json
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,15 @@ PROCESSOR_CLASS = "Qwen3VLProcessor"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
-SIDE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*")
-WEIGHT_INDEX_PATTERN = "*.index.json"
+# What belongs to a model beside its weights and card, by name: people keep tokens and notes in the same directory.
+SIDE_FILES = (
+    *(CONFIG_FILE, "generation_config.json", "configuration.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE_FILE),
+    *(PROCESSOR_FILE, *FLAT_FILES.values()),
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
+)
+CARD_FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
@@ -32,19 +38,9 @@ HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
 
 
-def is_hf_directory(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file()
-
-
 def read_side_files(directory: Path) -> dict[str, bytes]:
     """What belongs to the model, completed to every spelling; weights, their index and the model card are left out."""
-    files = {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-        and any(fnmatch(path.name, pattern) for pattern in SIDE_PATTERNS)
-        and not fnmatch(path.name, WEIGHT_INDEX_PATTERN)
-    }
+    files = {name: (directory / name).read_bytes() for name in sorted(SIDE_FILES) if (directory / name).is_file()}
     return _with_chat_template(_with_processor_files(files, directory), directory)
 
 

@@ -34,6 +34,7 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
+from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
 
@@ -45,7 +46,7 @@ def push_to_hub(
     directory: str | Path,
     repo_id: str,
     *,
-    private: bool = False,
+    public: bool = False,
     revision: str | None = None,
     commit_message: str = "Upload model",
     token: str | None = None,
@@ -55,7 +56,8 @@ def push_to_hub(
     """Makes `directory` the model in `repo_id` and returns the commit's URL; creates repository and branch as needed.
 
     Weight files of an earlier model that `directory` lacks are deleted, since a loader that globs would mix the two;
-    other files in the repository stay. `private` also refuses a repository that exists and is public.
+    other files in the repository stay. Only weights, side files and the card are sent, whatever else lies there. Unless
+    `public` is said, a repository is made private, and one that is public is refused.
     `answer_deadline_s` bounds the wait for any one answer; the client asks up to six times while uploading. hf_xet has
     limits of its own (HF_XET_CLIENT_READ_TIMEOUT and its siblings), fit for slow links: minutes, not seconds.
     """
@@ -63,9 +65,9 @@ def push_to_hub(
     num_uploaded, stage = 0, "creating the repository"
     with _deadline(answer_deadline_s), transferring(f"pushing to {repo_id}") as meter:
         api = _connect(repo_id, token, endpoint)
-        _check_write_access(api, repo_id, private)
+        _check_write_access(api, repo_id, public)
         try:
-            api.create_repo(repo_id, private=True if private else None, exist_ok=True)  # None: the owner's default
+            api.create_repo(repo_id, private=not public, exist_ok=True)
             if revision is not None and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             for addition in additions:
@@ -94,7 +96,7 @@ def check_hub_access(
     repo_id: str,
     token: str | None = None,
     *,
-    private: bool = False,
+    public: bool = False,
     endpoint: str | None = None,
     answer_deadline_s: float = ANSWER_DEADLINE_S,
 ) -> None:
@@ -104,7 +106,7 @@ def check_hub_access(
     """
     with _deadline(answer_deadline_s):
         api = _connect(repo_id, token, endpoint)
-        _check_write_access(api, repo_id, private)
+        _check_write_access(api, repo_id, public)
 
 
 def _additions(directory: Path) -> list[CommitOperationAdd]:
@@ -115,9 +117,9 @@ def _additions(directory: Path) -> list[CommitOperationAdd]:
         HfTensors(directory).close()
     except ValueError as problem:
         raise ValueError(f"the model to push is incomplete, export it again: {problem}") from problem
-    paths = {path.relative_to(directory): path for path in directory.rglob("*") if path.is_file()}
-    visible = [name for name in sorted(paths) if not {".git", ".cache"} & set(name.parts)]  # the hub rejects these
-    additions = [CommitOperationAdd(name.as_posix(), paths[name]) for name in visible]
+    ours = (*SIDE_FILES, CARD_FILE)
+    sent = [path for path in sorted(directory.iterdir()) if path.name in ours or WEIGHT_FILE.fullmatch(path.name)]
+    additions = [CommitOperationAdd(path.name, path) for path in sent]
     return sorted(additions, key=lambda addition: -addition.upload_info.size)
 
 
@@ -145,7 +147,7 @@ def _connect(repo_id: str, token: str | None, endpoint: str | None) -> HfApi:
     return api
 
 
-def _check_write_access(api: HfApi, repo_id: str, private: bool) -> None:
+def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:
     try:
         account = api.whoami()
     except Exception as problem:
@@ -157,7 +159,7 @@ def _check_write_access(api: HfApi, repo_id: str, private: bool) -> None:
         raise RuntimeError(f"the token of {account['name']} may only read: {_new_token(api)}")
     try:
         api.auth_check(repo_id, write=True)
-        is_public = private and not api.model_info(repo_id).private
+        is_seen = not public and not api.model_info(repo_id).private
     except Exception as problem:
         if _status(problem) in (401, 404) and repo_id.split("/")[0].lower() in _writable_owners(account):
             return  # the repository does not exist yet
@@ -167,9 +169,9 @@ def _check_write_access(api: HfApi, repo_id: str, private: bool) -> None:
                 f"like {account['name']}/{repo_id.split('/')[1]}, or use a token that its owner has given access"
             ) from problem
         raise RuntimeError(_unreachable(api, problem)) from problem
-    if is_public:
+    if is_seen:
         raise ValueError(
-            f"{repo_id} exists and is public, but a private push was asked for: make it private at "
+            f"{repo_id} exists and is public: push there with --public, make it private at "
             f"{api.endpoint}/{repo_id}/settings, or choose another name"
         )
 

@@ -2,30 +2,35 @@
 
 Everything is written into a hidden sibling, synced, and renamed last. The sibling has one fixed name per destination
 and is locked while its writer lives, so the next run can tell what a dead one left behind and clear it away.
+
+What was written is listed in the directory, and only a directory with nothing else in it is ever replaced: neither a
+mistyped path nor a file that somebody put beside ours is lost.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_FILE = ".lock"
+LIST_FILE = ".written_by_paravt_jax.json"  # name of the directory, and every file with its size and time of change
 GIB = 2**30
 
 
 @contextmanager
 def output_directory(
-    dst: str | Path, *, force: bool = False, replaceable: Callable[[Path], bool], needed_bytes: int = 0
+    dst: str | Path, *, force: bool = False, source: Path | None = None, needed_bytes: int = 0
 ) -> Iterator[Path]:
     """Gives an empty directory that becomes `dst` when the body ends, and is removed when it raises.
 
-    `force` replaces what is at `dst`, at the very end, and only if it is `replaceable`: a mistyped path must not cost a
-    home directory.
+    `force` replaces what is at `dst`, at the very end, and only what was written like this and is unchanged since.
+    `source` is what the body reads.
     """
     dst = Path(dst).absolute()
     dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
@@ -39,9 +44,10 @@ def output_directory(
             if replaced.exists() and not dst.exists():  # died between the two renames below
                 replaced.rename(dst)
             _remove(replaced)
-            check_replaceable(dst, force, replaceable)
+            check_replaceable(dst, force, source)
             check_free_disk(dst, needed_bytes)
             yield partial
+            (partial / LIST_FILE).write_text(json.dumps({"name": dst.name, "files": _files(partial)}))
             _sync(partial)
             if dst.exists():
                 dst.rename(replaced)
@@ -64,13 +70,39 @@ def partial_directory(dst: Path) -> Path:
     return dst.with_name(f".{dst.name}.partial")
 
 
-def check_replaceable(dst: Path, force: bool, replaceable: Callable[[Path], bool]) -> None:
+def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:
     if not dst.exists():
         return
     if not force:
         raise ValueError(f"{dst} exists already; choose another place, or replace it with --force")
-    if not (dst.is_dir() and (replaceable(dst) or not any(dst.iterdir()))):
-        raise ValueError(f"{dst} is not what this command writes, so --force does not replace it; choose another place")
+    if source is not None and source.resolve().is_relative_to(dst.resolve()):
+        raise ValueError(f"{source} lies in {dst}, which would be replaced; choose another place")
+    if problem := _not_ours(dst):
+        raise ValueError(f"{dst} {problem}, so it is not replaced; move it away, or choose another place")
+
+
+def _not_ours(directory: Path) -> str:
+    """What of it was not written here in one piece, or has changed since; empty when there is nothing."""
+    if not directory.is_dir():
+        return "is no directory"
+    files, listed = _files(directory), directory / LIST_FILE
+    if not listed.is_file():
+        return "was not written by this program" if files else ""
+    written = json.loads(listed.read_bytes())
+    if written["name"] != directory.name:
+        return f"was written as {written['name']} and moved here"
+    changed = sorted(name for name, what in files.items() if written["files"].get(name) != what)
+    return f"holds {changed[0]}, which was put there or changed since it was written" if changed else ""
+
+
+def _files(directory: Path) -> dict[str, list[int]]:
+    paths = (Path(root) / name for root, folders, names in os.walk(directory) for name in (*names, *folders))
+    files = {path: path.lstat() for path in paths if path.is_symlink() or not path.is_dir()}
+    return {
+        str(path.relative_to(directory)): [status.st_size, status.st_mtime_ns]
+        for path, status in files.items()
+        if path.name not in (LOCK_FILE, LIST_FILE)
+    }
 
 
 def check_free_disk(dst: Path, needed_bytes: int) -> None:

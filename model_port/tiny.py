@@ -22,7 +22,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
-from model_port.hf_files import is_hf_directory
 from model_port.output_dir import output_directory
 from model_port.safetensors_io import DTYPES as SAFETENSORS_DTYPES
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
@@ -199,7 +198,7 @@ def make_tiny(
     if not 0 < min_pixels <= max_pixels:
         raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are not an ascending pair above zero")
     config = tiny_config() if config is None else with_tokenizer_ids(config)
-    with output_directory(dst, force=force, replaceable=is_hf_directory) as directory:
+    with output_directory(dst, force=force) as directory:
         _write_weights(directory / SINGLE_FILE, config, seed, dtype)
         (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -19,6 +19,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from paravt_jax.keys import keys_in, keys_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
+from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.terms import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
@@ -26,6 +27,7 @@ from rollout.episode import Dispatch, EpisodeConfig
 Schema = TypeVar("Schema")
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
 SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
+WRITTEN = "_written"  # attribute of loaded settings: the same as they were written
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class EngineConfig:
         _at_least_1("engine", self, "num_servers", "max_rows")
         if self.kind == "jax" and self.urls:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
+        for url in self.urls:
+            check_no_password("engine.urls", url)
 
 
 @dataclass(frozen=True)
@@ -346,7 +350,10 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     config: Any = OmegaConf.structured(schema)
     for place, layer in layers:
         config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
-    return _told("", partial(OmegaConf.to_object, config))
+    settings = _told("", partial(OmegaConf.to_object, config))
+    # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
+    object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
+    return settings
 
 
 def _told(place: str, work: Callable[[], Any]) -> Any:
@@ -381,9 +388,17 @@ def _with_value(override: str) -> str:
 
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
-    """Every setting as it is used, for RUN/config.json."""
+    """Every setting as it is used, for RUN/config.json; what was written as ${…} stays so."""
     record: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return record
+    return _as_written(record, getattr(config, WRITTEN, {}))
+
+
+def _as_written(used: Any, written: Any) -> Any:
+    if isinstance(used, dict) and isinstance(written, dict):
+        return {key: _as_written(value, written.get(key)) for key, value in used.items()}
+    if isinstance(used, list) and isinstance(written, list):
+        return [_as_written(*pair) for pair in zip(used, written, strict=True)]
+    return written if isinstance(written, str) and "${" in written else used
 
 
 def _at_least_1(section: str, config: Any, *names: str) -> None:

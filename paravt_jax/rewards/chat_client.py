@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -34,6 +35,15 @@ class NoReply(Exception):
         self.wait_s, self.final = wait_s, final
 
 
+def check_no_password(setting: str, url: str) -> None:
+    """Settings are written into logs and pages; the URL itself is not repeated."""
+    if "@" in urlsplit(url).netloc:
+        raise ValueError(
+            f"{setting} has a user or password in it, which would be written into the run's files; leave it out, and "
+            f"give a key as an environment variable whose name is the api_key_env"
+        )
+
+
 @dataclass(frozen=True)
 class Endpoint:
     url: str  # up to and with /v1
@@ -49,6 +59,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{self.spelled('url')}={self.url!r} must begin with http:// or https://")
+        check_no_password(self.spelled("url"), self.url)
         if not self.model:
             raise ValueError(f"{self.spelled('model')} must be the name of a model that {self.url} serves")
         for name in ("max_attempts", "max_concurrent", "max_reply_tokens"):

@@ -132,7 +132,7 @@ class Checkpoints:
         """Why it failed. Not an exception: its traceback would hold the arrays."""
         dst, num_bytes = self._directory / str(step), sum(array.nbytes for array in arrays.values())
         try:
-            with output_directory(dst, replaceable=lambda _: False, needed_bytes=num_bytes) as partial:
+            with output_directory(dst, needed_bytes=num_bytes) as partial:
                 for folder in (".", OPTIMIZER_DIR):
                     part = {path: arrays[name] for name in arrays for home, path in [_home(name)] if home == folder}
                     (partial / folder).mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import model_port
 from model_port.convert import source_directory
 from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
-from model_port.layout import HF_DIR, hf_files_of
+from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
@@ -20,6 +20,8 @@ from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig
 from paravt_jax.run.process import say
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
+
+HF_FILES_DIR = "hf_files"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +61,18 @@ def open_policy(
     contract = replace(VisionContract.from_hf(hf_dir), min_pixels=video.min_pixels, max_pixels=video.max_pixels)
     if contract.unit_px != token_px:
         raise ValueError(f"rollout.token_px={token_px}, but a token of {source} shows {contract.unit_px} px")
-    hf_files = run_dir / HF_DIR
-    with output_directory(hf_files, force=True, replaceable=lambda path: path.is_dir()) as directory:
-        files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
-        write_side_files(files, directory)
+    hf_files = run_dir / HF_FILES_DIR
+    files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
+    if not _holds(hf_files, files):
+        with output_directory(hf_files, force=True, source=source) as directory:
+            write_side_files(files, directory)
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor) if mesh.num_devices > 1 else None
     compute = Compute(model.dtype, model.attention, remat=model.remat)
     return Policy(devices, contract, Chat.from_hf(hf_files), hf_files, source, compute)
+
+
+def _holds(directory: Path, files: dict[str, bytes]) -> bool:
+    return all((directory / name).is_file() and (directory / name).read_bytes() == files[name] for name in files)
 
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:

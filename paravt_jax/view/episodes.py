@@ -26,7 +26,7 @@ EPISODES_A_STEP = 4  # fewer say little about a step: with many steps, rather so
 PAGE_BYTES = 3_000_000  # of all episodes, unless there are so many
 MIN_EPISODE_BYTES = 6_000  # that each would have less than it takes to read one
 TEXT_LIMITS = (20_000, 4_000, 800)  # characters of one text, the first with which an episode fits its share
-TOKENIZER_FILE = "hf/tokenizer.json"  # where a run keeps its own
+TOKENIZER_FILE = "hf_files/tokenizer.json"  # where a run keeps its own
 MAX_TURNS = 40  # shown of an episode, and calls of a turn
 FRAME = re.compile(r"<(\d+(?:\.\d+)?) seconds>(?=<\|vision_start\|>)")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

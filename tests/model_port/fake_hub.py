@@ -108,7 +108,7 @@ class FakeHub(ThreadingHTTPServer):
     def count(self, pattern: str) -> int:
         return sum(1 for request in self.requests if re.match(pattern, request))
 
-    def add_repo(self, repo_id: str, *, private: bool = False, files: dict[str, bytes] | None = None) -> Repo:
+    def add_repo(self, repo_id: str, *, private: bool = True, files: dict[str, bytes] | None = None) -> Repo:
         stored = {path: self.store(content) for path, content in {".gitattributes": b"", **(files or {})}.items()}
         self.repos[repo_id] = Repo(private)
         self.repos[repo_id].commit("main", stored)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from model_port.checkpoint import StoredParams
 from model_port.convert import convert, source_directory
 from model_port.layout import INFO_FILE, is_checkpoint
-from model_port.output_dir import output_directory, partial_directory
+from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 from model_port.tiny import make_tiny
 
 # Dies by a signal as soon as the function named in argv has been called as often as argv says.
@@ -65,7 +65,7 @@ def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(mo
     assert dst.exists() == (moment == "renamed")
     convert(tiny, dst, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-    assert {path.name for path in dst.iterdir()} == {"params", "hf", INFO_FILE}
+    assert {path.name for path in dst.iterdir()} == {"params", "hf", INFO_FILE, LIST_FILE}
 
 
 @pytest.mark.slow
@@ -76,12 +76,12 @@ def test_a_politely_killed_conversion_removes_what_it_wrote(tiny, tmp_path):
 
 def test_a_live_writer_is_left_alone(tiny, tmp_path):
     dst = tmp_path / "ckpt"
-    with output_directory(dst, replaceable=is_checkpoint) as partial:
+    with output_directory(dst) as partial:
         (partial / "mine").touch()
         with pytest.raises(ValueError, match=r"another process is writing .*ckpt"):
             convert(tiny, dst)
         assert (partial / "mine").exists()
-    assert [path.name for path in dst.iterdir()] == ["mine"]
+    assert {path.name for path in dst.iterdir()} == {"mine", LIST_FILE}
 
 
 def test_a_death_between_the_two_renames_loses_nothing(tiny, tmp_path):

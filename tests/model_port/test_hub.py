@@ -71,7 +71,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def write_model(directory: Path, num_values: dict[str, int]) -> None:
-    (directory / "assets").mkdir(parents=True)
+    directory.mkdir(parents=True)
     rng = np.random.default_rng(7)
     weight_map = {}
     for n, (shard, count) in enumerate(num_values.items()):
@@ -80,7 +80,7 @@ def write_model(directory: Path, num_values: dict[str, int]) -> None:
     (directory / INDEX).write_text(repr({"weight_map": weight_map}).replace("'", '"'))
     (directory / "config.json").write_text('{"model_type": "qwen3_vl"}')
     (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Größe\n")
-    (directory / "assets" / "empty.txt").write_text("")
+    (directory / "merges.txt").write_text("")
 
 
 def push(hub: FakeHub, model: Path, repo_id: str = REPO, token: str | None = WRITE_TOKEN, **options) -> str:
@@ -161,20 +161,28 @@ def test_revision_goes_to_its_own_branch(hub: FakeHub, model: Path):
     push(hub, model, revision="step/40")  # the branch exists now
 
 
-@pytest.mark.parametrize(("private", "visibility"), [(True, "private"), (False, None)])
-def test_private_is_asked_for_when_the_repository_is_made(
-    hub: FakeHub, model: Path, private: bool, visibility: str | None
-):
-    push(hub, model, private=private)
-    assert hub.bodies["POST /api/repos/create"].get("visibility") == visibility
-    assert hub.repos[REPO].private is private
-    push(hub, model, private=private)
+@pytest.mark.parametrize("public", [False, True])
+def test_a_repository_is_made_private_unless_told_otherwise(hub: FakeHub, model: Path, public: bool):
+    push(hub, model, public=public)
+    assert hub.repos[REPO].private is not public
+    push(hub, model, public=public)
 
 
-def test_private_push_does_not_land_in_a_public_repository(hub: FakeHub, model: Path):
+def test_a_push_does_not_land_in_a_public_repository_unless_told_so(hub: FakeHub, model: Path):
     hub.add_repo(REPO, private=False)
-    assert "is public" in message(ValueError, lambda: push(hub, model, private=True))
+    assert "is public: push there with --public" in message(ValueError, lambda: push(hub, model))
     assert set(hub.files(REPO)) == {".gitattributes"} and hub.count(PUT) == 0
+
+
+def test_what_lies_beside_a_model_is_not_sent(hub: FakeHub, model: Path):
+    for name in ("hf_token.txt", "credentials.json", ".secrets.json", "notes.md", "optimizer.safetensors"):
+        (model / name).write_text("secret")
+    (model / "private").mkdir()
+    (model / "private" / "config.json").write_text("{}")
+    push(hub, model)
+    sent = set(hub.files(REPO))
+    assert "config.json" in sent and not any("/" in name for name in sent)
+    assert not any(hub.content(file) == b"secret" for file in hub.files(REPO).values())
 
 
 def test_files_that_the_repository_ignores_are_not_lost_silently(hub: FakeHub, model: Path):

@@ -26,6 +26,7 @@ from model_port.checkpoint import flattened, nested, save_params
 from model_port.config import config_to_hf
 from model_port.convert import convert
 from model_port.export import export
+from model_port.layout import INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.safetensors_io import SafetensorsWriter
 from model_port.sharding import flat_params, make_mesh
@@ -243,16 +244,11 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tiny, tmp_path, monke
 
 
 def test_an_existing_destination_is_kept_unless_forced(tiny, tmp_path):
-    convert(tiny, tmp_path / "ckpt")
-    (tmp_path / "ckpt" / "mine").touch()
+    convert(tiny, tmp_path / "ckpt", "float32")
     with pytest.raises(ValueError, match=r"exists already; .* --force"):
         convert(tiny, tmp_path / "ckpt")
-    convert(tiny, tmp_path / "ckpt", force=True)
-    assert not (tmp_path / "ckpt" / "mine").exists()
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter").touch()
-    with pytest.raises(ValueError, match="--force does not replace it"):
-        convert(tiny, tmp_path / "thesis", force=True)
+    convert(tiny, tmp_path / "ckpt", "bfloat16", force=True)
+    assert json.loads((tmp_path / "ckpt" / INFO_FILE).read_text())["dtype"] == "bfloat16"
 
 
 def test_exporting_something_else_says_what_it_is(tiny, tmp_path):

@@ -1,11 +1,12 @@
 """A run's settings are read, merged and refused before anything else happens."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -190,3 +191,28 @@ def test_two_problems_are_told_at_once():
         load_config(None, "train.num_step=3", "learning_rate=1")
     with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
         load_config(None, "mesh.data=2", "rollout.top_p=0.5")
+
+
+def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_path):
+    monkeypatch.setenv("WHERE", "/secret/place")
+    (tmp_path / "run.yaml").write_text("data: {train: '${oc.env:WHERE}/rows.jsonl'}\nrun_dir: runs/${seed}\n")
+    urls = "engine.urls=['http://${oc.env:WHERE}']"
+    config = load_config(tmp_path / "run.yaml", "model.path=${oc.env:WHERE}", "engine.kind=sglang", urls)
+    used = (config.model.path, config.data.train, config.run_dir)
+    assert used == ("/secret/place", "/secret/place/rows.jsonl", "runs/0")
+    record = to_record(config)
+    assert record["model"]["path"] == "${oc.env:WHERE}" and record["engine"]["urls"] == ["http://${oc.env:WHERE}"]
+    assert "secret" not in json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.kind=sglang", "engine.urls=['http://me:hunter2@host:1']"],
+        ["reward.oe_mode=llm", "judge.url=https://hunter2@host/v1", "judge.model=m"],
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(overrides):
+    with pytest.raises(ValueError, match="has a user or password in it") as refused:
+        load_config(None, *overrides)
+    assert "hunter2" not in str(refused.value)

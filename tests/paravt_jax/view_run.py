@@ -114,8 +114,8 @@ def make_run(
             log.validation(step, {f"validation/{name}": value for name, value in member_metrics(members).items()})
     log.close()
     if tokenizer:
-        (run_dir / "hf").mkdir()
-        Tokenizer(WordLevel(prompts, unk_token="")).save(str(run_dir / "hf" / "tokenizer.json"))
+        (run_dir / "hf_files").mkdir()
+        Tokenizer(WordLevel(prompts, unk_token="")).save(str(run_dir / "hf_files" / "tokenizer.json"))
     return run_dir
 
 

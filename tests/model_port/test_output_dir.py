@@ -1,0 +1,84 @@
+"""A directory that we write replaces what we wrote, and nothing else."""
+
+import os
+
+import pytest
+
+from model_port.output_dir import LIST_FILE, output_directory
+
+
+def write(dst, *, force=True, source=None, text="new"):
+    with output_directory(dst, force=force, source=source) as directory:
+        (directory / "deep").mkdir()
+        (directory / "deep" / "file").write_text(text)
+
+
+def files(directory):
+    return {
+        str(path.relative_to(directory)): path.read_text()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != LIST_FILE
+    }
+
+
+def add(directory):
+    (directory / "notes.txt").write_text("mine")
+
+
+def change(directory):
+    path = directory / "deep" / "file"
+    path.write_text("older"), os.utime(path, ns=(1, 1))
+
+
+def link(directory):
+    (directory / "deep" / "elsewhere").symlink_to(directory.parent)
+
+
+def unmark(directory):
+    (directory / LIST_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("touch", "problem"),
+    [
+        (add, "holds notes.txt, which was put there or changed"),
+        (change, "holds deep/file, which was put there or changed"),
+        (link, "holds deep/elsewhere, which was put there or changed"),
+        (unmark, "was not written by this program"),
+    ],
+)
+def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path):
+    dst = tmp_path / "dst"
+    write(dst, text="old")
+    touch(dst)
+    before = files(dst)
+    with pytest.raises(ValueError, match=f"{problem}.*, so it is not replaced"):
+        write(dst)
+    assert files(dst) == before
+
+
+def test_a_run_with_its_config_json_is_no_model_to_be_replaced(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "5" / "params").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="was not written by this program"):
+        write(tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_what_we_wrote_and_what_is_empty_is_replaced(tmp_path):
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    for text in ("old", "new"):
+        write(dst, text=text)
+        assert files(dst) == {"deep/file": text}
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
+def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
+    dst = tmp_path / "dst"
+    write(dst, text="old")
+    (tmp_path / "link").symlink_to(dst)
+    for source in (dst, dst / "deep", tmp_path / "link" / "deep"):
+        with pytest.raises(ValueError, match=r"lies in .*dst, which would be replaced"):
+            write(dst, source=source)
+    assert files(dst) == {"deep/file": "old"}
