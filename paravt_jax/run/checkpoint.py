@@ -2,36 +2,49 @@
 
     N/params/, N/hf/      what `model_port.load` and `model_port.export` take
     N/optimizer/params/   every other array of the state, named by its path, in the same format
-    N/state.json          scalars of the state, the trainer's progress, shapes of arrays, sizes of files; written last
+    N/state.json          scalars of the state, the trainer's progress, shapes of arrays, sums of files; written last
 
 Both `params` are what `orbax.checkpoint.StandardCheckpointer().restore` reads. They are written as raw blocks, from one
-copy on the host: orbax would copy that once more. A hidden directory is renamed at the end. Before any array is read,
-every file must be there and as long as it was, so what was cut off or lost is found before the learner is touched.
+copy on the host: orbax would copy that once more. A hidden directory is renamed at the end.
+
+A checkpoint is broken when a file is not there, is shorter or longer, or has other bytes than were written: it is set
+aside, and the one before it is read. A file that cannot be read at the moment proves nothing, and ends the run instead.
+
+python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or holds some
 """
 
+import argparse
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
+import xxhash
 
 from model_port.checkpoint import cast, write_params
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
-from model_port.output_dir import LOCK_FILE, output_directory
-from model_port.progress import Meter
+from model_port.output_dir import LIST_FILE, LOCK_FILE, output_directory
+from model_port.progress import BYTES, Meter
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
 
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
+BROKEN_SUFFIX = ".broken"
+RECORD_KEYS = ("scalars", "shapes", "progress", "files")
+SUM_THREADS = min(16, os.cpu_count() or 1)
+SUM_BYTES = 2**22  # read at a time
 
 
 class BrokenCheckpoint(Exception):
@@ -99,7 +112,8 @@ class Checkpoints:
     def restore(self, learner: Learner) -> dict[str, Any] | None:
         """Sets the learner's state from the newest whole checkpoint and returns its progress; None if there is none.
 
-        The old state is given up array by array, so that devices never hold two. Broken checkpoints become N.broken.
+        The old state is given up array by array, so that devices never hold two. Broken checkpoints become N.broken;
+        where no other is left an error says so.
         """
         self.wait()
         old = learner.state
@@ -108,20 +122,22 @@ class Checkpoints:
             try:
                 record = _read_record(directory)
                 _check_same(directory, record, old)
-                with Meter(f"loading {directory}"):
-                    learner.state = _read_state(directory, record, old)
+                with Meter(f"loading {directory}"), _sums(directory, record) as sums:
+                    learner.state = _read_state(directory, record, old, sums)
+                    sums.check("")
             except BrokenCheckpoint as problem:
                 self._set_aside(directory, problem)
             else:
                 return record["progress"]
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(old)):
+        if broken := sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}")):
             raise RuntimeError(
-                f"{self._directory}: a checkpoint broke off while it was read, and there is none before it; start again"
+                f"{self._directory} has no whole checkpoint left ({', '.join(broken)}); put one back, move the run's "
+                f"directory away to begin anew, or choose another run_dir"
             )
         return None
 
     def _set_aside(self, directory: Path, problem: BrokenCheckpoint) -> None:
-        aside = directory.with_name(f"{directory.name}.broken")
+        aside = directory.with_name(f"{directory.name}{BROKEN_SUFFIX}")
         if aside.exists():
             _remove(aside)
         directory.rename(aside)
@@ -138,8 +154,7 @@ class Checkpoints:
                     (partial / folder).mkdir(exist_ok=True)
                     _write_arrays(partial / folder, part)
                 write_side_files(self._hf_files, partial / HF_DIR)
-                files = {**record, "file_bytes": _file_bytes(partial)}
-                (partial / RECORD_FILE).write_text(json.dumps(files))
+                (partial / RECORD_FILE).write_text(json.dumps({**record, "files": _file_sums(partial)}))
             for old in self.steps[: -self._config.keep]:
                 _remove(self._directory / str(old))
         except Exception as problem:  # whatever it is, the run is worth more than one checkpoint
@@ -170,27 +185,79 @@ def _write_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> None:
     write_params(directory, shapes, widest, lambda path, index: arrays[path][index], lambda *_: 0, lambda _: None)
 
 
-def _file_bytes(directory: Path) -> dict[str, int]:
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != LOCK_FILE)
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+def _file_sums(directory: Path) -> dict[str, list[Any]]:
+    """Bytes and checksum of every file, by its path."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK_FILE, LIST_FILE))
+    with ThreadPoolExecutor(SUM_THREADS) as pool:
+        return {
+            str(path.relative_to(directory)): [path.stat().st_size, found]
+            for path, found in zip(paths, pool.map(_sum_of, paths), strict=True)
+        }
+
+
+def _sum_of(path: Path) -> str:
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(SUM_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(buffer):
+                found.update(buffer[:num_bytes])
+    except OSError as problem:
+        problem.filename = str(path)  # a failed read does not say of which file
+        raise
+    return found.hexdigest()
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    """What state.json says, if it is true of the files."""
+    """What state.json says."""
     try:
         record = json.loads((directory / RECORD_FILE).read_bytes())
-        expected = record["file_bytes"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+        missing = [key for key in RECORD_KEYS if key not in record]
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as problem:
         raise BrokenCheckpoint(f"{RECORD_FILE}: {problem}") from None
-    actual = _file_bytes(directory)
-    wrong = [
-        f"{name} has {actual.get(name, 0)} of {size} bytes"
-        for name, size in expected.items()
-        if actual.get(name) != size
-    ]
-    if wrong:
-        raise BrokenCheckpoint(f"{len(wrong)} of {len(expected)} files are cut or lost, first {wrong[0]}")
+    if missing:
+        raise BrokenCheckpoint(f"{RECORD_FILE} says nothing of {', '.join(missing)}")
     return record
+
+
+class _Sums:
+    """The files of a checkpoint, compared with what was written while its arrays are read."""
+
+    def __init__(self, directory: Path, files: dict[str, list[Any]], pool: ThreadPoolExecutor):
+        self._futures = {name: pool.submit(_check_file, directory, name, *what) for name, what in files.items()}
+
+    def check(self, prefix: str) -> None:
+        """Returns when every file whose path begins so is as it was; BrokenCheckpoint when one is not."""
+        for name, future in self._futures.items():
+            if name.startswith(prefix):
+                future.result()
+
+
+@contextmanager
+def _sums(directory: Path, record: dict[str, Any]) -> Iterator[_Sums]:
+    _check_sizes(directory, record["files"])
+    pool = ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checksum")
+    try:
+        yield _Sums(directory, record["files"], pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
+    wrong = []
+    for name, (num_bytes, _) in files.items():
+        try:
+            found = (directory / name).stat().st_size
+        except FileNotFoundError:
+            found = 0
+        if found != num_bytes:
+            wrong.append(f"{name} has {found} of {num_bytes} bytes")
+    if wrong:
+        raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are cut or lost, first {wrong[0]}")
+
+
+def _check_file(directory: Path, name: str, num_bytes: int, expected: str) -> None:
+    if _sum_of(directory / name) != expected:
+        raise BrokenCheckpoint(f"{name} has other bytes than were written")
 
 
 def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> None:
@@ -208,10 +275,10 @@ def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> N
         )
 
 
-def _read_state(directory: Path, record: dict[str, Any], old: TrainState) -> TrainState:
+def _read_state(directory: Path, record: dict[str, Any], old: TrainState, sums: _Sums) -> TrainState:
     def read(name: str, leaf: jax.Array) -> jax.Array:
         scalar = record["scalars"].get(name)
-        stored = _read_array(directory, name) if scalar is None else np.array(scalar, leaf.dtype)
+        stored = _read_array(directory, name, sums) if scalar is None else np.array(scalar, leaf.dtype)
         leaf.delete()
         # What was on no device in particular stays so: it must suit the mesh that the others are on.
         return jax.device_put(cast(stored, np.dtype(leaf.dtype), name), leaf.sharding if leaf.committed else None)
@@ -220,14 +287,17 @@ def _read_state(directory: Path, record: dict[str, Any], old: TrainState) -> Tra
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _read_array(directory: Path, name: str) -> np.ndarray:
+def _read_array(directory: Path, name: str, sums: _Sums) -> np.ndarray:
     folder, path = _home(name)
-    kvstore = {"driver": "file", "path": f"{directory / folder / PARAMS_DIR / path}/"}
-    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+    place = Path(folder) / PARAMS_DIR / path
+    sums.check(f"{place}/")
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory / place}/"}}
     try:
-        return ts.open(spec, open=True, read=True).result().read().result()
+        return ts.open({**spec, "fill_missing_data_reads": False}, open=True, read=True).result().read().result()
     except (OSError, ValueError) as problem:
-        raise BrokenCheckpoint(str(problem).partition("\n")[0]) from None
+        raise RuntimeError(
+            f"{directory / place} is whole and cannot be read: {str(problem).partition(chr(10))[0]}"
+        ) from None
 
 
 def _remove(directory: Path) -> None:
@@ -235,3 +305,39 @@ def _remove(directory: Path) -> None:
     hidden = directory.with_name(f".{directory.name}.removed")
     directory.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def verify(directory: Path) -> Iterable[tuple[Path, str]]:
+    """Every checkpoint there, and what is broken about it, or nothing."""
+    steps = sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
+    for checkpoint in [directory / str(step) for step in steps] or [directory]:
+        try:
+            record = _read_record(checkpoint)
+            num_bytes = sum(size for size, _ in record["files"].values())
+            with Meter(f"checking {checkpoint}", num_bytes, BYTES), _sums(checkpoint, record) as sums:
+                sums.check("")
+        except BrokenCheckpoint as problem:
+            yield checkpoint, str(problem)
+        else:
+            yield checkpoint, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog_of("paravt_jax.run.checkpoint"), description="Compares checkpoints of a run with what was written."
+    )
+    parser.add_argument("command", choices=["verify"])
+    parser.add_argument("directory", type=Path, metavar="DIR", help="RUN/checkpoints, or one of those in it")
+    add_debug_flag(parser)
+    args = parser.parse_args()
+    if not args.directory.is_dir():
+        raise ValueError(f"{args.directory} is no directory")
+    found = list(verify(args.directory))
+    for checkpoint, problem in found:
+        print(f"{checkpoint}: {f'broken, {problem}' if problem else 'as it was written'}")
+    if broken := [checkpoint for checkpoint, problem in found if problem]:
+        raise RuntimeError(f"{len(broken)} of {len(found)} checkpoints are broken")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint import Checkpoints, verify
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
@@ -177,7 +178,7 @@ FILES = (
     "params/text.layers.mlp.up_kernel_fd/0.0.0",
     "params/_METADATA",
     "optimizer/params/opt_state.1.0.nu.text.embed.table_vd/.zarray",
-    "tiny_hf/tokenizer.json",
+    "hf/tokenizer.json",
 )
 
 
@@ -202,32 +203,55 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, tiny_hf
     assert {entry.name for entry in run.iterdir()} == {"1", "2", "2.broken"}
 
 
-def test_damage_that_only_reading_shows_falls_back_too(tiny_hf, tmp_path, two_steps, subject):
-    shutil.copytree(two_steps[0], tmp_path / "checkpoints")
-    (last,) = (tmp_path / "checkpoints").glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
-    last.write_bytes(b" " * last.stat().st_size)
-    with opened(tmp_path / "checkpoints", tiny_hf, said=(said := [])) as checkpoints:
+def flip(path: Path) -> None:
+    """One bit of the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_flipped_bit_is_damage_that_falls_back_too(name, tiny_hf, tmp_path, two_steps, subject):
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    flip(run / "2" / name)
+    with opened(run, tiny_hf, said=(said := [])) as checkpoints:
         assert checkpoints.restore(subject) == {"step": 1}
     assert bits(subject) == two_steps[1][1]
-    assert "zarray" in said[0]
+    assert f"{name} has other bytes than were written" in said[0]
 
 
-def test_a_state_that_is_half_replaced_is_not_trained_on(tiny_hf, tmp_path, two_steps):
+@pytest.mark.parametrize("name", FILES)
+def test_what_cannot_be_read_at_the_moment_proves_nothing(name, tiny_hf, tmp_path, two_steps, subject):
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    (run / "2" / name).unlink()
+    (run / "2" / name).symlink_to(name.rpartition("/")[2])  # to itself: opening it is an error of the system
+    with opened(run, tiny_hf) as checkpoints:
+        with pytest.raises(OSError, match="symbolic links") as stopped:
+            checkpoints.restore(subject)
+        assert str(stopped.value.filename) == str(run / "2" / name)
+        assert checkpoints.steps == [1, 2]
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", "{", "[" * 100_000, '{"scalars": {}, "shapes": {}, "files": {}}'])
+def test_with_nothing_whole_an_error_says_what_to_do_and_the_state_stays(record, tiny_hf, tmp_path, two_steps, subject):
     shutil.copytree(two_steps[0] / "2", tmp_path / "2")
-    (last,) = tmp_path.glob("2/optimizer/params/opt_state.1.0.nu.text.layers.mlp_norm.scale/.zarray")
-    last.write_bytes(b" " * last.stat().st_size)
-    with opened(tmp_path, tiny_hf) as checkpoints, pytest.raises(RuntimeError, match="broke off while it was read"):
-        checkpoints.restore(learner(tiny_hf))
-
-
-def test_with_nothing_whole_the_state_stays(tiny_hf, tmp_path, two_steps, subject):
-    shutil.copytree(two_steps[0] / "2", tmp_path / "2")
-    (tmp_path / "2" / "state.json").write_text("{}")
+    (tmp_path / "2" / "state.json").write_text(record)
     before = bits(at_step(subject, 7))
-    with opened(tmp_path, tiny_hf, said=(said := [])) as checkpoints:
-        assert checkpoints.restore(subject) is None
+    for _ in range(2):  # also when it was found out before
+        with opened(tmp_path, tiny_hf) as checkpoints, pytest.raises(RuntimeError, match=r"no whole .*\(2\.broken\)"):
+            checkpoints.restore(subject)
     assert bits(subject) == before
-    assert "there is none before it" in said[0]
+
+
+def test_every_checkpoint_can_be_verified(two_steps, tmp_path):
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    assert dict(verify(run)) == {run / "1": "", run / "2": ""}
+    flip(run / "1" / FILES[1])
+    command = [sys.executable, "-m", "paravt_jax.run.checkpoint", "verify", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: 1 of 2 checkpoints are broken"
+    assert f"{run / '1'}: broken, {FILES[1]} has other bytes" in done.stdout and "2: as it was written" in done.stdout
+    assert dict(verify(run / "2")) == {run / "2": ""}
 
 
 @contextmanager
@@ -283,6 +307,7 @@ def test_another_model_or_optimizer_is_an_error_that_says_what_differs(tiny_hf, 
 SAVE_ON_AND_ON = """
 import sys
 from dataclasses import replace
+from pathlib import Path
 from pathlib import Path
 import jax
 import model_port
