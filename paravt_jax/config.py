@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from paravt_jax.keys import keys_in, keys_of, unknown_key
+from paravt_jax.keys import flat, keys_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
@@ -377,7 +377,7 @@ def _unknown_keys(place: str, layer: Any, known: list[str]) -> Iterable[str]:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
     given = cast(dict[Any, Any], OmegaConf.to_container(layer))
-    for key in keys_in(given):
+    for key in flat(given):
         if key not in known:
             yield ("" if place.startswith(f"{key}=") else f"{place}: ") + unknown_key(key, known)
 

@@ -30,10 +30,12 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(section, f"{prefix}{field.name}.")
 
 
-def keys_in(layer: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    """The keys that a file or a command line sets."""
+def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """What a file, a command line or a record sets, by its key."""
+    found: dict[str, Any] = {}
     for name, value in layer.items():
-        yield from keys_in(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def unknown_key(key: str, known: list[str]) -> str:

@@ -7,14 +7,14 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.run.command import config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, config_parser, read_config
 
 
-async def sft(config: SftConfig) -> None:
+async def sft(config: SftConfig, *, allow_changes: bool = False) -> None:
     """Trains a run to its end, or until it is told to stop."""
     from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config) as run:
+    async with opened(config, allow_changes=allow_changes) as run:
         while (batch := await run.next_batch()) is not None:
             metrics = await run.imitate(batch)
             run.record(batch, metrics)
@@ -26,15 +26,15 @@ def main() -> None:
     parser = config_parser(
         "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
     )
-    config = read_config(
-        parser, parser.parse_intermixed_args(), SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE"
-    )
+    add_changes_flag(parser)
+    args = parser.parse_intermixed_args()
+    config = read_config(parser, args, SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE")
     if config is None:
         return
     from paravt_jax.run.compiles import use_compilation_cache
 
     use_compilation_cache()
-    asyncio.run(sft(config))
+    asyncio.run(sft(config, allow_changes=args.allow_changes))
 
 
 if __name__ == "__main__":

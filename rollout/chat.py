@@ -22,7 +22,7 @@ IMAGE = "<|image_pad|>"
 VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
 TURN_END = "<|im_end|>"
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
-SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; private use, so in no template
+SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; no template has it, and what follows may
 
 
 def _characters(data: bytes) -> list[int]:
@@ -113,7 +113,7 @@ class Chat:
 
     def harmless(self, text: str) -> str:
         """The text with a space in every name of an added token, so that its ids are ordinary ones."""
-        return self._added.sub(_broken, text)
+        return self._added.sub(_broken, text.encode(errors="replace").decode())  # no encoding has a lone surrogate
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """A dialogue up to where the assistant begins to speak. Its texts must be ours or `harmless`."""
@@ -141,7 +141,7 @@ class Chat:
 
     def _after_spoken(self, messages: list[dict[str, Any]]) -> str:
         spoken = [{"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN}]
-        return self._render([*spoken, *messages], add_generation_prompt=True).split(SPOKEN)[1]
+        return self._render([*spoken, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
@@ -157,7 +157,7 @@ class Chat:
     def _check_template(self) -> None:
         try:
             after = self._after_spoken([{"role": "tool", "content": "x"}])
-        except (jinja2.TemplateError, IndexError) as problem:
+        except jinja2.TemplateError as problem:
             raise ValueError(f"the chat template of {self.source} cannot render tool responses: {problem}") from None
         if not after.startswith(TURN_END):
             raise ValueError(

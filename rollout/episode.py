@@ -14,7 +14,15 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.chat import Chat
-from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Generation, Request, Sampling
+from rollout.engine.protocol import (
+    DeadlineExceeded,
+    Engine,
+    EngineError,
+    Generation,
+    Request,
+    RequestRejected,
+    Sampling,
+)
 from rollout.ledger import Ledger
 from rollout.prompter import Frames, Overview, Prompter, Task
 from rollout.prompts import Prompts
@@ -194,11 +202,16 @@ class Agent:
                 episode.finish = "done" if turn.finish == "stop" else turn.finish
                 break
             turn.calls = await run.dispatch(calls, turn_number)
+            # One more than can be made is told so; an answer to every further one would only fill the context.
+            answered = turn.calls[: self.config.calls_per_turn + 1]
             if turn_number == self.config.tool_turns - 1:
-                turn.calls[-1].response += f"\n{self.config.prompts.last_turn}"
-            responses = [call.response for call in turn.calls]
-            episode.ledger.add("environment", self.chat.after_turn(episode.ledger.ids, responses))
-        if episode.finish != "context":  # that one ends before a turn is begun
+                answered[-1].response += f"\n{self.config.prompts.last_turn}"
+            responses = self.chat.after_turn(episode.ledger.ids, [call.response for call in answered])
+            if len(responses) > run.room(episode.ledger):
+                episode.finish = "context"
+                break
+            episode.ledger.add("environment", responses)
+        if episode.ledger.segments[-1].kind in ("forced", "sampled"):
             episode.ledger.add("environment", self.chat.after_last_turn(episode.ledger.ids))
         episode.seconds = time.monotonic() - started_s
         return episode
@@ -215,12 +228,17 @@ class _Run:
     version: int | None
     said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
 
+    def room(self, ledger: Ledger) -> int:
+        """Tokens that a dialogue may still grow by."""
+        config = self.agent.config
+        used = ledger.num_tokens_each(self.agent.chat.image_id, config.token_px)
+        return config.max_context_tokens - int(used.sum())
+
     async def speak(self, turn_number: int) -> Turn | None:
         """The main agent's next turn, or None when its context is full."""
         config, chat, ledger = self.agent.config, self.agent.chat, self.episode.ledger
         forced = self.agent._forced
-        num_tokens = int(ledger.num_tokens_each(chat.image_id, config.token_px).sum())
-        room = config.max_context_tokens - num_tokens - len(forced)
+        room = self.room(ledger) - len(forced)
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
             return None
         begin = len(ledger.ids)
@@ -261,7 +279,7 @@ class _Run:
             self._fail(result, "timeout", "looking at this part took too long", problem)
         except VideoError as problem:
             self._fail(result, "error", str(problem), problem)
-        except EngineError as problem:
+        except Exception as problem:  # whatever it is, it is this call's
             self._fail(result, "error", "nobody could look at this part", problem)
         result.latency_s = time.monotonic() - started_s
         return result
@@ -277,9 +295,12 @@ class _Run:
         closeup = await agent.prompter.closeup(path, window, self.overview.task.question)
         result.report = report = Ledger()
         report.add("prompt", closeup.ids, closeup.pictures)
+        room = self.room(report)
+        if room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
+            raise RequestRejected(f"the frames of call {number} leave {room} tokens of the context for a report")
         generation = await self._generate(
             report,
-            config.subagent_new_tokens,
+            min(config.subagent_new_tokens, room),
             config.call_deadline_s,
             turn_number,
             number + 1,

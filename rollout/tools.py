@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 CROP_VIDEO = "crop_video"
 PARAMETERS = ("video_path", "start_time", "end_time")  # in the order of positional arguments
+MAX_CALLS = 64  # of a turn; what is beyond is not looked at
 MAX_CALL_CHARS = 4_000  # a longer one is no call, and deep nesting costs the parsers their stack
 CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,3}):(\d{1,2}(?:\.\d+)?)")
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?|[+-]?\.\d+")
@@ -71,10 +72,10 @@ class Window:
 
 
 def find_calls(text: str) -> list[ToolCall]:
-    """Every call of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
+    """The calls of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
     begin = text.find("</think>") + 1  # 0 without one
-    calls = []
-    while (opening := OPENING.search(text, begin)) is not None:
+    calls: list[ToolCall] = []
+    while len(calls) < MAX_CALLS and (opening := OPENING.search(text, begin)) is not None:
         kind = opening.group(1)
         closing = text.find(f"</tool_{kind}>", opening.end())
         following = OPENING.search(text, opening.end())
@@ -86,7 +87,7 @@ def find_calls(text: str) -> list[ToolCall]:
         begin = closing + len(f"</tool_{kind}>")
         read = _read_json if kind == "call" else _read_python
         calls.extend(_read(text[opening.end() : closing], (opening.start(), begin), read))
-    return calls
+    return calls[:MAX_CALLS]
 
 
 def _read(body: str, span: tuple[int, int], read: Any) -> Iterator[ToolCall]:

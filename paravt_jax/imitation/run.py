@@ -87,10 +87,15 @@ class SftRun:
 
 
 @asynccontextmanager
-async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
-    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
+async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIterator[SftRun]:
+    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
+
+    `allow_changes`: also with another model, seed or data than it began with.
+    """
     async with AsyncExitStack() as stack:
-        directory = RunDirectory.enter(config.run_dir, config.checkpoint.grace_s, stack)
+        directory = RunDirectory.enter(
+            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
+        )
         remarks: list[str] = []
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
@@ -114,7 +119,6 @@ async def opened(config: SftConfig) -> AsyncIterator[SftRun]:
             hf_files=policy.hf_files,
             checkpoint=config.checkpoint,
             log=config.log,
-            settings=to_record(config),
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))

@@ -88,9 +88,11 @@ def dialogue_of(
 ) -> Dialogue:
     """One agent's dialogue, placeholders expanded; its sampled tokens are those to learn from."""
     ids, sampled = ledger.ids, ledger.sampled_mask
-    # A placeholder that the policy sampled shows nothing, and nothing after it can be computed as the engine did.
+    # A placeholder that the policy sampled shows nothing, and nothing after it can be computed as the engine did; what
+    # follows the last sampled token teaches nothing, and what others say there may be longer than any row.
     wrong = np.flatnonzero(sampled & np.isin(ids, list(chat.visual_ids)))
-    end = int(wrong[0]) if len(wrong) else len(ids)
+    ends = (*wrong[:1], *(np.flatnonzero(sampled)[-1:] + 1), 0)
+    end = int(ends[0])
     shown = ids == chat.image_id
     repeats = ledger.num_tokens_each(chat.image_id, token_px)
     advantage = token_advantages(earned.sequence, earned.anchor, sampled, structural)

@@ -28,10 +28,15 @@ from rollout.episode import Agent
 
 
 @asynccontextmanager
-async def opened(config: Config) -> AsyncIterator[Run]:
-    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first."""
+async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterator[Run]:
+    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
+
+    `allow_changes`: also with another model, seed or data than it began with.
+    """
     async with AsyncExitStack() as stack:
-        directory = RunDirectory.enter(config.run_dir, config.checkpoint.grace_s, stack)
+        directory = RunDirectory.enter(
+            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
+        )
         train, held_out, remarks = _prompts(config, directory.path)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
         policy = await policy_of(config, directory.path)
@@ -54,7 +59,6 @@ async def opened(config: Config) -> AsyncIterator[Run]:
             hf_files=policy.hf_files,
             checkpoint=config.checkpoint,
             log=config.log,
-            settings=to_record(config),
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))

@@ -2,7 +2,8 @@
 
 A step's groups are begun when the policy is recent enough: with max_staleness 0 when the step before is done, otherwise
 up to that many steps earlier, so that no token is ever older than allowed and nothing has to be thrown away. Whatever
-an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0.
+an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0. Nothing
+that one of them says or does ends a run, unless most of a step's episodes are missing.
 """
 
 import asyncio
@@ -20,9 +21,7 @@ from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
-from rollout.engine.protocol import EngineError
 from rollout.episode import Agent, Episode, Overview, Task
-from rollout.video.reader import VideoError
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +67,11 @@ class Player:
         name = f"{overview.task.id}/{number}"
         try:
             episode = await self.agent.run(overview, number, self.seed, version)
-        except EngineError as problem:
+            return await self._scored(name, episode, prompt)
+        except Exception as problem:  # whatever it is, it is this episode's
             return Member(name, problem=f"{type(problem).__name__}: {problem}")
+
+    async def _scored(self, name: str, episode: Episode, prompt: Prompt) -> Member:
         if episode.finish == "abort":
             return Member(name, episode, problem="aborted")
         turns = [turn.text for turn in episode.turns]
@@ -98,8 +100,9 @@ class Player:
 
         try:
             overview = await self.agent.look(task)
-        except VideoError as problem:
-            return [Member(f"{task.id}/{n}", problem=f"overview: {problem}") for n in range(num_episodes)]
+        except Exception as problem:
+            said = f"overview: {type(problem).__name__}: {problem}"
+            return [Member(f"{task.id}/{n}", problem=said) for n in range(num_episodes)]
         return await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
 
 

@@ -33,6 +33,12 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_changes_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="go on with another model, seed or data than the run began with"
+    )
+
+
 def read_config(
     parser: argparse.ArgumentParser, args: argparse.Namespace, schema: type[Settings], example: str, *needed: str
 ) -> Settings | None:

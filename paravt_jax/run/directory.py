@@ -10,8 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from paravt_jax.keys import flat
+
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-LOCK_FILE, SETTINGS_FILE = ".lock", "config.json"
+LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 
 
 @contextmanager
@@ -31,19 +33,41 @@ def held(run_dir: str | Path) -> Iterator[Path]:
         os.close(file)
 
 
-def write_settings(settings: Mapping[str, Any], directory: Path) -> None:
-    """RUN/config.json: every setting as it is used, the commit, and the versions of what computes."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
+def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:
+    """RUN/config.json: every setting as it is used, the commit, and the versions of what computes.
+
+    Every change has its line in RUN/settings.jsonl, with the number of steps that were done before it.
+    """
     record = {
         "config": settings,
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": _commit(Path(__file__)),
         "packages": {name: version(name) for name in VERSIONED},
     }
+    path = directory / SETTINGS_FILE
+    before = json.loads(path.read_bytes()) if path.exists() else None
+    if before == json.loads(json.dumps(record)):
+        return
+    with (directory / SETTINGS_LOG_FILE).open("a") as file:
+        file.write(json.dumps({"after_step": step, **record}) + "\n")
     partial = directory / f"{SETTINGS_FILE}.partial"
     partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(directory / SETTINGS_FILE)
+    partial.replace(path)
+
+
+def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
+    """By key, what RUN/config.json says and what is asked for now."""
+    path = directory / SETTINGS_FILE
+    if not path.exists():
+        return {}
+    before, now = flat(json.loads(path.read_bytes())["config"]), flat(json.loads(json.dumps(settings)))
+    return {key: (before.get(key), now.get(key)) for key in {**now, **before} if before.get(key) != now.get(key)}
+
+
+def _commit(file: Path) -> str | None:
+    """Of the repository that the file belongs to; one that it is only installed in says nothing of it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return git("describe", "--always", "--dirty", "--abbrev=40") or None if git("ls-files", file.name) else None

@@ -1,7 +1,7 @@
 """What a run leaves behind while it goes: metrics and episodes of every step, TensorBoard, and a line on the terminal.
 
 The files are the record, the rest is for looking. Log a step before its checkpoint is saved: a run that goes on from a
-checkpoint then finds every step up to it here, takes out what came later, and does that again.
+checkpoint then finds every step up to it here, puts aside what came later, and does that again.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ from paravt_jax.config import LogConfig
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 EPISODES_DIR = "episodes"
+SUPERSEDED_DIR = "superseded"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
 SHOWN = {
@@ -40,7 +42,7 @@ class RunLog:
     """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows how far the run is.
 
     `first_step` is the number of steps that the checkpoint holds. What is here of later steps will be done again, so it
-    is taken out, and nothing is counted twice. `settings` are for Weights & Biases to show.
+    goes to RUN/superseded/, and nothing is counted twice. `settings` are for Weights & Biases to show.
     """
 
     def __init__(
@@ -50,15 +52,16 @@ class RunLog:
         self._run_dir = run_dir
         self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
-        taken_out = _take_out_later(run_dir, first_step)
+        logged = last_step(run_dir)
+        put_aside = _put_aside_later(run_dir, first_step)
         self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step) if config.tensorboard else None
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
         self._progress = _Progress(num_steps, first_step)
-        if taken_out:
-            self.say(
-                f"{run_dir}: what was logged after step {first_step}, up to step {max(taken_out)}, is taken out and "
-                f"will be done again"
-            )
+        if put_aside is not None:
+            self.say(f"what was logged after step {first_step} is now in {put_aside} and will be done again")
+        if logged < first_step:
+            lost = f"ends at step {logged}, the checkpoint at step {first_step}: what lies between is lost"
+            self.say(f"{run_dir / METRICS_FILE} {lost}")
 
     def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
         """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too, if it has any."""
@@ -133,20 +136,34 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _take_out_later(run_dir: Path, first_step: int) -> set[int]:
-    """Leaves what belongs to the first steps; the others that there were."""
-    taken_out: set[int] = set()
+def last_step(run_dir: Path) -> int:
+    """The last one whose metrics are logged; 0 where none is."""
+    path = run_dir / METRICS_FILE
+    return max((row["step"] for row in load_jsonl(path)), default=0) if path.exists() else 0
+
+
+def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
+    """Leaves what belongs to the first steps; the directory that the rest was moved to, if there was any."""
+    aside = next(
+        place for n in count(1) if not (place := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()
+    )
     for path in (run_dir / METRICS_FILE, run_dir / VALIDATION_FILE):
         if path.exists():
             rows = list(load_jsonl(path))
-            taken_out |= {row["step"] for row in rows if row["step"] > first_step}
-            with whole_file(path) as file:
-                file.writelines(_json_line(row) for row in rows if row["step"] <= first_step)
+            if later := [row for row in rows if row["step"] > first_step]:
+                _write_rows(aside / path.name, later)
+            _write_rows(path, [row for row in rows if row["step"] <= first_step])  # without a line that a kill cut
     for path in (run_dir / EPISODES_DIR).glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > first_step:
-            taken_out.add(int(path.stem))
-            path.unlink()
-    return taken_out
+            (aside / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
+            path.rename(aside / EPISODES_DIR / path.name)
+    return aside if aside.exists() else None
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.writelines(map(_json_line, rows))
 
 
 def _json_line(record: Mapping[str, Any]) -> bytes:

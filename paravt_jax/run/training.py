@@ -16,8 +16,8 @@ from paravt_jax.config import CheckpointConfig, LogConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.compiles import Compiles
-from paravt_jax.run.directory import held, write_settings
-from paravt_jax.run.log import RunLog
+from paravt_jax.run.directory import changed_settings, held, write_settings
+from paravt_jax.run.log import RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
 from paravt_jax.run.process import say, stop_on_signals
 from paravt_jax.run.threads import in_thread, unless_stopped
@@ -25,6 +25,7 @@ from paravt_jax.run.threads import in_thread, unless_stopped
 Result = TypeVar("Result")
 Progress = dict[str, Any]
 CHECKPOINTS_DIR = "checkpoints"
+INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +34,28 @@ class RunDirectory:
 
     path: Path
     stopping: asyncio.Event  # somebody asked the run to end
+    settings: Mapping[str, Any]
+    changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
+    allow_changes: bool
 
     @classmethod
-    def enter(cls, run_dir: str, grace_s: float, stack: AsyncExitStack) -> "RunDirectory":
-        """Holds the directory and listens to signals until `stack` closes."""
+    def enter(
+        cls, run_dir: str, grace_s: float, stack: AsyncExitStack, settings: Mapping[str, Any], allow_changes: bool
+    ) -> "RunDirectory":
+        """Holds the directory and listens to signals until `stack` closes.
+
+        Settings without which the steps to come are no continuation are refused, unless `allow_changes`.
+        """
         path, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
         stack.callback(stop_on_signals(stopping, grace_s))
-        return cls(path, stopping)
+        changes = changed_settings(settings, path) if last_step(path) else {}
+        told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]
+        if told and not allow_changes:
+            raise ValueError(
+                f"{'; '.join(told)} in the steps that {path} has: set it back, choose another run_dir, or add "
+                f"--allow-changes to go on all the same"
+            )
+        return cls(path, stopping, settings, changes, allow_changes)
 
 
 @dataclass(eq=False)
@@ -70,7 +86,6 @@ class Training:
         hf_files: Path,
         checkpoint: CheckpointConfig,
         log: LogConfig,
-        settings: Mapping[str, Any],
         remarks: Sequence[str],
     ) -> "Training":
         """From the newest whole checkpoint, or from the beginning: {"step": 0} and what else a checkpoint will carry.
@@ -82,15 +97,26 @@ class Training:
         stack.callback(checkpoints.close)
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
-        progress = await in_thread(lambda: checkpoints.restore(learner)) or beginning
-        if progress["visits"] != fingerprint:
-            raise ValueError(
-                f"{followed_from} are not what the run in {directory.path} began with, so its place in the data means "
-                f"nothing; set them back, or choose another run_dir"
+        progress = await in_thread(lambda: checkpoints.restore(learner))
+        if progress is None and last_step(directory.path) > 2 * checkpoint.every_steps:  # the first one was long whole
+            raise RuntimeError(
+                f"{directory.path} has a log of {last_step(directory.path)} steps and no checkpoint; put one back, "
+                f"move the directory away to begin anew, or choose another run_dir"
             )
-        write_settings(settings, directory.path)
+        progress = progress or beginning
+        remarks = [*remarks, *(f"{key}: {one} -> {other}" for key, (one, other) in directory.changes.items())]
+        if progress["visits"] != fingerprint:
+            if not directory.allow_changes:
+                raise ValueError(
+                    f"{followed_from} are not what the run in {directory.path} began with, so its place in the data "
+                    f"means nothing; set them back, choose another run_dir, or begin the data anew with --allow-changes"
+                )
+            remarks.append("the data are others than before, and begin anew")
+            progress = beginning | {"step": progress["step"]}
         step = int(progress["step"])
-        run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=dict(settings))
+        write_settings(directory.settings, directory.path, step)
+        settings = dict(directory.settings)
+        run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
         stack.callback(run_log.close)
         for remark in remarks:
             run_log.say(remark)

@@ -1,6 +1,7 @@
 """A run that is killed, stopped or started again ends as if nothing had happened."""
 
 import fcntl
+import json
 import os
 import pty
 import random
@@ -127,9 +128,36 @@ def test_a_run_with_more_steps_than_are_asked_for_now_is_done(whole, tmp_path):
     assert len(metrics_of(run_dir)) == NUM_STEPS
 
 
-def test_a_run_does_not_go_on_with_other_prompts(whole):
-    with pytest.raises(ValueError, match="seed=1 are not what the run in"):
-        train_here(whole, *WHOLE, "seed=1")
+def settings_log(run_dir: Path) -> list[tuple[int, int]]:
+    lines = map(json.loads, (run_dir / "settings.jsonl").read_text().splitlines())
+    return [(line["after_step"], line["config"]["train"]["num_steps"]) for line in lines]
+
+
+def test_what_was_set_otherwise_is_said_and_every_version_kept(whole, tmp_path):
+    run_dir = shutil.copytree(whole, tmp_path / "changed")
+    train_forked(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2")
+    said = (tmp_path / "changed.log").read_text()
+    assert "train.group_size: 4 -> 2" in said and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in said
+    assert settings_log(run_dir) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
+
+
+def test_a_run_goes_on_with_another_seed_only_when_told_to(whole, tmp_path):
+    run_dir = shutil.copytree(whole, tmp_path / "changed")
+    other = (*WHOLE, f"train.num_steps={NUM_STEPS + 1}", "seed=1")
+    with pytest.raises(ValueError, match=r"seed=1, and was 0 in the steps that .* --allow-changes"):
+        train_here(run_dir, *other)
+    assert settings_log(run_dir) == [(0, NUM_STEPS)]
+    train_forked(run_dir, *other, "--allow-changes")
+    assert len(metrics_of(run_dir)) == NUM_STEPS + 1
+    assert "the data are others than before, and begin anew" in (tmp_path / "changed.log").read_text()
+
+
+def test_a_log_without_the_checkpoints_it_needs_is_not_begun_anew(whole, tmp_path):
+    run_dir = shutil.copytree(whole, tmp_path / "lost")
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(RuntimeError, match=f"has a log of {NUM_STEPS} steps and no checkpoint; put one back"):
+        train_here(run_dir, *WHOLE)
+    assert len(metrics_of(run_dir)) == NUM_STEPS
 
 
 def test_two_trainers_do_not_share_a_directory(whole):

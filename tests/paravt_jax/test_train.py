@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from training import QUICK, episodes_of, metrics_of, train, train_here
+from training import QUICK, episodes_of, metrics_of, train, train_forked, train_here
 
 import model_port
 from model_port.export import export
@@ -22,7 +22,7 @@ MUST_BE_THERE = {
 
 
 def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
-    done = train(tmp_path / "run", "rollout.max_new_tokens=64")
+    done = train(tmp_path / "run", "rollout.max_new_tokens=64", "train.group_size=4")
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -30,7 +30,7 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     assert not MUST_BE_THERE - set(lines[0])
     assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines if line["perf/num_batches"])
-    assert len(episodes_of(run_dir)) == 4 * 2 * 8
+    assert len(episodes_of(run_dir)) == 4 * 2 * 4
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.stem for path in (run_dir / "plots").glob("*.png")} >= {"reward_terms", "format_and_calls", "mismatch"}
     settings = json.loads((run_dir / "config.json").read_text())
@@ -44,7 +44,7 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
 
 
 def test_rollouts_ahead_of_the_update_are_never_staler_than_allowed(tmp_path):
-    train_here(tmp_path / "run", *QUICK, "train.num_steps=6", "train.max_staleness=2", "optim.learning_rate=1e-5")
+    train_forked(tmp_path / "run", *QUICK, "train.num_steps=6", "train.max_staleness=2", "optim.learning_rate=1e-5")
     episodes = episodes_of(tmp_path / "run")
     assert len({episode["id"] for episode in episodes}) == len(episodes) == 6 * 4
     ages = [
@@ -102,14 +102,7 @@ def test_an_error_is_one_line_and_no_success(tmp_path):
 def test_servers_serve_the_rollouts_and_get_every_version(tmp_path):
     """The same run with real SGLang servers: started, checked against the learner, given new weights, stopped."""
     run_dir = tmp_path / "run"
-    done = train(
-        run_dir,
-        *QUICK,
-        "engine.kind=sglang",
-        "train.num_steps=2",
-        deadline_s=280,
-    )
-    assert done.returncode == 0, done.stderr
+    train_here(run_dir, *QUICK, "engine.kind=sglang", "train.num_steps=2")
     lines = metrics_of(run_dir)
     assert len(lines) == 2
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines)

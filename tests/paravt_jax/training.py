@@ -65,10 +65,10 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "paravt_jax.train", *arguments(run_dir, *overrides)]
 
 
-def train(run_dir: Path, *overrides: str, deadline_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """The command itself."""
     return subprocess.run(
-        command(run_dir, *overrides), capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, env=environment()
+        command(run_dir, *overrides), capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment()
     )
 
 

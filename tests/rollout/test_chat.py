@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny, tiny_tokenizer
-from rollout.chat import Chat, _characters
+from rollout.chat import SPOKEN, Chat, _characters
 from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA
 
@@ -92,6 +92,21 @@ def test_all_responses_of_a_turn_stand_in_one_user_turn_in_call_order(chat):
     text = chat.decode(chat.after_turn(chat.encode("x<|im_end|>"), ["first", "second", "third"]))
     responses = "\n".join(f"<tool_response>\n{word}\n</tool_response>" for word in ("first", "second", "third"))
     assert text == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
+
+
+odd = st.sampled_from(
+    [SPOKEN, "\ue000", "\ud800", "\x00", "<tool_response>", "</tool_response>", "<|im_end|>", "{{ x }}"]
+)
+
+
+@given(st.lists(st.lists(st.one_of(odd, st.text(max_size=9)), max_size=6).map("".join), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_whatever_responses_say_there_is_one_for_each_call_and_then_the_assistant(chat, responses):
+    ids = chat.after_turn(chat.encode("x<|im_end|>"), responses).tolist()
+    for tag in ("<tool_response>", "</tool_response>"):
+        assert ids.count(chat.tokenizer.token_to_id(tag)) == len(responses)
+    header = chat.encode("<|im_end|>\n<|im_start|>assistant\n").tolist()
+    assert ids[-len(header) :] == header and ids.count(chat.turn_end_id) == 1
 
 
 names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</think>", "<|", "|>", "<", "im_end", " "]

@@ -20,7 +20,7 @@ from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent, Episode, EpisodeConfig, Task
 from rollout.ledger import Ledger
 from rollout.prompts import Prompts, main_messages
-from rollout.tools import CROP_VIDEO_SCHEMA
+from rollout.tools import CROP_VIDEO_SCHEMA, MAX_CALLS
 from rollout.video.reader import TimedPicture, VideoError
 
 TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
@@ -331,3 +331,39 @@ def test_a_record_holds_all_that_training_needs(chat):
     sampled = [s for s in record["segments"] if s["kind"] == "sampled"]
     assert all(len(s["behavior_logp"]) == len(s["ids"]) and s["version"] == 0 for s in sampled)
     assert record["turns"][0]["calls"][0]["segments"][0]["kind"] == "prompt"
+
+
+def test_reports_that_overrun_the_context_end_the_episode_with_a_dialogue_that_fits(chat):
+    turns = [f"Look.</think>{call(1, 9) * 5}<|im_end|>", ANSWER]
+    engine = script(chat, turns, report="A long report. " * 400)
+    episode = play(engine, chat, max_context_tokens=4000, max_new_tokens=1000, subagent_new_tokens=1000)
+    assert episode.finish == "context" and episode.outcomes == ["ok"] * 5
+    assert episode.ledger.num_tokens_each(chat.image_id, 32).sum() <= 4000
+    assert episode.ledger.segments[-1].kind == "sampled"  # no half of the responses
+
+
+def test_a_window_too_large_for_the_context_is_that_calls(chat):
+    frames = FakeFrames(size_px=(448, 448))
+    turns = [f"Look.</think>{call(1, 60)}<|im_end|>", ANSWER]
+    episode = play(script(chat, turns), chat, frames, max_context_tokens=2500, max_new_tokens=100)
+    assert episode.outcomes == ["error"] and "leave -" in episode.calls[0].problem
+
+
+@pytest.mark.parametrize("asked", ["<tool_call>" * 2000, call(1, 2) * 300])
+def test_of_calls_without_end_as_many_as_can_be_made_and_one_more_are_answered(asked, chat):
+    episode = play(script(chat, [f"Look.</think>{asked}<|im_end|>", ANSWER]), chat, max_new_tokens=8192)
+    assert episode.finish == "done" and len(episode.calls) == MAX_CALLS
+    told = chat.decode(next(part.ids for part in episode.ledger.segments if part.kind == "environment"))
+    assert told.count("<tool_response>") == EpisodeConfig().max_parallel + 1
+
+
+@pytest.mark.parametrize("problem", [RuntimeError, ValueError, OSError, KeyError, RecursionError, MemoryError])
+def test_an_exception_of_any_kind_in_a_call_is_that_calls(problem, chat):
+    class Broken(FakeFrames):
+        async def frames(self, path, times_s, deadline_s):
+            if len(self.asked) and times_s[0] < 5:
+                raise problem("broken")
+            return await super().frames(path, times_s, deadline_s)
+
+    episode = play(script(chat, [f"Look.</think>{call(1, 2)}{call(30, 40)}<|im_end|>", ANSWER]), chat, Broken())
+    assert episode.outcomes == ["error", "ok"] and episode.finish == "done"

@@ -1,10 +1,10 @@
 """CPU shim for running the CUDA wheels of torchvision and sglang on a CPU-only torch.
 
-Put this folder on PYTHONPATH: every child python loads it too (sglang spawns its
-scheduler and detokenizer processes).  It does nothing until torchvision / sglang is imported.
+Put this folder on PYTHONPATH: every child python loads it too.
 """
 
 import importlib.abc
+import multiprocessing
 import sys
 
 
@@ -31,3 +31,12 @@ class _Hook(importlib.abc.MetaPathFinder):
 
 _done, _keep = set(), []
 sys.meta_path.insert(0, _Hook())
+
+
+def _fork_children():
+    """SGLang spawns its processes for the sake of CUDA: each imports torch and sglang anew, 13 s of CPU and more."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
+
+
+_fork_children()

@@ -96,7 +96,50 @@ def test_a_video_that_cannot_be_read_makes_its_group_missing(chat):
     (groups,) = collect(chat, half_right, prompts=prompts)
     assert sorted(group.teaches for group in groups) == [False, True]
     (lost,) = [group for group in groups if not group.teaches]
-    assert all(member.problem == "overview: the video cannot be opened" for member in lost.members)
+    assert all(member.problem == "overview: VideoError: the video cannot be opened" for member in lost.members)
+
+
+KINDS = [
+    RuntimeError,
+    ValueError,
+    KeyError,
+    OSError,
+    RecursionError,
+    MemoryError,
+    UnicodeError,
+    EngineError,
+    TimeoutError,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["engine", "video", "judge", "scoring"])
+def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, chat, monkeypatch):
+    async def broken(*_, **__):
+        raise kind("broken")
+
+    def say(episode, request):
+        if where == "engine" and episode.endswith("/2"):
+            raise kind("broken")
+        return half_right(episode, request)
+
+    prompts = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") for name in ("one", "two")]
+    judge = GivenScores(*[1.0, 0.5] * 4)
+    if where == "judge":
+        said = iter([judge.judge] * 7)
+        monkeypatch.setattr(judge, "judge", lambda *asked: next(said, broken)(*asked))
+    elif where == "video":
+        info = FakeFrames.info
+        monkeypatch.setattr(
+            FakeFrames, "info", lambda self, path, s: (broken if "one" in path else info)(self, path, s)
+        )
+    elif where == "scoring":
+        prompts[0] = replace(prompts[0], answer="no letter", question_type="mcq")
+    judged = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m")
+    (groups,) = collect(chat, say, *judged, judge=judge, prompts=prompts)
+    problems = [member.problem for group in groups for member in group.members if member.missing]
+    assert len(problems) == {"engine": 2, "video": 4, "judge": 1, "scoring": 4}[where]
+    assert all(kind.__name__ in problem or where == "scoring" for problem in problems)
 
 
 def test_a_step_that_lost_most_of_its_episodes_ends_the_run_with_a_reason(chat):

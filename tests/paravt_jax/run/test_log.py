@@ -44,7 +44,7 @@ def files_of(run_dir: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(run_dir)): path.read_bytes()
         for path in sorted(run_dir.rglob("*.jsonl*"))
-        if path.is_file()
+        if path.is_file() and "superseded" not in path.parts
     }
 
 
@@ -56,13 +56,27 @@ def test_a_resumed_run_leaves_the_files_of_one_that_was_not_stopped(tmp_path):
     assert len(files_of(tmp_path / "whole")) == 2 + 5
 
 
-def test_later_steps_are_out_before_the_first_one_is_done_again(tmp_path, capsys):
+def test_later_steps_are_out_of_the_way_before_the_first_one_is_done_again_and_kept(tmp_path, capsys):
     log_steps(tmp_path / "two", range(1, 3))
     log_steps(tmp_path / "four", range(1, 5))
-    capsys.readouterr()
-    open_log(tmp_path / "four", first_step=2).close()
-    assert files_of(tmp_path / "four") == files_of(tmp_path / "two")
-    assert "after step 2, up to step 4, is taken out" in capsys.readouterr().err
+    whole = files_of(tmp_path / "four")
+    for number in (1, 2):
+        capsys.readouterr()
+        open_log(tmp_path / "four", first_step=2).close()
+        assert files_of(tmp_path / "four") == files_of(tmp_path / "two")
+        aside = tmp_path / "four" / "superseded" / f"after_step_2_{number}"
+        assert f"what was logged after step 2 is now in {aside}" in capsys.readouterr().err
+        kept = {str(path.relative_to(aside)): path.read_bytes() for path in aside.rglob("*.jsonl")}
+        assert all(content and whole[name].endswith(content) for name, content in kept.items())
+        assert {*kept} == {"metrics.jsonl", "validation.jsonl", "episodes/000003.jsonl", "episodes/000004.jsonl"}
+        log_steps(tmp_path / "four", range(3, 5))
+
+
+def test_metrics_that_were_lost_are_missed(tmp_path, capsys):
+    log_steps(tmp_path, range(1, 4))
+    (tmp_path / "metrics.jsonl").unlink()
+    open_log(tmp_path, first_step=3).close()
+    assert "metrics.jsonl ends at step 0, the checkpoint at step 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl"])
