@@ -11,6 +11,7 @@ from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestReject
 
 CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 300  # of what a server said, in an error
+MAX_ANSWER_BYTES = 2**24  # where the question does not bound it
 MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
 
 
@@ -31,27 +32,30 @@ class HttpClient:
     @classmethod
     def make(cls) -> "HttpClient":
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30)
-        # Servers are named by address; a proxy meant for the internet must not get these calls.
-        return cls(aiohttp.ClientSession(connector=connector, trust_env=False))
+        # Servers are named by address; a proxy meant for the internet must not get these calls. What they send is not
+        # unpacked: a small answer stays one.
+        return cls(aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False))
 
     async def get(self, url: str, deadline_s: float) -> Any:
-        return await self._call("GET", url, None, deadline_s)
+        return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES)
 
-    async def post(self, url: str, body: Any, deadline_s: float) -> Any:
+    async def post(self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
         """The answer as JSON, or None where it is not JSON, which no answer that matters to us is."""
         # In a thread: the pictures of an overview are megabytes of JSON.
-        return await self._call("POST", url, await asyncio.to_thread(_encoded, body), deadline_s)
+        return await self._call("POST", url, await asyncio.to_thread(_encoded, body), deadline_s, max_bytes)
 
-    async def _call(self, method: str, url: str, data: bytes | None, deadline_s: float) -> Any:
+    async def _call(self, method: str, url: str, data: bytes | None, deadline_s: float, max_bytes: int) -> Any:
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
         headers = {"Content-Type": "application/json"}
         try:
-            async with self.session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                text = (await response.read()).decode(errors="replace")
-                if response.status >= 500:
+            async with self.session.request(
+                method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                text = (await _read(response, max_bytes)).decode(errors="replace")
+                if response.status >= 500 or 300 <= response.status < 400:
                     response.close()  # SGLang closes its side after an error; do not use the connection again
                     raise ServerUnavailable(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
-                if response.status >= 300:
+                if response.status >= 400:
                     raise RequestRejected(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
         except TimeoutError:
             raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
@@ -59,11 +63,21 @@ class HttpClient:
             raise ServerUnreachable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     async def close(self) -> None:
         await self.session.close()
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > max_bytes:
+            response.close()
+            raise ServerUnavailable(f"{response.url} answers with more than {max_bytes} bytes")
+    return bytes(body)
 
 
 def _encoded(body: Any) -> bytes:

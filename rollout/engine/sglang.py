@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rollout.engine.answers import Fingerprint, answer_bytes, generation_of, probe_body
 from rollout.engine.http import HttpClient, ServerUnavailable, ServerUnreachable
 from rollout.engine.protocol import (
     DeadlineExceeded,
@@ -36,7 +37,6 @@ from rollout.picture import Picture
 from rollout.server import Device, Server, ServerSettings, sidecar_python
 
 UNLABELLED = "default"  # what a server calls the weights it was started with
-FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 RID_CHARS = 16
 MAX_HOMES = 100_000  # prefixes whose server is remembered
 MAX_IMBALANCE = 8  # requests more than elsewhere, from which on computing a prefix again is quicker than waiting
@@ -86,6 +86,7 @@ class SGLangEngine:
         self._client = client
         self._version: int | None = None  # until the first server says
         self._published: Weights | None = None
+        self._fingerprint: tuple[int, Fingerprint] | None = None  # of a version
         self._route = self._make_route()
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # some server came up or went down
@@ -151,7 +152,8 @@ class SGLangEngine:
             server = await self._choose(request.affinity or request.episode, deadline_s, tried)
             try:
                 answer = await self._ask(server, request, body, deadline_s)
-                generation = _generation(answer, server.url, time.monotonic() - started_s)
+                latency_s = time.monotonic() - started_s
+                generation = generation_of(answer, request.sampling, self.version, server.url, latency_s)
                 break
             except ServerUnavailable as problem:
                 problems.append(str(problem))
@@ -178,6 +180,9 @@ class SGLangEngine:
             self._published, self._version = weights, version
             servers = [server for server in self._servers if server.up]
             await self._load(servers)
+            for server in servers:
+                if server.up:
+                    await self._identify(server)
             if not any(server.up for server in self._servers):
                 raise EngineError(f"no server took the weights of version {version}: {self._problems()}")
 
@@ -240,7 +245,10 @@ class SGLangEngine:
         """One attempt. Whatever ends it other than an answer also ends the computation on the server."""
         rid = uuid.uuid4().hex[:RID_CHARS]
         remaining_s = deadline_s - time.monotonic()
-        call = asyncio.create_task(self._client.post(f"{server.url}/generate", body | {"rid": rid}, remaining_s))
+        max_bytes = answer_bytes(request.sampling)
+        call = asyncio.create_task(
+            self._client.post(f"{server.url}/generate", body | {"rid": rid}, remaining_s, max_bytes)
+        )
         server.running[rid] = request.episode
         server.calls.add(call)
         answered = False
@@ -331,24 +339,30 @@ class SGLangEngine:
     # Keeping servers
 
     async def _keep(self, server: _Server) -> None:
-        """Probes one server for as long as the engine lives."""
+        """Looks after one server for as long as the engine lives."""
         while not server.given_up:
-            problem = await self._probe(server)
-            if problem:
-                server.missed_probes += 1
-                if server.missed_probes >= self.settings.max_missed_probes or not server.up:
-                    self._eject(server, problem)
-                if server.managed is not None and server.missed_probes >= self.settings.max_missed_probes:
-                    await self._restart(server)
-                    continue
-            elif not server.up:
-                await self._admit(server)
-            else:
-                server.missed_probes = 0
+            try:
+                await self._look_after(server)
+            except Exception as problem:  # whatever a server says, the others must be kept
+                self._eject(server, f"{type(problem).__name__}: {problem}")
             server.suspected.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.probe_every_s):
                     await server.suspected.wait()
+
+    async def _look_after(self, server: _Server) -> None:
+        problem = await self._probe(server)
+        while problem and not server.given_up:
+            server.missed_probes += 1
+            if server.missed_probes >= self.settings.max_missed_probes or not server.up:
+                self._eject(server, problem)
+            if server.managed is None or server.missed_probes < self.settings.max_missed_probes:
+                return
+            await self._restart(server)
+            problem = await self._probe(server)
+        if not server.up and not server.given_up:
+            await self._admit(server)
+        server.missed_probes = 0
 
     async def _probe(self, server: _Server) -> str:
         """What is wrong with a server, or nothing. It generates a token unless it is already generating."""
@@ -371,12 +385,30 @@ class SGLangEngine:
             server.abandoned.clear()
             async with self._publishing:
                 await self._settle_version(server)
+                if server.version == self._version and await self._identify(server):
+                    server.up, server.problem, server.missed_probes = True, "", 0
+                    self._changed.set()
         except EngineError as problem:
             server.problem = str(problem)
-            return
-        if server.version == self._version:
-            server.up, server.problem, server.missed_probes = True, "", 0
-            self._changed.set()
+
+    async def _identify(self, server: _Server) -> bool:
+        """Whether a server computes what the others did with the weights of this version; else it is ejected.
+
+        The first one asked after a publish is what the others, and whoever comes back at its address, are held to.
+        """
+        try:
+            answer = await self._client.post(f"{server.url}/generate", probe_body(), self.settings.control_deadline_s)
+            found = Fingerprint.of(answer, server.url)
+        except EngineError as problem:
+            self._eject(server, str(problem))
+            return False
+        version, expected = self._fingerprint or (None, found)
+        if version != self._version:
+            self._fingerprint, expected = (self.version, found), found
+        if problem := found.problem(expected):
+            server.version = None  # it gets the weights once more before it is asked again
+            self._eject(server, f"it is another model than version {self._version} of this run: {problem}")
+        return not problem
 
     async def _settle_version(self, server: _Server) -> None:
         """Gives a server what was published; before the first publish, learns what it has."""
@@ -456,33 +488,3 @@ def generate_body(ids: np.ndarray, pictures: Sequence[Picture], sampling: Sampli
     if pictures:
         body["image_data"] = [picture.png_base64 for picture in pictures]
     return body
-
-
-def _generation(answer: Any, url: str, latency_s: float) -> Generation:
-    """What a server answered; an answer that is not what SGLang gives is a failure of the server."""
-    try:
-        meta = answer["meta_info"]
-        logps = meta.get("output_token_logprobs", [])  # a request aborted before its first token has none
-        ids = np.array(answer["output_ids"], np.int32)
-        if [token for _, token, *_ in logps] != ids.tolist():
-            raise ValueError("its ids and the ids of its log-probs differ")
-        behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
-        if not np.isfinite(behavior_logp).all():
-            raise ValueError("a log-prob is not a finite number")
-        versions = np.full(len(ids), -1, np.int32)
-        for span in meta["weight_versions"] if len(ids) else []:
-            versions[span["start"] : span["end"]] = int(span["version"])
-        if (versions < 0).any():
-            raise ValueError("some tokens have no policy version")
-        return Generation(
-            ids,
-            behavior_logp,
-            versions,
-            finish=FINISHES[meta["finish_reason"]["type"]],
-            num_prompt_tokens=int(meta["prompt_tokens"]),
-            num_cached_tokens=int(meta["cached_tokens"]),
-            server=url,
-            latency_s=latency_s,
-        )
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
-        raise ServerUnavailable(f"{url} gave an answer that cannot be read: {problem!r}") from None

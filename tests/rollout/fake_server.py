@@ -2,9 +2,57 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+
+
+def _meta(**changed: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda answer: answer["meta_info"].update(changed)
+
+
+def _first(token: Any) -> Callable[[dict[str, Any]], None]:
+    def change(answer: dict[str, Any]) -> None:
+        answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = token
+
+    return change
+
+
+def _longer(answer: dict[str, Any]) -> None:
+    answer["output_ids"] *= 3
+    answer["meta_info"]["output_token_logprobs"] *= 3
+    answer["meta_info"]["weight_versions"][0]["end"] *= 3
+
+
+def _first_logp(logp: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(0, logp)
+
+
+# What no SGLang with the weights of a run says, by the mode in which it is said.
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "short logp": lambda answer: answer["meta_info"]["output_token_logprobs"].pop(),
+    "nan": _first_logp(float("nan")),
+    "positive logp": _first_logp(500.0),
+    "text logp": _first_logp("-1"),
+    "no version": lambda answer: answer["meta_info"].pop("weight_versions"),
+    "a later version": _meta(weight_versions=[{"version": "7", "start": 0, "end": 4}]),
+    "a gap": _meta(weight_versions=[{"version": "0", "start": 0, "end": 1}, {"version": "0", "start": 2, "end": 4}]),
+    "a span beyond": _meta(weight_versions=[{"version": "0", "start": 0, "end": 9}]),
+    "spans overlap": _meta(
+        weight_versions=[{"version": "0", "start": 0, "end": 4}, {"version": "0", "start": 1, "end": 4}]
+    ),
+    "longer": _longer,
+    "a negative id": _first(-5),
+    "a large id": _first(2**31),
+    "half an id": _first(5.5),
+    "true for an id": _first(True),
+    "beyond a stop": _first(99),
+    "a huge prompt": _meta(prompt_tokens=10**12),
+    "a negative count": _meta(cached_tokens=-1),
+    "no finish": _meta(finish_reason=None),
+    "no meta": lambda answer: answer.pop("meta_info"),
+}
 
 
 class FakeServer:
@@ -15,10 +63,12 @@ class FakeServer:
         self.healthy = True
         self.version = "default"
         self.delay_s = 0.0
+        self.model = 0.0  # another number is another model
         self.fail_paths: set[str] = set()
         self.asked: Counter[str] = Counter()
         self.bodies: dict[str, list[Any]] = {}
         self.running = 0
+        self.sent_bytes = 0
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -38,9 +88,9 @@ class FakeServer:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
-        self.asked[path] += 1
         body = await request.json() if request.can_read_body else None
+        path = "/probe" if body and "text" in body else request.path
+        self.asked[path] += 1
         self.bodies.setdefault(path, []).append(body)
         if path in self.fail_paths:
             return web.json_response({"success": False, "message": "no"}, status=400)
@@ -52,6 +102,9 @@ class FakeServer:
             return web.json_response({"weight_version": self.version})
         if path == "/update_weight_version":
             self.version = body["new_version"]
+        if path == "/probe":
+            scored = [[None if n == 0 else -0.5 - self.model, 5 + n, None] for n in range(20)]
+            return web.json_response({"meta_info": {"input_token_logprobs": scored}})
         if path != "/generate":
             return web.json_response({"success": True})
         self.running += 1
@@ -74,13 +127,21 @@ class FakeServer:
         if self.mode == "garbage":
             return web.Response(text="<html>it works</html>")
         answer = self._good(body["sampling_params"]["max_new_tokens"])
-        if self.mode == "short logp":
-            answer["meta_info"]["output_token_logprobs"].pop()
-        if self.mode == "nan":
-            answer["meta_info"]["output_token_logprobs"][0][0] = float("nan")
-        if self.mode == "no version":
-            del answer["meta_info"]["weight_versions"]
+        if self.mode == "redirect":
+            raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/elsewhere")
+        if self.mode == "nested":
+            return web.Response(text="[" * 200_000)
+        if self.mode == "endless":
+            return await self._endless(request)
+        WRONG.get(self.mode, lambda answer: None)(answer)
         return web.json_response(answer)
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 2**20)
+            self.sent_bytes += 2**20
 
     def _good(self, num_tokens: int) -> dict[str, Any]:
         ids = list(range(5, 5 + num_tokens))

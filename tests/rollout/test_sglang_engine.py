@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FakeServer
+from fake_server import WRONG, FakeServer
 
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
@@ -31,7 +31,7 @@ class NoWeights:
 
 
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4) -> Request:
-    return Request(np.arange(3, dtype=np.int32), (), Sampling(num_tokens), episode, deadline_s, version)
+    return Request(np.arange(3, dtype=np.int32), (), Sampling(num_tokens, stop_ids=(99,)), episode, deadline_s, version)
 
 
 def with_servers(num_servers, work, settings=QUICK):
@@ -66,13 +66,50 @@ def test_an_answer_becomes_a_generation():
     with_servers(1, work)
 
 
-@pytest.mark.parametrize("mode", ["500", "drop", "garbage", "short logp", "nan", "no version"])
+@pytest.mark.parametrize("mode", ["500", "drop", "garbage", "redirect", "nested", "endless", *WRONG])
 def test_a_server_that_answers_badly_costs_only_another_attempt(mode):
     async def work(engine, bad, good):
         bad.mode = mode
         found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(8)))
         assert all(len(one.ids) == 4 and one.server == good.url for one in found)
         assert bad.asked["/generate"] >= 1
+        assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
+
+    with_servers(2, work)
+
+
+def test_whatever_a_server_says_of_itself_the_others_are_kept():
+    async def work(engine, bad, good):
+        bad.healthy = False
+        await until(lambda: not engine._servers[0].up)
+        bad.version, bad.healthy = "9" * 5000, True
+        await until(lambda: "ValueError" in engine._servers[0].problem)
+        assert (await engine.generate(request())).server == good.url
+        bad.version = "0"
+        await until(lambda: engine._servers[0].up)
+
+    with_servers(2, work)
+
+
+def test_another_model_at_the_address_of_a_server_gets_nothing_to_do():
+    async def work(engine, swapped, good):
+        swapped.healthy = False
+        await until(lambda: not engine._servers[0].up)
+        swapped.model, swapped.healthy = 1.0, True
+        await until(lambda: "another model than version 0" in engine._servers[0].problem)
+        found = [await engine.generate(request(f"e{n}")) for n in range(4)]
+        assert {one.server for one in found} == {good.url}
+        swapped.model = 0.0
+        await until(lambda: engine._servers[0].up)
+
+    with_servers(2, work)
+
+
+def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_publish():
+    async def work(engine, first, second):
+        second.model = 1.0
+        await engine.publish(NoWeights(), 1)
+        assert [server.up for server in engine._servers] == [True, False]
 
     with_servers(2, work)
 
@@ -241,9 +278,10 @@ def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests(
 
 def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
     async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
         server.version = "2"  # behind our back
-        with pytest.raises(VersionMismatch, match=r"versions \[2\], version 0 was asked for"):
-            await engine.generate(request(version=0))
+        with pytest.raises(VersionMismatch, match=r"versions \[2\], version 3 was asked for"):
+            await engine.generate(request(version=3))
         assert (await engine.generate(request())).versions.tolist() == [2] * 4  # labelled
 
     with_servers(1, work)
