@@ -18,6 +18,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -50,6 +52,7 @@ FREE_PORTS = range(20_000, 30_000)
 # sixteen frames at once took minutes. A smaller piece of prompt has fewer pictures.
 CPU_PREFILL_TOKENS = 128
 
+MARK_VARIABLE = "PARAVT_SERVER"
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 30  # the server generates one token for /health, the first of which compiles
 SHOWN_LINES = 30  # in an error: a Python traceback and what led to it
@@ -191,9 +194,11 @@ class Server:
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever waits for it and gives up must not cancel it for others
         # A session of its own: Ctrl-C in the terminal reaches the server only through us.
+        self._mark = f"{MARK_VARIABLE}={uuid.uuid4().hex}"  # in the environment of whatever belongs to the server
+        name, _, value = self._mark.partition("=")
         self._process = subprocess.Popen(
             supervisor.supervised(settings.command()),
-            env=settings.environment(),
+            env=settings.environment() | {name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -297,7 +302,7 @@ class Server:
 
     def _how_it_ended(self) -> str:
         code = self._ended.result(timeout=0)
-        number = code - 128
+        number = code - 128 if code >= 0 else -code  # below 0 it was the supervisor's own end
         return signal.Signals(number).name if number in signal.valid_signals() else f"exit code {code}"
 
     def ended_by_itself(self) -> ServerFailed:
@@ -319,9 +324,26 @@ class Server:
 
     def _watch(self, reader: threading.Thread) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group keeps its number
-        os.killpg(self.pid, signal.SIGKILL)  # empty unless the supervisor itself was killed
+        # There is nobody left to kill unless the supervisor itself was killed.
+        os.killpg(self.pid, signal.SIGKILL)
+        give_up_s = time.monotonic() + KILL_TIMEOUT_S
+        while (left := _marked(self._mark)) and time.monotonic() < give_up_s:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
         reader.join(KILL_TIMEOUT_S)
         self._ended.set_result(self._process.wait())
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that have the mark in their environment, in whatever session or group they are now."""
+    found = []
+    for process in supervisor.processes():
+        with contextlib.suppress(OSError):  # it ended since it was listed, or is another user's
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process.pid)
+    return found
 
 
 def _settled_port(host: str, port: int) -> int:

@@ -183,8 +183,9 @@ def test_a_server_outlives_the_loop_and_the_thread_that_started_it(fake):
     assert asyncio.run(server.wait()) == 128 + signal.SIGTERM
 
 
-def test_a_killed_supervisor_takes_the_server_along(fake):
-    server = start(fake("serve", "--same-group"))
+@pytest.mark.parametrize("options", [["--same-group"], []])
+def test_a_killed_supervisor_takes_the_server_along(options, fake):
+    server = start(fake("serve", *options))
     processes = family(server.pid)
     os.kill(server.pid, signal.SIGKILL)
     asyncio.run(asyncio.wait_for(server.wait(), 10))
@@ -192,6 +193,16 @@ def test_a_killed_supervisor_takes_the_server_along(fake):
 
 
 # --- the command
+
+
+def test_the_command_ends_when_its_supervisor_is_killed(fake):
+    command = serve(fake(), "--json")
+    shown = json.loads(command.stdout.readline())
+    processes = family(command.pid)
+    os.kill(shown["pid"], signal.SIGKILL)
+    code, _, errors = ended(command, within_s=10)
+    assert code == 1 and "ended with SIGKILL" in errors
+    assert len(processes) >= 4 and all_gone(processes, within_s=0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
