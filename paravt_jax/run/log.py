@@ -101,7 +101,8 @@ class RunLog:
         for key, value in metrics.items():
             if not isinstance(value, float | int):
                 raise ValueError(f"metric {key} is a {type(value).__name__}, expected a number; log float(...) of it")
-        with (self._run_dir / name).open("ab") as file:
+        path = self._run_dir / name
+        with named(path), path.open("ab") as file:
             file.write(_json_line({"step": step} | dict(sorted(metrics.items()))))
             _sync(file)
         if self._tensorboard is not None:
@@ -111,14 +112,26 @@ class RunLog:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A full disk does not say which file it was."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = str(path)
+        raise
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A file that appears, or replaces the one there, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")  # what a kill leaves of it is overwritten by the next attempt
     try:
-        with partial.open("wb") as file:
-            yield file
-            _sync(file)
-        partial.replace(path)
+        with named(path):
+            with partial.open("wb") as file:
+                yield file
+                _sync(file)
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

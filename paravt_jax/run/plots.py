@@ -88,6 +88,9 @@ LOSSES = {
 }
 
 
+MAX_DRAWN = 1e30  # what is larger is no measurement, and sums of it overflow
+
+
 class Score(NamedTuple):
     """Of one episode."""
 
@@ -98,7 +101,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A metrics file by columns; NaN where a step has no value."""
+    """A metrics file by columns; NaN where a step has no value, or one that no axis can show."""
 
     rows: dict[int, dict[str, Any]]
 
@@ -108,7 +111,8 @@ class Table:
 
     def column(self, key: str) -> np.ndarray:
         values = [self.rows[step].get(key) for step in sorted(self.rows)]
-        return np.array([value if isinstance(value, float | int) else np.nan for value in values], float)
+        shown = [value if isinstance(value, float | int) and abs(value) < MAX_DRAWN else np.nan for value in values]
+        return np.array(shown, float)
 
     def has(self, key: str) -> bool:
         return bool(np.isfinite(self.column(key)).any())

@@ -318,3 +318,11 @@ def test_wandb_goes_on_with_the_same_run_unless_it_begins_anew(tmp_path, monkeyp
     assert first == resumed != anew
     assert begun[0]["config"] == {"seed": 0}
     assert logged[0] == (1, {**METRICS, "loss/policy": 1 / 3})
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    log = open_log(tmp_path, first_step=0)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        log.step(1, METRICS, None)
+    log.close()

@@ -95,6 +95,14 @@ def test_steps_without_a_value_leave_a_gap_and_not_a_failure(make_run):
     assert np.isfinite(column).tolist() == [True] * 4 + [False, False, True]
 
 
+def test_numbers_that_no_axis_can_show_are_gaps(make_run):
+    run_dir = make_run(4)
+    rows = [{"step": step} | dict.fromkeys(KEYS, value) for step, value in ((5, 1e308), (6, -1e308), (7, 10**400))]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert {path.stem for path in make_plots(run_dir)} == {path.stem for path in make_plots(make_run(4))}
+
+
 def test_no_mismatch_at_all_can_be_drawn_on_a_log_scale(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": n, "mismatch/behavior_kl": 0.0} for n in (1, 2)])
     assert [path.stem for path in make_plots(tmp_path)] == ["mismatch"]

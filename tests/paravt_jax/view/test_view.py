@@ -227,6 +227,14 @@ def test_a_run_that_is_writing_is_shown_up_to_its_last_whole_line(run_dir, page,
     assert cut.episodes == page.episodes[:-1]
 
 
+def test_numbers_beyond_any_axis_are_gaps_in_the_page(run_dir, tmp_path):
+    odd = shutil.copytree(run_dir, tmp_path / "odd")
+    rows = [json.loads(line) for line in (odd / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {key: (-1) ** number * 1e308 for key in row if key != "step"}
+    assert "Infinity" not in view(write_metrics(odd, rows)).contents["application/json"]
+
+
 def test_a_run_without_steps_says_so(run_dir, tmp_path):
     shutil.copy(run_dir / "config.json", tmp_path)
     page = view(tmp_path)
