@@ -125,6 +125,13 @@ def test_what_follows_a_sampled_placeholder_is_left_out(chat):
     assert len(dialogue.ids) == len(dialogue.loss_mask) == len(dialogue.advantage)
 
 
+def test_what_follows_the_last_sampled_token_is_left_out(chat):
+    episode, terms = play(chat, [TURNS[0], "I was cut off"])
+    episode.ledger.add("environment", chat.encode("A very long response. " * 100))
+    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms.tags, chat, 32)
+    assert dialogue.loss_mask[-1] and dialogue.loss_mask.sum() == episode.ledger.num_sampled
+
+
 def test_sub_agents_learn_only_when_asked_to(chat):
     episode, terms = play(chat)
     assert len(dialogues_of(episode, 0, EpisodeAdvantage(0.5, 0.25), terms.tags, chat, TOKEN_PX)) == 1

@@ -243,6 +243,16 @@ def test_with_nothing_whole_an_error_says_what_to_do_and_the_state_stays(record,
     assert bits(subject) == before
 
 
+def test_a_checkpoint_from_before_there_were_checksums_is_read(tiny_hf, tmp_path, two_steps, subject):
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    record = json.loads((run / "2" / "state.json").read_text())
+    record["file_bytes"] = {name: size for name, (size, _) in record.pop("files").items()}
+    (run / "2" / "state.json").write_text(json.dumps(record))
+    with opened(run, tiny_hf) as checkpoints:
+        assert checkpoints.restore(subject) == {"step": 2}
+    assert bits(subject) == two_steps[1][2]
+
+
 def test_every_checkpoint_can_be_verified(two_steps, tmp_path):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     assert dict(verify(run)) == {run / "1": "", run / "2": ""}
