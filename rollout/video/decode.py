@@ -38,6 +38,10 @@ STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to fou
 # A title that is not UTF-8 is no reason to refuse a video: PyAV 18 has to be told so, 19 knows and takes no such word.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
+# Of the highest levels of H.264 and H.265, so 8K passes. A file of one megabyte can hold a frame of a gigabyte.
+MAX_FRAME_PIXELS = 8192 * 4352
+# Makes libav refuse larger frames before it takes memory for one, also where they are larger than the file says.
+SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
 def probe(path: str) -> tuple[dict[str, Any], bytes]:
@@ -61,6 +65,10 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
             if not packet.is_discard:  # else cut off by an edit list, yet needed to decode what follows
                 shown.append((tick, packet.duration or 0))
         first = first or next(_rest(stream), None)
+        if first is None and not stream.width:  # the size stands in the frames, and libav refused it
+            raise VideoError(
+                f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
+            )
         if first is None:
             raise VideoError("the video cannot be decoded: not a single frame of it can")
         if not shown or not stream.time_base:
@@ -125,16 +133,26 @@ def identity_of(path: str) -> str:
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
-        options = {"format_whitelist": FORMATS}
-        with av.open(os.path.realpath(path), container_options=options, **ANY_TITLE) as container:
+        containers = {"format_whitelist": FORMATS}
+        with av.open(
+            os.path.realpath(path), options=SIZE_OPTIONS, container_options=containers, **ANY_TITLE
+        ) as container:
             streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
             if not streams:
                 raise VideoError("the video cannot be decoded: the file holds no video")
             stream = max(streams, key=lambda stream: stream.width * stream.height)
+            if stream.width * stream.height > MAX_FRAME_PIXELS:
+                raise VideoError(
+                    f"the video cannot be decoded: its frames of {stream.width}x{stream.height} have more than "
+                    f"{MAX_FRAME_PIXELS} pixels"
+                )
             for other in container.streams:
                 other.discard = Discard.default if other is stream else Discard.all
+            stream.codec_context.options = SIZE_OPTIONS
             stream.codec_context.thread_count = 1  # the processes are the threads: frames in a row are rarely wanted
             yield container, stream
+    except MemoryError:  # PyAV's is an FFmpegError as well, but says nothing about the file
+        raise
     except FFmpegError as problem:
         if isinstance(problem, OSError):
             raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
@@ -187,28 +205,33 @@ def _packets_from(container: InputContainer, stream: VideoStream, key_tick: int)
 
 def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
     """The packets up to the end, which in a damaged file is where the container cannot be read any further."""
-    try:
+    with _up_to_damage():
         for packet in container.demux(stream):
             if packet.size:  # the empty one at the end would only flush the decoder
                 yield packet
-    except FFmpegError:
-        return
 
 
 def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
     """The frames that come out when a packet goes in; none for a damaged one, behind which the decoder goes on."""
-    try:
+    with _up_to_damage():
         yield from packet.decode()
-    except FFmpegError:
-        return
 
 
 def _rest(stream: VideoStream) -> Iterator[VideoFrame]:
     """The frames that the decoder holds back until it hears that nothing follows."""
-    try:
+    with _up_to_damage():
         yield from stream.decode(None)
+
+
+@contextmanager
+def _up_to_damage() -> Iterator[None]:
+    """Ends quietly where libav cannot go on, except for want of memory, which says nothing about the file."""
+    try:
+        yield
+    except MemoryError:
+        raise
     except FFmpegError:
-        return
+        pass
 
 
 def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:

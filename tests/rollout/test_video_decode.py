@@ -128,6 +128,30 @@ def test_a_single_frame_lasts_one_frame(tmp_path):
     assert np.abs(video.decoded([0])[0].astype(int) - numbered_frame(0)).mean() < 5
 
 
+def test_8k_is_read(tmp_path):
+    video = Probed(write_video(tmp_path / "video.mp4", [0.0], size_px=(4320, 7680)))
+    assert video.size_px == (4320, 7680) and number_of(video.decoded([0], (96, 128))[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "codec", "message"),
+    [("mp4", "libx264", "its frames of 8200x4400 have more than"), ("ts", "mpeg2video", "damaged, or have more than")],
+)
+def test_frames_larger_than_8k_are_refused_wherever_their_size_stands(tmp_path, ending, codec, message):
+    path = tmp_path / f"video.{ending}"
+    write_video(path, [0.0], size_px=(4400, 8200), codec=codec, time_base=Fraction(1, 30))
+    with pytest.raises(VideoError, match=message):
+        probe(str(path))
+
+
+def test_a_frame_larger_than_8k_is_left_out_where_the_file_begins_with_small_ones(tmp_path):
+    path = write_video(tmp_path / "video.ts", [0.0])
+    large = write_video(tmp_path / "large.ts", [10.0], size_px=(4400, 8200))
+    path.write_bytes(path.read_bytes() + large.read_bytes())
+    video = Probed(path)
+    assert len(video.ticks) == 2 and list(video.decoded([0, 1])) == [0]
+
+
 def no_video(path: Path) -> None:
     path.write_text("not a video\n" * 1000)
 
