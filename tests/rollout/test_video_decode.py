@@ -98,6 +98,17 @@ def test_frames_cut_off_by_an_edit_list_are_not_there(tmp_path):
     assert [number_of(pixels) for pixels in video.decoded([0, 5, 40, 76]).values()] == [13, 18, 53, 89]
 
 
+def test_where_no_seeking_leads_frames_are_decoded_from_the_start(tmp_path):
+    avi = write_video(tmp_path / "video.avi", at_fps(30, 90), time_base=Fraction(1, 30), options={"bf": "0"})
+    avi.write_bytes(avi.read_bytes()[: avi.read_bytes().rindex(b"idx1")])
+    vp9 = CONTAINERS["webm"] | {"container_options": {"avoid_negative_ts": "disabled"}}
+    webm = write_video(tmp_path / "video.webm", [time_s - 1 for time_s in at_fps(30, 90)], **vp9)
+    for video in (Probed(avi), Probed(webm)):
+        assert len(video.ticks) == 90
+        found = video.decoded([1, 31, 32, 62, 89])
+        assert {frame: number_of(pixels) for frame, pixels in found.items()} == {n: n for n in (1, 31, 32, 62, 89)}
+
+
 def test_a_title_in_another_encoding_does_not_keep_a_video_from_being_read(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 2), title="Cafe in May")
     path.write_bytes(path.read_bytes().replace(b"Cafe in May", "Café in May".encode("latin-1")))
@@ -181,6 +192,12 @@ def test_what_is_no_video_is_said_in_one_sentence_without_its_place(tmp_path, ma
     with pytest.raises(VideoError, match=message) as caught:
         probe(str(path))
     assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nul\0.mp4", "half\ud800.mp4", "byte\udcff.mp4"])
+def test_a_path_that_no_file_can_have_is_an_error_of_the_video(tmp_path, name):
+    with pytest.raises(VideoError, match="cannot be opened"):
+        probe(str(tmp_path / name))
 
 
 def test_the_identity_is_of_the_file_and_not_of_the_name_it_was_called_by(tmp_path):
