@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax.data.hub import local_source
-from paravt_jax.data.rows import BadRow, encodable, found_file, object_of, own_id, read_rows, root_of, unique_id
+from paravt_jax.data.rows import BadRow, encodable, file_finder, object_of, own_id, read_rows, unique_id
 from paravt_jax.rewards.terms import check_ground_truth
 
 COLUMNS = ("prompt", "videos", "extra_info")
@@ -41,17 +41,18 @@ class PromptSet:
     bad: dict[str, int]  # reason -> rows that were left out for it
 
 
-def load_prompts(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> PromptSet:
+def load_prompts(
+    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+) -> PromptSet:
     """The prompts of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative video paths begin from `video_root`, or where that is empty from where the rows are.
+    Relative video paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
+    a `video_root` is refused, unless `allow_outside`.
     """
     source = local_source(path)
-    root = root_of(source, video_root)
-    loaded, bad = read_rows(
-        source, COLUMNS, lambda row: read_prompt(row, lambda name: found_file(name, root)), max_bad_frac
-    )
+    find = file_finder(source, video_root, allow_outside)
+    loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
     ids: set[str] = set()
     prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in loaded)
     return PromptSet(prompts, bad)

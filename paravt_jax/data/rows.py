@@ -7,7 +7,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -137,14 +136,39 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def found_file(name: str, root: Path) -> str:
-    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI."""
-    path = name.removeprefix(FILE_URI)
+def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[[str], str]:
+    """Where the file is that a path of a row names.
+
+    Where there is a `video_root`, only files in it are found, links followed, unless others are allowed.
+    """
+    root = root_of(source, video_root)
+    inside = root.resolve() if video_root and not allow_outside else None
+    return lambda name: found_file(name, root, inside)
+
+
+def found_file(name: str, root: Path, inside: Path | None = None) -> str:
+    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI.
+
+    A file that does not really lie `inside` is refused.
+    """
+    path = encodable(name, "a path").removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
-        with suppress(OSError):  # a name that no file can have, or a directory that is not ours
-            if candidate.is_file():
-                return str(candidate)
+        if not _is_file(candidate):
+            continue
+        if inside is not None and not candidate.resolve().is_relative_to(inside):
+            raise BadRow(
+                "file outside of data.video_root",
+                f"{candidate}, while data.video_root={root}; if it may be read, set data.allow_outside=true",
+            )
+        return str(candidate)
     raise BadRow("missing file", str(root / path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have, or a directory that is not ours
+        return False
 
 
 def own_id(row: dict[str, Any]) -> str | None:

@@ -22,12 +22,11 @@ from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.rows import (
     BadRow,
     encodable,
-    found_file,
+    file_finder,
     from_json,
     object_of,
     own_id,
     read_rows,
-    root_of,
     unique_id,
 )
 
@@ -81,17 +80,18 @@ class TraceSet:
     bad: dict[str, int]  # reason -> rows that were left out for it
 
 
-def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> TraceSet:
+def load_traces(
+    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+) -> TraceSet:
     """The traces of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative paths begin from `video_root`, or where that is empty from where the rows are.
+    Relative paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
+    a `video_root` is refused, unless `allow_outside`.
     """
     source = local_source(path)
-    root = root_of(source, video_root)
-    traces, bad = read_rows(
-        source, COLUMNS, lambda row: read_trace(row, lambda name: found_file(name, root)), max_bad_frac
-    )
+    find = file_finder(source, video_root, allow_outside)
+    traces, bad = read_rows(source, COLUMNS, lambda row: read_trace(row, find), max_bad_frac)
     ids: set[str] = set()
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 

@@ -94,6 +94,14 @@ def test_a_list_its_json_and_a_parquet_struct_hold_the_same_traces(here):
     assert all(traces == found["list.jsonl"] for traces in found.values())
 
 
+def test_a_picture_or_video_outside_of_the_root_makes_a_bad_row(here):
+    (here / "root").mkdir()
+    rows = [row(), *(row(dialogue([media(kind, f"{here}/b.png"), text("Q")], ANSWER)) for kind in ("image", "video"))]
+    write_lines(here / "root" / "a.mp4", [])
+    found = load(write_lines(here / "sft.jsonl", rows), video_root=str(here / "root"), max_bad_frac=0.9)
+    assert found.bad == {"file outside of data.video_root": 2} and len(found.traces) == 1
+
+
 def test_a_window_makes_a_video_a_part_of_it_and_no_overview(here):
     shown = [media("video", "a.mp4", start_time=2, end_time=4.5), media("image", "b.png", start_time=9), text("Say.")]
     trace = load(write_lines(here / "sft.jsonl", [row(dialogue(shown, ANSWER))])).traces[0]
