@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
 FILE_URI = "file://"
+# What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
+# frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
+MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
+MAX_FRAMES = 4096  # of all that is shown; a picture, or a video that does not say how many, counts as one
 
 
 class BadRow(ValueError):
@@ -125,6 +129,16 @@ def encodable(text: str, name: str) -> str:
     except UnicodeEncodeError as problem:
         raise BadRow("wrong schema", f"{name} is no Unicode text: {problem}") from None
     return text
+
+
+def check_text(text: str, name: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise BadRow("text too long", f"{name} has {len(text)} characters, more than {MAX_TEXT_CHARS}")
+
+
+def check_frames(num_frames: int) -> None:
+    if num_frames > MAX_FRAMES:
+        raise BadRow("too many frames", f"the row shows {num_frames} frames or more, more than {MAX_FRAMES}")
 
 
 def object_of(value: Any, name: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from paravt_jax.data.hub import local_source
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.rows import (
     BadRow,
+    check_frames,
+    check_text,
     encodable,
     file_finder,
     from_json,
@@ -100,6 +102,7 @@ def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
     """The trace of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")
     messages = tuple(_message(message, find) for message in said_in(row))
+    check_frames(sum(part.num_frames or 1 for message in messages for part in message.media))
     _check_turns(messages)
     return Trace(own_id(row) or _content_id(messages), messages)
 
@@ -124,6 +127,7 @@ def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
         raise BadRow("wrong schema", f"the content of a message is {type(content).__name__}, expected text or parts")
     parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, find))
     read = Message(role, parts)
+    check_text(read.text, f"a message of the {role}")
     num_videos = sum(part.kind == "video" for part in read.media)
     if read.text.count(PLACEHOLDER) > num_videos:
         raise BadRow(f"more {PLACEHOLDER} than videos", f"{read.text.count(PLACEHOLDER)} in a message, {num_videos}")

@@ -153,6 +153,8 @@ BAD_ROWS = {
     "no video": [row(videos=[]), row(videos=None)],
     "more <video> than videos": [row(question="<video><video> Which?")],
     "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
+    "text too long": [row(question="Which? " * 15_000), row("red " * 30_000, "oe")],
+    "too many frames": [row(videos=[{"video": "a.mp4"}] * 4097)],
     "empty question": [row(question="<video>\n")],
     "unknown question type": [row("A", "mc"), row("A", None), row("A", ["mcq"]), row(extra_info={"answer": "A"})],
     "unreadable ground truth": [row("a man"), row("A and B"), row("[7, 2]", "tvg"), row("soon", "tvg")],

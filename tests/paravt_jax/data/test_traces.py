@@ -175,6 +175,16 @@ BAD_ROWS = {
         shows(media("video", "a.mp4", start_time=float("nan"), end_time=4)),
         shows(media("video", "a.mp4", start_time=0, end_time=10**400)),
     ],
+    "text too long": [
+        row(dialogue("Which? " * 15_000, ANSWER)),
+        row(dialogue([text("Which? " * 9_000)] * 2, ANSWER)),
+        row(dialogue("Which?", CALL, "a report " * 12_000, ANSWER)),
+    ],
+    "too many frames": [
+        shows(media("video", "a.mp4", nframes=10**12)),
+        shows(*[media("video", "a.mp4", nframes=4096)] * 2),
+        shows(*[media("image", "b.png")] * 4097),
+    ],
     "more <video> than videos": [
         row(dialogue("<video> Which?", ANSWER)),
         shows(media("video", "a.mp4"), text("<video><video>")),
