@@ -66,11 +66,14 @@ class DataConfig:
     train: str = SYNTHETIC
     validation: str = ""  # held-out prompts, of the same kinds; empty: no validation
     video_root: str = ""  # what relative video paths begin from; empty: the prompt file's directory
+    allow_outside: bool = False  # rows may name files outside of video_root, also by a link; off: such rows are bad
     max_bad_frac: float = 0.01  # of rows that cannot be used; more refuse to start, fewer are reported and left out
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_frac <= 1:
             raise ValueError(f"data.max_bad_frac={self.max_bad_frac} must be between 0 and 1")
+        if self.allow_outside and not self.video_root:
+            raise ValueError("data.allow_outside=true does nothing without data.video_root; set that too, or neither")
 
 
 @dataclass(frozen=True)

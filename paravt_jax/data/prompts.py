@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax.data.hub import local_source
-from paravt_jax.data.rows import BadRow, encodable, found_file, object_of, own_id, read_rows, root_of, unique_id
+from paravt_jax.data.rows import (
+    BadRow,
+    check_frames,
+    check_text,
+    encodable,
+    file_finder,
+    object_of,
+    own_id,
+    read_rows,
+    unique_id,
+)
 from paravt_jax.rewards.terms import check_ground_truth
 
 COLUMNS = ("prompt", "videos", "extra_info")
@@ -41,17 +51,18 @@ class PromptSet:
     bad: dict[str, int]  # reason -> rows that were left out for it
 
 
-def load_prompts(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> PromptSet:
+def load_prompts(
+    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+) -> PromptSet:
     """The prompts of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative video paths begin from `video_root`, or where that is empty from where the rows are.
+    Relative video paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
+    a `video_root` is refused, unless `allow_outside`.
     """
     source = local_source(path)
-    root = root_of(source, video_root)
-    loaded, bad = read_rows(
-        source, COLUMNS, lambda row: read_prompt(row, lambda name: found_file(name, root)), max_bad_frac
-    )
+    find = file_finder(source, video_root, allow_outside)
+    loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
     ids: set[str] = set()
     prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in loaded)
     return PromptSet(prompts, bad)
@@ -85,6 +96,7 @@ def _question(messages: Any) -> str:
     said = [message.get("content") for message in messages if message.get("role") == "user"]
     if not said or not isinstance(said[-1], str):
         raise BadRow("wrong schema", "prompt has no user message whose content is text")
+    check_text(said[-1], "the question")
     if not said[-1].replace(PLACEHOLDER, "").strip():
         raise BadRow("empty question", repr(said[-1]))
     return encodable(said[-1], "prompt")
@@ -93,6 +105,7 @@ def _question(messages: Any) -> str:
 def _video_names(videos: Any) -> list[str]:
     if videos is None or videos == []:
         raise BadRow("no video", "videos is empty")
+    check_frames(len(videos) if isinstance(videos, list) else 0)
     if not isinstance(videos, list) or not all(isinstance(video, dict) for video in videos):
         raise BadRow("wrong schema", 'videos is no list of {"video": path}')
     names = [video.get("video") for video in videos]
@@ -108,6 +121,7 @@ def _answer(value: Any) -> str:
         raise BadRow("wrong schema", f"answer is {type(value).__name__}, expected text")
     if not value or not value.strip():
         raise BadRow("empty answer", repr(value))
+    check_text(value, "the answer")
     return value.strip()
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -22,6 +21,10 @@ logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
 FILE_URI = "file://"
+# What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
+# frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
+MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
+MAX_FRAMES = 4096  # of all that is shown; a picture, or a video that does not say how many, counts as one
 
 
 class BadRow(ValueError):
@@ -128,6 +131,16 @@ def encodable(text: str, name: str) -> str:
     return text
 
 
+def check_text(text: str, name: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise BadRow("text too long", f"{name} has {len(text)} characters, more than {MAX_TEXT_CHARS}")
+
+
+def check_frames(num_frames: int) -> None:
+    if num_frames > MAX_FRAMES:
+        raise BadRow("too many frames", f"the row shows {num_frames} frames or more, more than {MAX_FRAMES}")
+
+
 def object_of(value: Any, name: str) -> dict[str, Any]:
     """A JSON object, whether it was already read or not."""
     if isinstance(value, str | bytes):
@@ -137,14 +150,39 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def found_file(name: str, root: Path) -> str:
-    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI."""
-    path = name.removeprefix(FILE_URI)
+def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[[str], str]:
+    """Where the file is that a path of a row names.
+
+    Where there is a `video_root`, only files in it are found, links followed, unless others are allowed.
+    """
+    root = root_of(source, video_root)
+    inside = root.resolve() if video_root and not allow_outside else None
+    return lambda name: found_file(name, root, inside)
+
+
+def found_file(name: str, root: Path, inside: Path | None = None) -> str:
+    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI.
+
+    A file that does not really lie `inside` is refused.
+    """
+    path = encodable(name, "a path").removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
-        with suppress(OSError):  # a name that no file can have, or a directory that is not ours
-            if candidate.is_file():
-                return str(candidate)
+        if not _is_file(candidate):
+            continue
+        if inside is not None and not candidate.resolve().is_relative_to(inside):
+            raise BadRow(
+                "file outside of data.video_root",
+                f"{candidate}, while data.video_root={root}; if it may be read, set data.allow_outside=true",
+            )
+        return str(candidate)
     raise BadRow("missing file", str(root / path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have, or a directory that is not ours
+        return False
 
 
 def own_id(row: dict[str, Any]) -> str | None:

@@ -21,13 +21,14 @@ from paravt_jax.data.hub import local_source
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.rows import (
     BadRow,
+    check_frames,
+    check_text,
     encodable,
-    found_file,
+    file_finder,
     from_json,
     object_of,
     own_id,
     read_rows,
-    root_of,
     unique_id,
 )
 
@@ -81,17 +82,18 @@ class TraceSet:
     bad: dict[str, int]  # reason -> rows that were left out for it
 
 
-def load_traces(path: str | Path, *, video_root: str, max_bad_frac: float | int) -> TraceSet:
+def load_traces(
+    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+) -> TraceSet:
     """The traces of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative paths begin from `video_root`, or where that is empty from where the rows are.
+    Relative paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
+    a `video_root` is refused, unless `allow_outside`.
     """
     source = local_source(path)
-    root = root_of(source, video_root)
-    traces, bad = read_rows(
-        source, COLUMNS, lambda row: read_trace(row, lambda name: found_file(name, root)), max_bad_frac
-    )
+    find = file_finder(source, video_root, allow_outside)
+    traces, bad = read_rows(source, COLUMNS, lambda row: read_trace(row, find), max_bad_frac)
     ids: set[str] = set()
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 
@@ -100,6 +102,7 @@ def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
     """The trace of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")
     messages = tuple(_message(message, find) for message in said_in(row))
+    check_frames(sum(part.num_frames or 1 for message in messages for part in message.media))
     _check_turns(messages)
     return Trace(own_id(row) or _content_id(messages), messages)
 
@@ -124,6 +127,7 @@ def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
         raise BadRow("wrong schema", f"the content of a message is {type(content).__name__}, expected text or parts")
     parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, find))
     read = Message(role, parts)
+    check_text(read.text, f"a message of the {role}")
     num_videos = sum(part.kind == "video" for part in read.media)
     if read.text.count(PLACEHOLDER) > num_videos:
         raise BadRow(f"more {PLACEHOLDER} than videos", f"{read.text.count(PLACEHOLDER)} in a message, {num_videos}")

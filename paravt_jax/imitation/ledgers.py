@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.data.prompts import PLACEHOLDER
@@ -27,6 +27,10 @@ from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
 
 IMITATED = EpisodeAdvantage(1.0)
+# By name, since Pillow opens some formats, such as EPS, by starting a program.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+MAX_IMAGE_PIXELS = 2**26  # photos of telephones have 50 million; decoded, a pixel takes up to 8 bytes
+IMAGES_AT_A_TIME = 4  # with the size of one, the bound of all: 2 GiB
 
 
 class TraceRenderer:
@@ -36,6 +40,7 @@ class TraceRenderer:
         self._chat, self._contract, self._config = chat, contract, config
         self._prompter = config.prompter(frames, chat)
         self._forced = chat.encode(config.forced_prefix)
+        self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
     async def ledger(self, trace: Trace, frame_budget: int) -> Ledger:
         """The dialogue of a trace; `frame_budget` is of all videos together that have an overview.
@@ -112,7 +117,8 @@ class TraceRenderer:
 
     async def _shown(self, part: Media) -> tuple[list[dict[str, Any]], list[Picture]]:
         if part.kind == "image":
-            return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
+            async with self._decoding:
+                return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
         if part.window_s is None:
             info = await self._prompter.info(part.path)
             times_s = overview_times(info.duration_s, self._config.subagent_max_frames)
@@ -134,10 +140,13 @@ class TraceRenderer:
 
 
 def _read_image(path: str, contract: VisionContract) -> Picture:
+    """Raises VideoError whatever is wrong with the picture: it costs its own trace, and no other."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only how large it is
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(f"its {image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
             height, width = settled_size(image.height, image.width, contract)
             resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-    except (OSError, UnidentifiedImageError, ValueError) as problem:
-        raise VideoError(f"{path} cannot be shown: {problem}") from None
+    except Exception as problem:  # Pillow raises what it likes, SyntaxError and DecompressionBombError included
+        raise VideoError(f"{path} cannot be shown: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))

@@ -143,6 +143,8 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
 def _traces(data: DataConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
     if not path:
         return ()
-    loaded = load_traces(path, video_root=data.video_root, max_bad_frac=data.max_bad_frac)
+    loaded = load_traces(
+        path, video_root=data.video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside
+    )
     remarks.extend(left_out(path, loaded.bad))
     return loaded.traces

@@ -74,7 +74,12 @@ async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
     """Opens an evaluation; a model is loaded only where a cell is missing."""
     async with AsyncExitStack() as stack:
         directory, data = stack.enter_context(held(config.run_dir)), config.data
-        loaded = load_prompts(data.validation, video_root=data.video_root, max_bad_frac=data.max_bad_frac)
+        loaded = load_prompts(
+            data.validation,
+            video_root=data.video_root,
+            max_bad_frac=data.max_bad_frac,
+            allow_outside=data.allow_outside,
+        )
         for remark in left_out(data.validation, loaded.bad):
             say(remark)
         _check_same(directory, config)

@@ -126,14 +126,14 @@ def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequenc
     made = directory / SYNTHETIC / "train.jsonl"
     if SYNTHETIC in (config.data.train, config.data.validation):
         made = make_synthetic(directory / SYNTHETIC, config.seed)
-    remarks = []
+    data, remarks = config.data, []
 
     def load(path: str, of_synthetic: Path) -> Sequence[Prompt]:
         if not path:
             return ()
-        root = "" if path == SYNTHETIC else config.data.video_root
+        root = "" if path == SYNTHETIC else data.video_root
         path = str(of_synthetic) if path == SYNTHETIC else path
-        loaded = load_prompts(path, video_root=root, max_bad_frac=config.data.max_bad_frac)
+        loaded = load_prompts(path, video_root=root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
         remarks.extend(left_out(path, loaded.bad))
         return loaded.prompts
 

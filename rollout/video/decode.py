@@ -12,8 +12,9 @@ was trimmed without re-encoding. It has no AV1, and hangs for good on some files
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to fou
 # A title that is not UTF-8 is no reason to refuse a video: PyAV 18 has to be told so, 19 knows and takes no such word.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
+# Of the highest levels of H.264 and H.265, so 8K passes. A file of one megabyte can hold a frame of a gigabyte.
+MAX_FRAME_PIXELS = 8192 * 4352
+# Makes libav refuse larger frames before it takes memory for one, also where they are larger than the file says.
+SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
 def probe(path: str) -> tuple[dict[str, Any], bytes]:
@@ -61,6 +66,10 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
             if not packet.is_discard:  # else cut off by an edit list, yet needed to decode what follows
                 shown.append((tick, packet.duration or 0))
         first = first or next(_rest(stream), None)
+        if first is None and not stream.width:  # the size stands in the frames, and libav refused it
+            raise VideoError(
+                f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
+            )
         if first is None:
             raise VideoError("the video cannot be decoded: not a single frame of it can")
         if not shown or not stream.time_base:
@@ -97,59 +106,84 @@ def decode(
     """
     if identity_of(path) != identity:
         raise VideoError("the video was replaced while it was being read")
-    height, width = size_px
+    unreached: list[int] = []
     with _opened(path) as (container, stream):
         for key_tick, ticks in groups:
-            for tick, frame in _frames(container, stream, key_tick, ticks):
-                upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
-                image = Image.fromarray(np.ascontiguousarray(upright))
-                if image.size != (width, height):
-                    image = image.resize((width, height), Image.Resampling.BICUBIC)
-                emit(tick, np.asarray(image))
+            if packets := _packets_from(container, stream, key_tick):
+                for tick, frame in _frames(stream, packets, ticks):
+                    emit(tick, _shown(frame, size_px))
+            else:
+                unreached += ticks
+    if unreached:  # no seeking leads there: in an AVI without its index, or to what WebM has before its beginning
+        with _opened(path) as (container, stream):
+            for tick, frame in _frames(stream, _packets(container, stream), sorted(unreached)):
+                emit(tick, _shown(frame, size_px))
 
 
 def identity_of(path: str) -> str:
     """A name for the content, of place, size and time of change: reads nothing, and takes no file for another."""
-    path = os.path.realpath(path)
     try:
-        status = Path(path).stat()
+        path = os.path.realpath(path)
+        status, place = Path(path).stat(), path.encode()
     except OSError as problem:
         raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
+    except ValueError:  # a NUL, or half of a character that has two
+        raise VideoError("the video cannot be opened: its path is not the name of a file") from None
     if not stat.S_ISREG(status.st_mode):
         raise VideoError("the video cannot be opened: it is not a regular file")
     if status.st_size == 0:
         raise VideoError("the video cannot be decoded: the file is empty")
-    return hashlib.blake2b(f"{path}\0{status.st_size}\0{status.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+    content = b"%b\0%d\0%d" % (place, status.st_size, status.st_mtime_ns)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
-        options = {"format_whitelist": FORMATS}
-        with av.open(os.path.realpath(path), container_options=options, **ANY_TITLE) as container:
+        containers = {"format_whitelist": FORMATS}
+        with av.open(
+            os.path.realpath(path), options=SIZE_OPTIONS, container_options=containers, **ANY_TITLE
+        ) as container:
             streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
             if not streams:
                 raise VideoError("the video cannot be decoded: the file holds no video")
             stream = max(streams, key=lambda stream: stream.width * stream.height)
+            if stream.width * stream.height > MAX_FRAME_PIXELS:
+                raise VideoError(
+                    f"the video cannot be decoded: its frames of {stream.width}x{stream.height} have more than "
+                    f"{MAX_FRAME_PIXELS} pixels"
+                )
             for other in container.streams:
                 other.discard = Discard.default if other is stream else Discard.all
+            stream.codec_context.options = SIZE_OPTIONS
             stream.codec_context.thread_count = 1  # the processes are the threads: frames in a row are rarely wanted
             yield container, stream
+    except MemoryError:  # PyAV's is an FFmpegError as well, but says nothing about the file
+        raise
     except FFmpegError as problem:
         if isinstance(problem, OSError):
             raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
         raise VideoError(DAMAGED) from None
 
 
+def _shown(frame: VideoFrame, size_px: tuple[int, int]) -> np.ndarray:
+    height, width = size_px
+    upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+    image = Image.fromarray(np.ascontiguousarray(upright))
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
 def _frames(
-    container: InputContainer, stream: VideoStream, key_tick: int, ticks: Sequence[int]
+    stream: VideoStream, packets: "Iterable[Packet[VideoStream]]", ticks: Sequence[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """The frames with these ticks, as far as they can be decoded."""
+    """The frames with these ascending ticks, as far as they can be decoded from these packets."""
     wanted, unread = set(ticks), set(ticks)
     skips = stream.codec_context.codec.name in SKIPPABLE_CODECS
 
     def decoded() -> Iterator[VideoFrame]:
-        for packet in _packets_from(container, stream, key_tick):
+        for packet in packets:
             tick = _tick(packet)
             stream.codec_context.skip_frame = "NONREF" if skips and tick not in wanted else "DEFAULT"
             yield from _decoded(packet)
@@ -169,46 +203,60 @@ def _frames(
             return
 
 
-def _packets_from(container: InputContainer, stream: VideoStream, key_tick: int) -> "Iterator[Packet[VideoStream]]":
-    """The packets from a keyframe on; where seeking lands behind it, as in MPEG-TS, it is tried from further back."""
+def _packets_from(
+    container: InputContainer, stream: VideoStream, key_tick: int
+) -> "Iterator[Packet[VideoStream]] | None":
+    """The packets from a keyframe on, or None where seeking does not lead there.
+
+    Where it lands behind the keyframe, as in MPEG-TS, it is tried from further back.
+    """
     assert stream.time_base
     for step_back_s in STEPS_BACK_S:
-        container.seek(key_tick - int(step_back_s / stream.time_base), stream=stream)
+        try:
+            container.seek(key_tick - int(step_back_s / stream.time_base), stream=stream)
+        except MemoryError:
+            raise
+        except FFmpegError:  # libav has no way to seek in this file, or none to this moment
+            return None
         packets = _packets(container, stream)
         for packet in packets:
             tick = _tick(packet)
             if packet.is_keyframe and tick is not None:
                 if tick > key_tick:
                     break
-                yield packet
-                yield from packets
-                return
+                return chain([packet], packets)
+    return None
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
     """The packets up to the end, which in a damaged file is where the container cannot be read any further."""
-    try:
+    with _up_to_damage():
         for packet in container.demux(stream):
             if packet.size:  # the empty one at the end would only flush the decoder
                 yield packet
-    except FFmpegError:
-        return
 
 
 def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
     """The frames that come out when a packet goes in; none for a damaged one, behind which the decoder goes on."""
-    try:
+    with _up_to_damage():
         yield from packet.decode()
-    except FFmpegError:
-        return
 
 
 def _rest(stream: VideoStream) -> Iterator[VideoFrame]:
     """The frames that the decoder holds back until it hears that nothing follows."""
-    try:
+    with _up_to_damage():
         yield from stream.decode(None)
+
+
+@contextmanager
+def _up_to_damage() -> Iterator[None]:
+    """Ends quietly where libav cannot go on, except for want of memory, which says nothing about the file."""
+    try:
+        yield
+    except MemoryError:
+        raise
     except FFmpegError:
-        return
+        pass
 
 
 def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:

@@ -2,8 +2,12 @@
 
 A worker that is late is killed, one that died is replaced, and one that has done enough jobs is retired, since decoders
 leak on some files. Each of these costs only the job it happens to. All waiting is done in threads, one per worker.
+
+A worker has a bound on its memory, the same on every machine, so that the machine does not decide which videos can be
+read; there are only as many workers as half of the memory has room for, whatever number was asked for.
 """
 
+import logging
 import os
 import socket
 import subprocess
@@ -20,6 +24,11 @@ import rollout
 from rollout.video.errors import VideoError, VideoTimeout
 from rollout.video.wire import receive, send
 
+logger = logging.getLogger(__name__)
+WORKER_BYTES = 2 * 2**30  # 8K in H.265 with ten bits takes between 1 and 1.5 GiB
+WORKERS_FRAC = 0.5  # of the memory, for all workers together
+# What a container may use, in the two versions of control groups; where there is no bound, no number or a huge one.
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 KILL_S = 5.0  # for the kernel to take a killed process away
 SOURCES = str(Path(rollout.__file__).parents[1])
 
@@ -56,21 +65,24 @@ class Deadline:
 class WorkerPool:
     """Processes that decode: started when there is work, ended when a job runs out of time, replaced when they die."""
 
-    def __init__(self, num_workers: int, max_jobs_per_worker: int):
+    def __init__(self, num_workers: int, max_jobs_per_worker: int, worker_bytes: int = WORKER_BYTES):
         if num_workers < 1 or max_jobs_per_worker < 1:
             raise ValueError(f"{num_workers=} and {max_jobs_per_worker=} must be at least 1")
-        self.num_workers, self.max_jobs_per_worker = num_workers, max_jobs_per_worker
+        self.num_workers = workers_within(_memory_bytes(), num_workers, worker_bytes)
+        if self.num_workers < num_workers:
+            logger.warning("%d of %d decoders: the memory has no room for more", self.num_workers, num_workers)
+        self.max_jobs_per_worker, self._worker_bytes = max_jobs_per_worker, worker_bytes
         self.totals = dict(jobs=0, timeouts=0, worker_deaths=0, workers_retired=0, waited_s=0.0, worked_s=0.0)
         self._lock = threading.Lock()  # of everything below and the totals
         self._closed = False
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="video")
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="video")
 
     def start(self) -> None:
         """Starts all workers, which come up while we go on, so that the first jobs need not wait for theirs."""
         for _ in range(self.num_workers):
-            self._idle.append(_Worker())
+            self._idle.append(_Worker(self._worker_bytes))
 
     def submit(self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None]) -> Future[Message]:
         """The last message of the job; those before it go to `on_message`, in the thread that they arrive in."""
@@ -123,7 +135,7 @@ class WorkerPool:
                     break
                 worker.end()
             else:
-                worker = _Worker()
+                worker = _Worker(self._worker_bytes)
             self._busy.add(worker)
             return worker
 
@@ -147,20 +159,32 @@ class WorkerPool:
                 self.totals[name] += amount
 
 
+def workers_within(memory_bytes: int, num_workers: int, worker_bytes: int = WORKER_BYTES) -> int:
+    """How many of them may run at the same time: at least one."""
+    return max(1, min(num_workers, int(memory_bytes * WORKERS_FRAC) // worker_bytes))
+
+
+def _memory_bytes() -> int:
+    """Of the machine, or of the container that we are in."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 class _Worker:
     """A process that decodes one job at a time, at the other end of a socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self.num_jobs = 0
         self.is_up = False  # it said so, once it had loaded its decoder
-        self.in_order = True  # False from the start of a job until its last message
+        self.in_order = True  # False from the start of a job until its last message, and when it ran out of memory
         self.link, its_end = socket.socketpair()
         with its_end:
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno())],
+                    [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno()), str(max_bytes)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(paths)},
@@ -191,7 +215,7 @@ class _Worker:
             self.is_up = True
         while not (received := receive(self.link, before_waiting))[0].get("last"):
             on_message(received)
-        self.in_order = True
+        self.in_order = not received[0].get("spent")
         if "error" in received[0]:
             raise VideoError(received[0]["error"])
         return received

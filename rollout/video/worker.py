@@ -1,10 +1,11 @@
-"""A worker process: `python -m rollout.video.worker FD`. Takes one job at a time from a socket, and answers on it.
+"""A worker process: `python -m rollout.video.worker FD MAX_BYTES`. Does one job at a time that comes over a socket.
 
 It is a program of its own, not a child of multiprocessing, which would import the trainer's main module, and with it
 jax, into every worker. It ends with its parent, however that ends, even in the middle of decoding.
 """
 
 import os
+import resource
 import select
 import socket
 import sys
@@ -22,6 +23,7 @@ PARENT_CHECK_MS = 2000  # the link tells at once; this is for a parent whose end
 
 
 def main() -> None:
+    _limit_memory(int(sys.argv[2]))
     link = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, args=(link, os.getppid()), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent is gone
@@ -32,6 +34,8 @@ def main() -> None:
                 answer, raw = _do(link, job)
             except VideoError as problem:
                 answer, raw = {"error": str(problem)}, b""
+            except MemoryError:  # how much of it can be had again is not known: whoever asked ends this process
+                answer, raw = {"error": "the video cannot be decoded: it takes too much memory", "spent": True}, b""
             send(link, {**answer, "last": True}, raw)
 
 
@@ -44,6 +48,13 @@ def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes
 
     decode(job["path"], job["identity"], job["groups"], job["size_px"], emit)
     return {}, b""
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Of what is written to, not of address space, of which threads and libraries reserve far more than they use."""
+    _, allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    if allowed_bytes == resource.RLIM_INFINITY or max_bytes < allowed_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
 
 
 def _end_with_parent(link: socket.socket, parent: int) -> None:

@@ -144,6 +144,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["reward.oe_mode=llm"], r"reward\.oe_mode=llm and judge\.url, judge\.model belong together"),
         (["judge.url=http://a/v1", "judge.model=m"], r"reward\.oe_mode=llm and judge\.url"),
         (["judge.url=http://a/v1", "reward.oe_mode=llm"], r"judge\.model"),
+        (["data.allow_outside=true"], r"data\.allow_outside=true does nothing without data\.video_root"),
         (["video.gating=false", "video.stratified=true"], r"video\.stratified=true does nothing"),
         (["video.frame_budgets=[0,4]"], r"video\.frame_budgets=\[0, 4\]"),
         (["video.min_pixels=5000", "video.max_pixels=4000"], r"video\.min_pixels=5000 is more than"),

@@ -98,6 +98,17 @@ def test_frames_cut_off_by_an_edit_list_are_not_there(tmp_path):
     assert [number_of(pixels) for pixels in video.decoded([0, 5, 40, 76]).values()] == [13, 18, 53, 89]
 
 
+def test_where_no_seeking_leads_frames_are_decoded_from_the_start(tmp_path):
+    avi = write_video(tmp_path / "video.avi", at_fps(30, 90), time_base=Fraction(1, 30), options={"bf": "0"})
+    avi.write_bytes(avi.read_bytes()[: avi.read_bytes().rindex(b"idx1")])
+    vp9 = CONTAINERS["webm"] | {"container_options": {"avoid_negative_ts": "disabled"}}
+    webm = write_video(tmp_path / "video.webm", [time_s - 1 for time_s in at_fps(30, 90)], **vp9)
+    for video in (Probed(avi), Probed(webm)):
+        assert len(video.ticks) == 90
+        found = video.decoded([1, 31, 32, 62, 89])
+        assert {frame: number_of(pixels) for frame, pixels in found.items()} == {n: n for n in (1, 31, 32, 62, 89)}
+
+
 def test_a_title_in_another_encoding_does_not_keep_a_video_from_being_read(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 2), title="Cafe in May")
     path.write_bytes(path.read_bytes().replace(b"Cafe in May", "Café in May".encode("latin-1")))
@@ -126,6 +137,30 @@ def test_a_single_frame_lasts_one_frame(tmp_path):
     video = Probed(write_video(tmp_path / "video.mp4", [0.0]))
     assert (len(video.ticks), video.duration_s) == (1, pytest.approx(1 / 30, rel=0.01))
     assert np.abs(video.decoded([0])[0].astype(int) - numbered_frame(0)).mean() < 5
+
+
+def test_8k_is_read(tmp_path):
+    video = Probed(write_video(tmp_path / "video.mp4", [0.0], size_px=(4320, 7680)))
+    assert video.size_px == (4320, 7680) and number_of(video.decoded([0], (96, 128))[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "codec", "message"),
+    [("mp4", "libx264", "its frames of 8200x4400 have more than"), ("ts", "mpeg2video", "damaged, or have more than")],
+)
+def test_frames_larger_than_8k_are_refused_wherever_their_size_stands(tmp_path, ending, codec, message):
+    path = tmp_path / f"video.{ending}"
+    write_video(path, [0.0], size_px=(4400, 8200), codec=codec, time_base=Fraction(1, 30))
+    with pytest.raises(VideoError, match=message):
+        probe(str(path))
+
+
+def test_a_frame_larger_than_8k_is_left_out_where_the_file_begins_with_small_ones(tmp_path):
+    path = write_video(tmp_path / "video.ts", [0.0])
+    large = write_video(tmp_path / "large.ts", [10.0], size_px=(4400, 8200))
+    path.write_bytes(path.read_bytes() + large.read_bytes())
+    video = Probed(path)
+    assert len(video.ticks) == 2 and list(video.decoded([0, 1])) == [0]
 
 
 def no_video(path: Path) -> None:
@@ -157,6 +192,12 @@ def test_what_is_no_video_is_said_in_one_sentence_without_its_place(tmp_path, ma
     with pytest.raises(VideoError, match=message) as caught:
         probe(str(path))
     assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nul\0.mp4", "half\ud800.mp4", "byte\udcff.mp4"])
+def test_a_path_that_no_file_can_have_is_an_error_of_the_video(tmp_path, name):
+    with pytest.raises(VideoError, match="cannot be opened"):
+        probe(str(tmp_path / name))
 
 
 def test_the_identity_is_of_the_file_and_not_of_the_name_it_was_called_by(tmp_path):

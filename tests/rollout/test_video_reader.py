@@ -14,7 +14,9 @@ import psutil
 import pytest
 from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, write_video
 
+from rollout.video.decode import identity_of
 from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.pool import Deadline, WorkerPool, workers_within
 from rollout.video.reader import FrameReader, TimedPicture
 from rollout.video.times import crop_times, overview_times
 
@@ -285,6 +287,23 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
     start = time.monotonic()
     asyncio.run(until(lambda: not any(psutil.pid_exists(pid) and is_worker(psutil.Process(pid)) for pid in pids)))
     assert time.monotonic() - start < 15
+
+
+def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path):
+    large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
+    with contextlib.closing(WorkerPool(1, 256, worker_bytes=300 * 2**20)) as pool:
+        emitted, first_frame = [], {"do": "decode", "groups": [(0, [0])], "size_px": (64, 96)}
+        for path in (video, large, video):
+            job = {**first_frame, "path": str(path), "identity": identity_of(str(path))}
+            problem = pool.submit(job, Deadline.after(PATIENCE_S), emitted.append).exception()
+            assert ("too much memory" in str(problem)) == (path == large)
+        assert len(emitted) == 2 and pool.totals["worker_deaths"] == 0
+
+
+def test_all_workers_together_may_take_half_of_the_memory_however_many_were_asked_for():
+    assert workers_within(32 * 2**30, num_workers=3) == 3
+    assert workers_within(32 * 2**30, num_workers=64) == 8  # of 2 GiB each
+    assert workers_within(2**30, num_workers=8) == 1
 
 
 def test_a_worker_is_retired_after_its_number_of_jobs(video):

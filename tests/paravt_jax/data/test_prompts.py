@@ -31,8 +31,8 @@ def write_lines(path: Path, rows: list) -> Path:
     return path
 
 
-def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0):
-    return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac)
+def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0, allow_outside: bool = False):
+    return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside)
 
 
 @pytest.fixture
@@ -94,6 +94,32 @@ def test_relative_videos_begin_from_the_root_or_from_the_rows(here, monkeypatch)
     assert load(Path("rows/rl.jsonl")).prompts[0].videos == (f"{here}/rows/a.mp4",)
 
 
+@pytest.fixture
+def root(here):
+    """A root of its own, itself a link, with a video and with a link that leads out of it."""
+    (here / "real").mkdir()
+    (here / "real" / "in.mp4").write_bytes(b"frames")
+    (here / "real" / "link.mp4").symlink_to(here / "a.mp4")
+    (here / "root").symlink_to(here / "real")
+    return here / "root"
+
+
+def test_a_video_outside_of_the_root_makes_a_bad_row_that_says_how_to_allow_it(here, root):
+    ways_out = ["../a.mp4", "file://%2e%2e/a.mp4", "link.mp4", str(here / "a.mp4"), f"file://{here}/a.mp4"]
+    ways_in = ["in.mp4", "../real/in.mp4", str(here / "real" / "in.mp4"), str(root / "in.mp4")]
+    rows = write_lines(here / "rl.jsonl", [row(video=video) for video in [*ways_in, *ways_out]])
+    found = load(rows, video_root=str(root), max_bad_frac=0.9)
+    assert found.bad == {"file outside of data.video_root": len(ways_out)} and len(found.prompts) == len(ways_in)
+    with pytest.raises(ValueError, match=r"a\.mp4, while data\.video_root=.*set data\.allow_outside=true"):
+        load(rows, video_root=str(root))
+    assert load(rows, video_root=str(root), allow_outside=True).bad == {}
+
+
+def test_without_a_root_a_video_may_lie_anywhere(here, root):
+    rows = [row(video=video) for video in ("../a.mp4", str(here / "a.mp4"), "link.mp4")]
+    assert load(write_lines(root / "rl.jsonl", rows)).bad == {}
+
+
 def test_a_directory_is_read_in_the_order_of_its_names(here):
     for number in (1, 0, 2):
         write_parquet(here / f"train-{number}.parquet", [row(index=number)])
@@ -123,10 +149,12 @@ def test_a_rows_own_id_is_kept_and_made_unique(here):
 
 
 BAD_ROWS = {
-    "missing file": [row(video="c.mp4"), row(video="/nowhere/a.mp4"), row(video="x" * 5000), row(video=".")],
+    "missing file": [row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", "x" * 5000, ".", "a.mp4\0")],
     "no video": [row(videos=[]), row(videos=None)],
     "more <video> than videos": [row(question="<video><video> Which?")],
     "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
+    "text too long": [row(question="Which? " * 15_000), row("red " * 30_000, "oe")],
+    "too many frames": [row(videos=[{"video": "a.mp4"}] * 4097)],
     "empty question": [row(question="<video>\n")],
     "unknown question type": [row("A", "mc"), row("A", None), row("A", ["mcq"]), row(extra_info={"answer": "A"})],
     "unreadable ground truth": [row("a man"), row("A and B"), row("[7, 2]", "tvg"), row("soon", "tvg")],
@@ -143,6 +171,7 @@ BAD_ROWS = {
         row(prompt=[{"role": "user", "content": [{"type": "text", "text": "Which?"}]}]),
         row(videos=["a.mp4"]),
         row(videos=[{"path": "a.mp4"}]),
+        row(video="half\ud800.mp4"),
     ],
 }
 

@@ -94,6 +94,14 @@ def test_a_list_its_json_and_a_parquet_struct_hold_the_same_traces(here):
     assert all(traces == found["list.jsonl"] for traces in found.values())
 
 
+def test_a_picture_or_video_outside_of_the_root_makes_a_bad_row(here):
+    (here / "root").mkdir()
+    rows = [row(), *(row(dialogue([media(kind, f"{here}/b.png"), text("Q")], ANSWER)) for kind in ("image", "video"))]
+    write_lines(here / "root" / "a.mp4", [])
+    found = load(write_lines(here / "sft.jsonl", rows), video_root=str(here / "root"), max_bad_frac=0.9)
+    assert found.bad == {"file outside of data.video_root": 2} and len(found.traces) == 1
+
+
 def test_a_window_makes_a_video_a_part_of_it_and_no_overview(here):
     shown = [media("video", "a.mp4", start_time=2, end_time=4.5), media("image", "b.png", start_time=9), text("Say.")]
     trace = load(write_lines(here / "sft.jsonl", [row(dialogue(shown, ANSWER))])).traces[0]
@@ -166,6 +174,16 @@ BAD_ROWS = {
         shows(media("video", "a.mp4", start_time=0, end_time=float("inf"))),
         shows(media("video", "a.mp4", start_time=float("nan"), end_time=4)),
         shows(media("video", "a.mp4", start_time=0, end_time=10**400)),
+    ],
+    "text too long": [
+        row(dialogue("Which? " * 15_000, ANSWER)),
+        row(dialogue([text("Which? " * 9_000)] * 2, ANSWER)),
+        row(dialogue("Which?", CALL, "a report " * 12_000, ANSWER)),
+    ],
+    "too many frames": [
+        shows(media("video", "a.mp4", nframes=10**12)),
+        shows(*[media("video", "a.mp4", nframes=4096)] * 2),
+        shows(*[media("image", "b.png")] * 4097),
     ],
     "more <video> than videos": [
         row(dialogue("<video> Which?", ANSWER)),

@@ -1,6 +1,9 @@
 """What is imitated is what a rollout would have been, id for id."""
 
 import asyncio
+import struct
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,3 +118,42 @@ def test_what_cannot_be_shown_is_an_error_of_its_kind(tiny_hf, chat, tmp_path):
         trace = trace_of(("user", (media, "Which?")), ("assistant", ("Red.",)))
         with pytest.raises(VideoError):
             demonstrated(tiny_hf, chat, trace)
+
+
+def png(path: Path, width: int, height: int) -> Path:
+    """A picture that says how large it is, and ends there."""
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b""))
+    whole = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in chunks]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(whole))
+    return path
+
+
+def picture_fails(tiny_hf, chat, path: Path, message: str) -> None:
+    trace = trace_of(("user", (Media("image", str(path)), "Which?")), ("assistant", ("Red.",)))
+    with pytest.raises(VideoError, match=message):
+        demonstrated(tiny_hf, chat, trace)
+
+
+@pytest.mark.parametrize("side", [8200, 9600, 16_000, 64_000])  # what Pillow lets pass, warns of, and refuses
+def test_a_picture_bomb_is_refused_by_its_size_as_an_error_of_its_row(side, tiny_hf, chat, tmp_path):
+    picture_fails(tiny_hf, chat, png(tmp_path / "bomb.png", side, side), "pixels")
+
+
+def test_a_picture_cannot_start_a_program(tiny_hf, chat, tmp_path, monkeypatch):
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    Image.new("RGB", (64, 64)).save(tmp_path / "picture.eps")
+    (tmp_path / "picture.eps").rename(tmp_path / "picture.png")
+    picture_fails(tiny_hf, chat, tmp_path / "picture.png", "cannot be shown")
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
+def test_a_damaged_picture_of_any_kind_is_an_error_of_its_row(kind, tiny_hf, chat, tmp_path):
+    path = tmp_path / "picture"
+    Image.effect_noise((64, 64), 50).convert("RGB").save(path, kind)
+    whole = path.read_bytes()
+    for end in (0, 3, 20, len(whole) // 2):
+        path.write_bytes(whole[:end])
+        picture_fails(tiny_hf, chat, path, "cannot be shown")
