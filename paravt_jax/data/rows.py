@@ -5,6 +5,7 @@ A row that cannot be used is counted by its reason, never skipped in silence; to
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
 FILE_URI = "file://"
+HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
 # What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
 # frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
 MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
@@ -156,8 +158,14 @@ def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[
     Where there is a `video_root`, only files in it are found, links followed, unless others are allowed.
     """
     root = root_of(source, video_root)
-    inside = root.resolve() if video_root and not allow_outside else None
+    inside = _whole(root.resolve()) if video_root and not allow_outside else None
     return lambda name: found_file(name, root, inside)
+
+
+def _whole(root: Path) -> Path:
+    """The directory itself; of a snapshot in the hub's cache the repository, whose blobs its files are links to."""
+    cached = HUB_SNAPSHOT.match(f"{root}/")
+    return Path(cached[1]) if cached else root
 
 
 def found_file(name: str, root: Path, inside: Path | None = None) -> str:

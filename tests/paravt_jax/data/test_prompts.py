@@ -115,6 +115,19 @@ def test_a_video_outside_of_the_root_makes_a_bad_row_that_says_how_to_allow_it(h
     assert load(rows, video_root=str(root), allow_outside=True).bad == {}
 
 
+def test_files_of_the_hubs_cache_are_links_to_its_blobs(here):
+    repository = here / "datasets--ParaVT--ParaVT-Source"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "abc").write_bytes(b"frames")
+    (snapshot / "in.mp4").symlink_to("../../blobs/abc")
+    (snapshot / "out.mp4").symlink_to(here / "a.mp4")
+    rows = write_lines(here / "rl.jsonl", [row(video=video) for video in ("in.mp4", "out.mp4")])
+    found = load(rows, video_root=str(snapshot), max_bad_frac=0.9)
+    assert len(found.prompts) == 1 and found.bad == {"file outside of data.video_root": 1}
+
+
 def test_without_a_root_a_video_may_lie_anywhere(here, root):
     rows = [row(video=video) for video in ("../a.mp4", str(here / "a.mp4"), "link.mp4")]
     assert load(write_lines(root / "rl.jsonl", rows)).bad == {}
