@@ -129,7 +129,7 @@ class PackConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    num_steps: int = 500
+    num_steps: int = 500  # of which each collects episodes, updates and publishes
     prompts_per_step: int = 7  # published
     group_size: int = 8  # published: episodes of a prompt
     updates_per_step: int = 1  # optimizer steps on the same rollouts

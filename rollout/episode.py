@@ -47,7 +47,7 @@ class EpisodeConfig:
     subagent_new_tokens: int = 512  # of a report
     subagent_max_frames: int = 16  # of the part of a video that a call looks at
     temperature: float = 0.7  # 0: always the likeliest token
-    top_p: float = 1.0
+    top_p: float = 1.0  # below 1: only the likeliest tokens that have this probability together
     token_px: int = 32  # side of the square of a picture that is one token
     turn_deadline_s: float = 600.0  # of the engine, for a turn
     call_deadline_s: float = 300.0  # of a call, its frames and its report

@@ -11,24 +11,33 @@ from rollout.tools import CROP_VIDEO, Window
 class Prompts:
     """The texts. A model trained with one wording should be served and evaluated with the same."""
 
+    # the main agent is told first
     system: str = "You are a helpful assistant who answers questions about long videos."
     frame_time: str = "<{time_s:.1f} seconds>"  # before every frame
+    # before the frames of each video
     overview: str = "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:"
+    # after the question, where calls can be made
     with_tool: str = (
         "Think first, between <think> and </think>. Where the frames do not show enough, call "
         f"{CROP_VIDEO} on the parts of the video that matter, up to {{max_parallel}} calls in one turn: each part is "
         "looked at closely and reported on. When you know, give the answer between <answer> and </answer>."
     )
+    # after the question, where none can
     without_tool: str = (
         "Think first, between <think> and </think>, then give the answer between <answer> and </answer>."
     )
+    # a sub-agent is told first
     subagent_system: str = "You are a helpful assistant who looks closely at a part of a video."
+    # before the frames of a window
     subagent_intro: str = "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:"
     subagent_instruction: str = (  # may contain {question}
         "Summarise what happens in this part, with the times at which it happens. Say only what the frames show."
     )
+    # after the responses to the last calls that can be made
     last_turn: str = "This was the last call. Answer now."
+    # before a report on a window whose end was cut off
     clamped: str = "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f} to {end_s:.1f} was looked at."
+    # in place of a report
     error: str = "Error: {message}."
 
 

@@ -32,7 +32,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    clip_low: float = 0.2
+    clip_low: float = 0.2  # ratios from 1 - clip_low to 1 + clip_high move the policy, beyond it is clipped
     clip_high: float = 0.2  # above clip_low: clip-higher (DAPO), which leaves rare tokens room to grow
     ratio: Ratio = "token"  # sequence: GSPO
     denominator: Denominator = "tokens"  # constant: Dr. GRPO, see `loss_denominator`
@@ -40,7 +40,7 @@ class LossConfig:
     behavior_cap: float = 5.0  # published
     geometric_mask: bool = False  # leaves out sequences whose geometric mean of w is outside the bounds
     geometric_low: float = 0.9  # ours: a tenth per token, over a whole sequence, is another policy
-    geometric_high: float = 1.1
+    geometric_high: float = 1.1  # likewise
     kl_coef: float = 0.01  # published
     kl_estimator: KlEstimator = "k3"  # GRPO's; k2 has the exact gradient of KL(policy‖ref)
     kl_in: KlIn = "loss"  # reward: see `kl_penalties`
@@ -80,9 +80,9 @@ class MismatchConfig:
     two bf16 programs of the same weights differ by about 1e-3, and staleness adds to it.
     """
 
-    warn_kl: float = 0.01
-    geometric_mask_kl: float = 0.03
-    stop_kl: float = 0.1
+    warn_kl: float = 0.01  # from here on it is said
+    geometric_mask_kl: float = 0.03  # the next step leaves out whole sequences that are far off
+    stop_kl: float = 0.1  # the run ends
 
     def __post_init__(self) -> None:
         if not 0 < self.warn_kl <= self.geometric_mask_kl <= self.stop_kl:
@@ -94,14 +94,14 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    learning_rate: float = 2e-6
+    learning_rate: float = 2e-6  # published; of the schedule, its highest
     schedule: Schedule = "constant"  # cosine: down to 0 at the last step
     warmup_frac: float = 0.0  # of the steps, in which the rate rises from 0
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    weight_decay: float = 0.01  # published; AdamW's, apart from the gradient
+    beta1: float = 0.9  # of the mean of gradients
+    beta2: float = 0.999  # of the mean of their squares
+    eps: float = 1e-8  # beside its root
+    max_grad_norm: float = 1.0  # published; a longer gradient is scaled down to it
     train_vision: bool = False  # the published recipe changes language weights only
     head_chunk_tokens: int = 256  # scored tokens of a row whose logits exist at the same time
     max_bad_steps: int = 5  # updates in a row that are skipped for gradients that are not finite, then the run stops

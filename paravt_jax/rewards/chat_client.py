@@ -47,13 +47,13 @@ def check_no_password(setting: str, url: str) -> None:
 @dataclass(frozen=True)
 class Endpoint:
     url: str  # up to and with /v1
-    model: str
+    model: str  # as the server calls it
     api_key_env: str = ""  # name of the environment variable that holds the key; empty: none is sent
-    attempt_deadline_s: float = 60.0
-    max_attempts: int = 4
+    attempt_deadline_s: float = 60.0  # of one request
+    max_attempts: int = 4  # of a question, then it has no answer
     backoff_s: float = 1.0  # before the second attempt; doubles, up to …
-    max_backoff_s: float = 20.0
-    max_concurrent: int = 16
+    max_backoff_s: float = 20.0  # … this
+    max_concurrent: int = 16  # requests at the same time
     max_reply_tokens: int = 1_024  # room for a model that reasons first
 
     def __post_init__(self) -> None:

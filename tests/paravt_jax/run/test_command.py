@@ -120,3 +120,15 @@ def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_call
     config = load_config(CONFIGS / COMMANDS[name], "model.path=Nobody/nothing", schema=SETTINGS[name])
     with pytest.raises(RuntimeError, match=r"could not be downloaded .* and give model\.path=DIR$"):
         asyncio.run(policy_of(config, tmp_path))
+
+
+def uncommented(schema: type) -> list[str]:
+    comments, hints = comments_of(schema), get_type_hints(schema)
+    sections = {name: section for name in comments if (section := section_of(hints[name])) is not None}
+    here = [f"{schema.__name__}.{name}" for name, said in comments.items() if not said and name not in sections]
+    return [*here, *(name for section in sections.values() for name in uncommented(section))]
+
+
+@pytest.mark.parametrize("schema", [Config, SftConfig, EvalConfig])
+def test_every_setting_has_a_word_about_it(schema):
+    assert uncommented(schema) == []
