@@ -87,7 +87,7 @@ def _not_ours(directory: Path) -> str:
         return "is no directory"
     files, listed = _files(directory), directory / LIST_FILE
     if not listed.is_file():
-        return "was not written by this program" if files else ""
+        return "was not written by this program" if any(directory.iterdir()) else ""
     written = json.loads(listed.read_bytes())
     if written["name"] != directory.name:
         return f"was written as {written['name']} and moved here"

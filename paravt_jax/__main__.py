@@ -12,6 +12,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
+    "checkpoint": ("paravt_jax.run.checkpoint", "compares checkpoints of a run with what was written: verify"),
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
     "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split, parallelize"),
     "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
@@ -29,7 +30,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
 
 
 def overview() -> str:
-    lines = [f"  {name:<9}  {module:<20}  {clause}" for name, (module, clause) in COMMANDS.items()]
+    lines = [f"  {name:<10}  {module:<25}  {clause}" for name, (module, clause) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: paravt COMMAND [options]",

@@ -72,7 +72,7 @@ def questions(hub: FakeHub) -> FakeHub:
         "rl/video.mp4": b"frames",
         "video.mp4": b"frames",
     }
-    hub.add_repo(REPO, files=files)
+    hub.add_repo(REPO, files=files, private=False)
     return hub
 
 
@@ -104,7 +104,7 @@ def test_parquet_files_are_read_as_a_directory_of_them(hub):
     for name in ("a", "b"):
         pq.write_table(pa.Table.from_pylist([{"id": name, "messages": said}]), f"{name}.parquet")
     files = {f"data/{name}.parquet": Path(f"{name}.parquet").read_bytes() for name in ("b", "a")}
-    hub.add_repo(REPO, files={**files, "train.jsonl": b"{}"})
+    hub.add_repo(REPO, files={**files, "train.jsonl": b"{}"}, private=False)
     found = load_traces(f"{REPO}/data", video_root="", max_bad_frac=0.0)
     assert [trace.id for trace in found.traces] == ["a", "b"]
 
@@ -116,7 +116,7 @@ def test_what_was_downloaded_under_another_name_is_not_read_with_it(hub):
     rows = [json.loads(lines("A"))]
     pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
     content = Path("a.parquet").read_bytes()
-    hub.add_repo(REPO, files={"rl/a.parquet": content, "rl/deep/b.parquet": content})
+    hub.add_repo(REPO, files={"rl/a.parquet": content, "rl/deep/b.parquet": content}, private=False)
     for path in (f"{REPO}/rl/deep", f"{REPO}/rl"):
         assert len(load_prompts(path, video_root="", max_bad_frac=0.0).prompts) == 1
 
@@ -200,12 +200,12 @@ def test_a_place_without_rows_says_where_there_are_some(questions):
 
 
 def test_several_files_of_lines_are_not_guessed_at(hub):
-    hub.add_repo(REPO, files={"a.jsonl": lines("A"), "b.jsonl": lines("B")})
+    hub.add_repo(REPO, files={"a.jsonl": lines("A"), "b.jsonl": lines("B")}, private=False)
     assert message(REPO) == f"the data set {REPO} has 2 JSON-lines files; give one of them, such as {REPO}/a.jsonl"
 
 
 def test_a_tokenizer_is_downloaded_alone(hub):
-    hub.add_repo("ada/model", files={"tokenizer.json": b"{}", "model.safetensors": b"weights"})
+    hub.add_repo("ada/model", files={"tokenizer.json": b"{}", "model.safetensors": b"weights"}, private=False)
     assert tokenizer_file("ada/model").read_bytes() == b"{}"
     assert downloaded(hub) == {"tokenizer.json"}
     with pytest.raises(RuntimeError, match=r"ada/gone is no directory here, and its tokenizer\.json could not"):
