@@ -78,6 +78,7 @@ def test_no_published_size_has_a_large_block_or_many_files(name, itemsize):
     assert num_bytes / num_files > 10 * 2**20
 
 
+@pytest.mark.slow
 def test_any_dtype_and_mesh_restores_the_same_values_and_can_be_donated(converted):
     ckpt, alone = converted
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

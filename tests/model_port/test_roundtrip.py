@@ -126,6 +126,7 @@ def test_plain_orbax_restores_it(divisible):
         np.testing.assert_array_equal(restored[path], value, err_msg=path)
 
 
+@pytest.mark.slow
 def test_export_takes_what_orbax_saved_from_sharded_arrays(divisible, tmp_path):
     hf, ckpt = divisible
     model = model_port.load(ckpt, mesh=make_mesh(fsdp=4, tensor=2))

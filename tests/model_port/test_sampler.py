@@ -49,6 +49,7 @@ def requests() -> list[SamplerRequest]:
     return [*requests, SamplerRequest(made["mixed"], SamplingParams(13, seed=2**40 + 1, temperature=0.7))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "images", "video", "mixed"])
 def test_greedy_equals_transformers_generate(pair, sampler, kind):
     reference, _ = pair

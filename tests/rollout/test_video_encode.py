@@ -47,6 +47,7 @@ def files(tmp_path_factory):
     return files_written(tmp_path_factory.mktemp("once") / "made", memory=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [85, 255])
 def test_a_file_does_not_depend_on_what_was_in_memory(files, tmp_path, memory):
     assert len(files) == 8 + 8 + 4

@@ -208,6 +208,7 @@ def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypat
         with_reader(test)
 
 
+@pytest.mark.slow
 def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_video):
     async def test(reader: FrameReader) -> None:
         await reader.info(long_video, PATIENCE_S)
@@ -220,6 +221,7 @@ def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_vi
     with_reader(test, num_workers=1, frame_size=small)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_busy_decoder_is_answered_in_time(long_video, video):
     async def test(reader: FrameReader) -> None:
         await reader.info(long_video, PATIENCE_S)
@@ -277,6 +279,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survivor", [[], ["a forked child holds the link open"]], ids=["alone", "with a forked child"])
 def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
     command = [sys.executable, "-c", KILLED_PARENT, str(long_video), *survivor]

@@ -79,6 +79,7 @@ def test_ways_differ_only_in_what_they_share():
     assert len({dialogue.shared for dialogue in by_way["branches"][0]}) == 1
 
 
+@pytest.mark.slow
 def test_a_bad_option_is_one_line_and_a_failure(tmp_path):
     run = bench("learner", "--repeats", "0")
     assert (run.returncode, run.stdout) == (1, "") and run.stderr == "error: --repeats 0 must be at least 1\n"

@@ -66,6 +66,7 @@ def test_a_visit_follows_from_its_number_alone():
     assert {number: visits[number].item.id for number in shuffled} == dict(enumerate(in_order))
 
 
+@pytest.mark.slow
 def test_another_process_visits_in_the_same_order_and_grain_starts_nothing():
     code = """
 import json, multiprocessing, os, threading

@@ -64,6 +64,7 @@ def assert_close(one, other, tolerance):
 NUM_TOKENS = 36.0
 
 
+@pytest.mark.slow
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(tiny_hf, dialogues, frames):
     ours = learner(tiny_hf)
     (batch,) = batches(tiny_hf, dialogues, frames)

@@ -235,6 +235,7 @@ def test_on_fresh_rollouts_the_gradient_is_that_of_reinforce():
     np.testing.assert_allclose(jax.grad(loss)(jnp.zeros(5)), reinforce, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "forward"), [("k2", True), ("k3", False)])
 def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
     """k2's is that of KL(policy‖ref); k3's that of KL(ref‖policy); over all five tokens of a vocabulary."""

@@ -266,6 +266,7 @@ def wait_for(is_so: Callable[[], bool], deadline_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_arms_come_from_one_cold_start_and_are_evaluated_as_they_were_trained(tmp_path):
     parts = Experiment(tmp_path, ARMS, [0, 1], QUICK).parts()
     cold, evaluations = parts[:2], [part for part in parts if part.name.startswith("eval ")]

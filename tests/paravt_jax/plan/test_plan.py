@@ -83,6 +83,7 @@ def test_the_comparison_would_notice_the_wrong_remat(name, remat):
     assert max(one, another) > 2 * min(one, another)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_vision", [False, True])
 def test_what_is_always_there_is_what_a_learner_holds(train_vision):
     config = config_of(
@@ -104,6 +105,7 @@ def _bytes_here(array: jax.Array) -> int:
     return array.addressable_shards[0].data.nbytes
 
 
+@pytest.mark.slow
 def test_the_cache_is_as_large_as_the_samplers():
     engine = EngineConfig(kind="jax", max_rows=8)
     config = config_of((2, 2, 2), rows=1, row_tokens=256, engine=engine)
@@ -113,6 +115,7 @@ def test_the_cache_is_as_large_as_the_samplers():
     assert planned == _bytes_here(rows.keys) + _bytes_here(rows.values)
 
 
+@pytest.mark.slow
 def test_parameters_of_8b_are_counted_exactly():
     params = make_plan(Config(), preset("8b")).params
     shapes = jax.tree.leaves(abstract_params(abstract_model(preset("8b")), "float32"))
@@ -133,6 +136,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_named():
         make_plan(config, preset("8b"))
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_traced_update(monkeypatch):
     config = config_of((1, 1, 1), rows=2, row_tokens=1024)
     plan = make_plan(config, MID, device=CPU)
@@ -209,6 +213,7 @@ def test_the_largest_row_fits_and_a_longer_one_does_not():
     assert largest > 8192 and plan(largest).fit.fits and not plan(largest + 128).fit.fits
 
 
+@pytest.mark.slow
 def test_more_of_anything_needs_more():
     def peak(**changed) -> int:
         config = config_of((1, 8, 1), rows=1, row_tokens=4096, dtype="bfloat16")

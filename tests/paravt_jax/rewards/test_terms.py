@@ -373,6 +373,7 @@ def played_with(draw, turns, plays=("delete", "double", "reorder", "insert")):
     return turns, [*turns[:turn], changed, *turns[turn + 1 :]]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
 def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):

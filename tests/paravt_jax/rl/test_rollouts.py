@@ -112,6 +112,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["engine", "video", "judge", "scoring"])
 def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, chat, monkeypatch):

@@ -117,6 +117,7 @@ def test_training_goes_on_bit_for_bit(axes, tiny_hf, tmp_path):
     assert bits(after) == bits(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_on", "restored_on"),
     [
@@ -136,6 +137,7 @@ def test_a_state_restores_onto_any_mesh(saved_on, restored_on, tiny_hf, tmp_path
     assert [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(other.state)] == places
 
 
+@pytest.mark.slow
 def test_only_the_newest_are_kept(tiny_hf, subject, tmp_path):
     with opened(tmp_path, tiny_hf, keep=2) as checkpoints:
         for step in (8, 9, 10, 11):
@@ -182,6 +184,7 @@ FILES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["truncated", "deleted"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(name, how, tiny_hf, subject, two_steps, tmp_path):
@@ -253,6 +256,7 @@ def test_a_checkpoint_from_before_there_were_checksums_is_read(tiny_hf, tmp_path
     assert bits(subject) == two_steps[1][2]
 
 
+@pytest.mark.slow
 def test_every_checkpoint_can_be_verified(two_steps, tmp_path):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     assert dict(verify(run)) == {run / "1": "", run / "2": ""}
@@ -275,6 +279,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(tiny_hf, subject, tmp_path):
     with opened(tmp_path, tiny_hf, said=(said := [])) as checkpoints:
         for step, latest in ((1, "would begin anew"), (3, "would continue from step 2")):

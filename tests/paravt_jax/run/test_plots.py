@@ -57,6 +57,7 @@ def make_run(tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 3, 60])
 def test_every_plot_is_a_picture_however_many_steps_there_are(num_steps, make_run):
     run_dir = make_run(num_steps)
@@ -95,6 +96,7 @@ def test_steps_without_a_value_leave_a_gap_and_not_a_failure(make_run):
     assert np.isfinite(column).tolist() == [True] * 4 + [False, False, True]
 
 
+@pytest.mark.slow
 def test_numbers_that_no_axis_can_show_are_gaps(make_run):
     run_dir = make_run(4)
     rows = [{"step": step} | dict.fromkeys(KEYS, value) for step, value in ((5, 1e308), (6, -1e308), (7, 10**400))]

@@ -68,6 +68,7 @@ def run(model, contract, work):
     return asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_sampler_alone_or_in_company(model, contract, chat):
     async def work(engine):
         alone = await engine.generate(request(chat, "a", seed=5))
@@ -97,6 +98,7 @@ def test_members_of_a_group_share_one_prefill(model, contract, chat):
     assert len(run(model, contract, work)) == 1
 
 
+@pytest.mark.slow
 def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, chat):
     long = dict(max_new_tokens=300)
 

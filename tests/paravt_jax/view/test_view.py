@@ -202,6 +202,7 @@ def test_few_episodes_of_many_steps_are_not_always_the_same_members(forty_steps)
     assert {episode["id"] for episode in view(forty_steps, 40).episodes} == set("012345")
 
 
+@pytest.mark.slow
 def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path):
     run_dir = make_run(tmp_path / "run", 1, texts=["<think>\n" + "\U0001f3fa<answer>" * 3_000, "\x00" * 200_000] * 3)
     page = make_page(run_dir, 200)
