@@ -1,6 +1,7 @@
 """Packing changes how much is computed, never what: a shared prompt, any split and any mesh give the same gradient."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,19 +59,22 @@ def group(model):
     return [dialogue(model, n, own=13 + 2 * n) for n in range(4)]
 
 
-def objective_and_gradient(model, batches, mesh=None):
-    graphdef, params = nnx.split(model)
-
-    @jax.jit
-    def value(params, batch):
+@partial(jax.jit, static_argnums=0)
+def value_and_gradient(graphdef, params, batch):
+    def value(params):
         model = nnx.merge(graphdef, params)
         visual = None if batch.vision is None else model.see(batch.vision)
         logp = action_logp(model, batch, visual, TEMPERATURE, chunk_tokens=7)
         return jnp.where(batch.loss_mask, batch.advantage * logp, 0).sum()
 
+    return jax.value_and_grad(value)(params)
+
+
+def objective_and_gradient(model, batches, mesh=None):
+    graphdef, params = nnx.split(model)
     total, grads = 0.0, None
     for batch in batches:
-        one, grad = jax.value_and_grad(value)(params, placed(batch, mesh))
+        one, grad = value_and_gradient(graphdef, params, placed(batch, mesh))
         total += float(one)
         grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
     return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
