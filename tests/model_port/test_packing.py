@@ -1,5 +1,6 @@
 """Packing is bookkeeping: rows, branches, padding and meshes change where a token is computed, never what comes out."""
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -63,20 +64,18 @@ def dialogues(frames) -> list[tuple[Tokens, list[Tokens]]]:
     ]
 
 
-def run(model, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
-    """Logits of a packed batch and the gradient of a weighting of them that depends on each token's identity only."""
-    vision, first_rows = pack_vision(frames, CONFIG.vision, row_patches, num_rows=None if mesh is None else 8)
-    text = pack_text(rows, frames, first_rows, CONFIG, num_tokens, num_rows)
-    text, vision = jax.tree.map(jnp.asarray, (text, vision))
-    weights = jnp.asarray(np.random.default_rng(5).standard_normal(CONFIG.text.vocab_size), model.compute.dtype)
-    graphdef, params = nnx.split(model)
-
-    @jax.jit
-    def objective(params, weight_of_token):
+@partial(jax.jit, static_argnums=0)
+def gradient_and_logits(graphdef, params, text, vision, weight):
+    def objective(params):
         logits = nnx.merge(graphdef, params)(text, vision)
-        return jnp.sum(logits * weights[None, None] * weight_of_token[..., None]), logits
+        return jnp.sum(logits * weight), logits
 
-    return text, objective, params
+    return jax.grad(objective, has_aux=True)(params)
+
+
+def batch_of(rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
+    vision, first_rows = pack_vision(frames, CONFIG.vision, row_patches, num_rows=None if mesh is None else 8)
+    return pack_text(rows, frames, first_rows, CONFIG, num_tokens, num_rows), vision
 
 
 def responses_of(sequence: RowSequence) -> list[slice]:
@@ -85,9 +84,9 @@ def responses_of(sequence: RowSequence) -> list[slice]:
 
 
 def collect(model, rows, frames, num_tokens, **options):
-    """(logits of every response by (dialogue, branch), gradient of the sum over responses)"""
-    text, objective, params = run(model, [[s for _, s in row] for row in rows], frames, num_tokens, **options)
-    weight = np.zeros(text.tokens.shape, model.compute.dtype)
+    """Logits of every response by (dialogue, branch), and the gradient of a sum of them, weighted by the token."""
+    text, vision = batch_of([[s for _, s in row] for row in rows], frames, num_tokens, **options)
+    weight = np.zeros((*text.tokens.shape, 1), model.compute.dtype)
     spans = {}
     for b, row in enumerate(rows):
         at = 0
@@ -96,7 +95,9 @@ def collect(model, rows, frames, num_tokens, **options):
                 spans[(*key, branch)] = (b, slice(at + span.start, at + span.stop))
                 weight[spans[(*key, branch)]] = 1
             at += sequence.num_tokens
-    gradient, logits = jax.jit(jax.grad(objective, has_aux=True))(params, weight)
+    of_token = np.random.default_rng(5).standard_normal(CONFIG.text.vocab_size).astype(model.compute.dtype)
+    graphdef, params = nnx.split(model)
+    gradient, logits = gradient_and_logits(graphdef, params, text, vision, weight * of_token)
     return {key: np.asarray(logits[where]) for key, where in spans.items()}, flat_params(gradient)
 
 
