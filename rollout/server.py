@@ -194,11 +194,10 @@ class Server:
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever waits for it and gives up must not cancel it for others
         # A session of its own: Ctrl-C in the terminal reaches the server only through us.
-        self._mark = f"{MARK_VARIABLE}={uuid.uuid4().hex}"  # in the environment of whatever belongs to the server
-        name, _, value = self._mark.partition("=")
+        self._mark = uuid.uuid4().hex  # in the environment of whatever belongs to the server
         self._process = subprocess.Popen(
             supervisor.supervised(settings.command()),
-            env=settings.environment() | {name: value},
+            env=settings.environment() | {MARK_VARIABLE: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -338,10 +337,10 @@ class Server:
 
 def _marked(mark: str) -> list[int]:
     """Processes that have the mark in their environment, in whatever session or group they are now."""
-    found = []
+    found, variable = [], f"{MARK_VARIABLE}={mark}".encode()
     for process in supervisor.processes():
         with contextlib.suppress(OSError):  # it ended since it was listed, or is another user's
-            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+            if variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 found.append(process.pid)
     return found
 

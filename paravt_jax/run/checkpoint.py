@@ -39,6 +39,7 @@ from model_port.progress import BYTES, Meter
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
+from paravt_jax.run.log import named
 
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 BROKEN_SUFFIX = ".broken"
@@ -69,7 +70,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Those on disk, the oldest first."""
-        return sorted(int(entry.name) for entry in self._directory.glob("*") if entry.name.isdecimal())
+        return _steps_in(self._directory)
 
     @property
     def latest(self) -> Path | None:
@@ -163,6 +164,10 @@ class Checkpoints:
         return None
 
 
+def _steps_in(directory: Path) -> list[int]:
+    return sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
+
+
 def _named(state: TrainState) -> dict[str, Any]:
     """The leaves in their order: params.text.embed.table_vd, opt_state.1.0.mu.text.embed.table_vd, step, ..."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -197,13 +202,9 @@ def _file_sums(directory: Path) -> dict[str, list[Any]]:
 
 def _sum_of(path: Path) -> str:
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(SUM_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while num_bytes := file.readinto(buffer):
-                found.update(buffer[:num_bytes])
-    except OSError as problem:
-        problem.filename = str(path)  # a failed read does not say of which file
-        raise
+    with named(path), path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            found.update(buffer[:num_bytes])
     return found.hexdigest()
 
 
@@ -311,8 +312,7 @@ def _remove(directory: Path) -> None:
 
 def verify(directory: Path) -> Iterable[tuple[Path, str]]:
     """Every checkpoint there, and what is broken about it, or nothing."""
-    steps = sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
-    for checkpoint in [directory / str(step) for step in steps] or [directory]:
+    for checkpoint in [directory / str(step) for step in _steps_in(directory)] or [directory]:
         try:
             record = _read_record(checkpoint)
             num_bytes = sum(size for size, _ in record["files"].values())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax.keys import flat
+from paravt_jax.run.log import whole_file
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
@@ -49,9 +50,8 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
         return
     with (directory / SETTINGS_LOG_FILE).open("a") as file:
         file.write(json.dumps({"after_step": step, **record}) + "\n")
-    partial = directory / f"{SETTINGS_FILE}.partial"
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:

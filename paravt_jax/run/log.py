@@ -113,7 +113,7 @@ class RunLog:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A full disk does not say which file it was."""
+    """A full disk, or a read that fails, does not say which file it was."""
     try:
         yield
     except OSError as problem:

@@ -34,6 +34,7 @@ class RunDirectory:
 
     path: Path
     stopping: asyncio.Event  # somebody asked the run to end
+    num_logged: int  # steps, before this start
     settings: Mapping[str, Any]
     changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
     allow_changes: bool
@@ -48,14 +49,15 @@ class RunDirectory:
         """
         path, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
         stack.callback(stop_on_signals(stopping, grace_s))
-        changes = changed_settings(settings, path) if last_step(path) else {}
+        num_logged = last_step(path)
+        changes = changed_settings(settings, path) if num_logged else {}
         told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]
         if told and not allow_changes:
             raise ValueError(
                 f"{'; '.join(told)} in the steps that {path} has: set it back, choose another run_dir, or add "
                 f"--allow-changes to go on all the same"
             )
-        return cls(path, stopping, settings, changes, allow_changes)
+        return cls(path, stopping, num_logged, settings, changes, allow_changes)
 
 
 @dataclass(eq=False)
@@ -98,9 +100,9 @@ class Training:
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner))
-        if progress is None and last_step(directory.path) > 2 * checkpoint.every_steps:  # the first one was long whole
+        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first one was long whole
             raise RuntimeError(
-                f"{directory.path} has a log of {last_step(directory.path)} steps and no checkpoint; put one back, "
+                f"{directory.path} has a log of {directory.num_logged} steps and no checkpoint; put one back, "
                 f"move the directory away to begin anew, or choose another run_dir"
             )
         progress = progress or beginning

@@ -360,9 +360,10 @@ class SGLangEngine:
                 return
             await self._restart(server)
             problem = await self._probe(server)
-        if not server.up and not server.given_up:
+        if server.up:
+            server.missed_probes = 0
+        elif not server.given_up:
             await self._admit(server)
-        server.missed_probes = 0
 
     async def _probe(self, server: _Server) -> str:
         """What is wrong with a server, or nothing. It generates a token unless it is already generating."""
