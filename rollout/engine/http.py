@@ -12,6 +12,7 @@ from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestReject
 CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 300  # of what a server said, in an error
 MAX_ANSWER_BYTES = 2**24  # where the question does not bound it
+KEPT_S = 2.0  # an idle connection: SGLang closes its side after 5 s, and what is sent just then is lost
 MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
 
 
@@ -31,7 +32,7 @@ class HttpClient:
 
     @classmethod
     def make(cls) -> "HttpClient":
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEPT_S)
         # Servers are named by address; a proxy meant for the internet must not get these calls. What they send is not
         # unpacked: a small answer stays one.
         return cls(aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False))
