@@ -324,13 +324,14 @@ class Server:
     def _watch(self, reader: threading.Thread) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group keeps its number
         # There is nobody left to kill unless the supervisor itself was killed.
-        os.killpg(self.pid, signal.SIGKILL)
-        give_up_s = time.monotonic() + KILL_TIMEOUT_S
-        while (left := _marked(self._mark)) and time.monotonic() < give_up_s:
+        began_s = time.monotonic()
+        while (left := _marked(self._mark)) and (waited_s := time.monotonic() - began_s) < KILL_TIMEOUT_S:
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                if waited_s > supervisor.TRACKER_S or not supervisor.is_tracker(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
+        os.killpg(self.pid, signal.SIGKILL)  # who has another environment
         reader.join(KILL_TIMEOUT_S)
         self._ended.set_result(self._process.wait())
 

@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from typing import NamedTuple
 KILL_NOW = signal.SIGUSR1
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, KILL_NOW)
 POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire when only the thread that forked us ends
+TRACKER_S = 2.0  # for a resource tracker to do its work when those are gone whose work it does
+ROUND_S = 0.01
 NOT_RUN = 127  # what a shell reports for a command that could not be started
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -96,17 +99,32 @@ def _reap(child: int) -> int | None:
             return status if pid else None
 
 
+def is_tracker(pid: int) -> bool:
+    """Of the semaphores and shared memory that the processes of a Python program have.
+
+    It removes what others leave in /dev/shm, and ends by itself when they have.
+    """
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def _kill_descendants(child: int, status: int | None) -> int:
     """Kills what is left; each round turns the children of the killed into children of ours, for the next round."""
+    spare_until_s = time.monotonic() + TRACKER_S
     while True:
         for process in processes():
-            if process.parent == os.getpid():
+            spared = time.monotonic() < spare_until_s and is_tracker(process.pid)
+            if process.parent == os.getpid() and not spared:
                 os.kill(process.pid, signal.SIGKILL)
         try:
-            pid, ended = os.waitpid(-1, 0)
+            pid, ended = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             assert status is not None, "the command is reaped before the last child is"
             return status
+        if not pid:
+            time.sleep(ROUND_S)
         status = ended if pid == child else status
 
 

@@ -8,11 +8,13 @@ version label: `SGLangEngine` pauses before, and flushes, labels and continues a
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Weights
 
 SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS_PREFIX = "paravt-weights-"
 SPARE_FRAC = 0.1  # of the space on a disk, left to others
 BUCKET_BYTES = 2**30
 STAGING_START_S = 120.0
@@ -41,6 +44,7 @@ class DiskRoute:
         self._client = client
         self._fallback_dir = Path(fallback_dir or tempfile.gettempdir())
         self._written: tuple[int, Weights, Path] | None = None
+        self._lock = ExitStack()  # on that directory
 
     async def send(self, urls: Sequence[str], weights: Weights, version: int, deadline_s: float) -> dict[str, str]:
         directory = await self._directory(weights, version)
@@ -52,13 +56,15 @@ class DiskRoute:
         if self._written is not None and self._written[:2] == (version, weights):
             return self._written[2]
         self._remove()
-        place = next((place for place in (SHARED_MEMORY, self._fallback_dir) if _fits(place, weights.num_bytes)), None)
+        places = (SHARED_MEMORY, self._fallback_dir)
+        _remove_orphans(places)
+        place = next((place for place in places if _fits(place, weights.num_bytes)), None)
         if place is None:
             raise EngineError(
                 f"{weights.num_bytes / 2**30:.1f} GiB of weights fit neither into {SHARED_MEMORY} nor into "
                 f"{self._fallback_dir}; free some space, or publish by tensors"
             )
-        directory = Path(tempfile.mkdtemp(prefix=f"paravt-weights-v{version}-", dir=place))
+        directory = self._owned(place, version)
         self._written = (version, weights, directory)
         try:
             await asyncio.to_thread(weights.write, directory)
@@ -67,9 +73,17 @@ class DiskRoute:
             raise
         return directory
 
+    def _owned(self, place: Path, version: int) -> Path:
+        """A new directory there, locked for as long as this process lives."""
+        hidden = Path(tempfile.mkdtemp(prefix=".paravt-", dir=place))
+        self._lock = ExitStack()
+        self._lock.enter_context(_locked(hidden))
+        return hidden.rename(place / f"{WEIGHTS_PREFIX}v{version}-{hidden.name.removeprefix('.paravt-')}")
+
     def _remove(self) -> None:
         if self._written is not None:
             shutil.rmtree(self._written[2], ignore_errors=True)
+            self._lock.close()
             self._written = None
 
     async def close(self) -> None:
@@ -87,14 +101,15 @@ class TensorRoute:
     async def send(self, urls: Sequence[str], weights: Weights, version: int, deadline_s: float) -> dict[str, str]:
         process = await self._started()
         problems = await each(urls, lambda url: self._client.post(f"{url}/begin_weight_update", {}, deadline_s))
-        with tempfile.NamedTemporaryFile(prefix="paravt-bucket-", dir=SHARED_MEMORY) as file:
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:  # without a name, so that nothing of it can stay
             buckets = _buckets(weights, self._bucket_bytes)
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
                 left = [url for url in urls if url not in problems]
                 if not left:
                     return problems
                 described = await asyncio.to_thread(_write_bucket, file, bucket)
-                command = {"file": file.name, "tensors": described, "urls": left, "deadline_s": deadline_s}
+                name = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                command = {"file": name, "tensors": described, "urls": left, "deadline_s": deadline_s}
                 problems |= await _command(process, command, deadline_s)
         left = [url for url in urls if url not in problems]
         return problems | await each(left, lambda url: self._client.post(f"{url}/end_weight_update", {}, deadline_s))
@@ -130,6 +145,24 @@ async def each(urls: Sequence[str], call: Any) -> dict[str, str]:
         elif isinstance(answer, dict) and answer.get("success") is False:
             problems[url] = f"{url}: {answer.get('message')}"
     return problems
+
+
+def _remove_orphans(places: Sequence[Path]) -> None:
+    """What was left by processes that were killed; it would take the memory that new weights need."""
+    for directory in (found for place in places for found in place.glob(f"{WEIGHTS_PREFIX}*")):
+        with contextlib.suppress(OSError), _locked(directory):  # an OSError: it is in use, of another user, or gone
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """The lock goes with the process, however it ends, and stays on a directory that is renamed."""
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
 
 
 def _fits(place: Path, num_bytes: int) -> bool:

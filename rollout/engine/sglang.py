@@ -173,6 +173,8 @@ class SGLangEngine:
     async def publish(self, weights: Weights, version: int) -> None:
         """Loads the weights into all servers that are up; one that fails is ejected, and gets them when it is back.
 
+        Returns when one server has them, or raises where none does in time.
+
         Requests that are running go on with the new weights, their tokens labelled. `weights` must stay readable until
         the next call returns: a server that comes back later needs them.
         """
@@ -183,8 +185,10 @@ class SGLangEngine:
             for server in servers:
                 if server.up:
                     await self._identify(server)
-            if not any(server.up for server in self._servers):
-                raise EngineError(f"no server took the weights of version {version}: {self._problems()}")
+        try:
+            await self._wait_until_up(time.monotonic() + self.settings.load_deadline_s)
+        except EngineError:
+            raise EngineError(f"no server took the weights of version {version}: {self._problems()}") from None
 
     async def health(self) -> Health:
         return Health(

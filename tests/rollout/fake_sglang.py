@@ -2,10 +2,11 @@
 
 `--fake` says how it behaves: serve, text, stubborn (ignores SIGTERM), hang (never listens), crash, chatty. Like the
 real one it has a process of its own below it; that one ignores SIGTERM, and is in a session of its own unless
-`--same-group`.
+`--same-group`. With `--semaphore` it has one as SGLang has many: a file in /dev/shm.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,6 +44,9 @@ if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session="--same-group" not in sys.argv)
+if "--semaphore" in sys.argv:
+    held = multiprocessing.get_context("spawn").Semaphore()
+    print(f"semaphore {held._semlock.name}", flush=True)
 if mode == "hang":
     time.sleep(600)
 HTTPServer(("127.0.0.1", int(option("--port", ""))), Handler).serve_forever()

@@ -192,6 +192,17 @@ def test_a_killed_supervisor_takes_the_server_along(options, fake):
     assert len(processes) >= 3 and all_gone(processes)
 
 
+@pytest.mark.parametrize("kill", [lambda server: asyncio.run(server.stop(0)), lambda server: os.kill(server.pid, 9)])
+def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
+    server = start(fake("serve", "--semaphore"))
+    (name,) = [line.rpartition("/")[2] for line in server.last_lines(9) if line.startswith("semaphore")]
+    semaphore = Path("/dev/shm") / f"sem.{name}"
+    assert semaphore.exists()
+    kill(server)
+    asyncio.run(asyncio.wait_for(server.wait(), 10))
+    assert not semaphore.exists()
+
+
 # --- the command
 
 

@@ -1,6 +1,11 @@
 """Servers fail in many ways; a request is answered once all the same, or ends in one clear error in time."""
 
 import asyncio
+import http.server
+import math
+import subprocess
+import sys
+import threading
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -10,7 +15,9 @@ import numpy as np
 import pytest
 from fake_server import WRONG, FakeServer
 
+from rollout.engine.http import KEPT_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
+from rollout.engine.publishing import DiskRoute
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
@@ -262,6 +269,41 @@ def test_a_publish_that_no_server_takes_is_an_error():
     with_servers(1, work)
 
 
+def test_a_publish_waits_for_a_server_that_comes_back():
+    async def work(engine, server):
+        server.healthy, server.fail_paths = False, {"/pause_generation"}
+        publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
+        await until(lambda: not engine._servers[0].up)
+        server.healthy, server.fail_paths = True, set()
+        await publishing
+        assert server.version == "3"
+
+    with_servers(1, work)
+
+
+def test_weights_that_a_killed_process_left_in_memory_are_removed():
+    writer = (
+        "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from rollout.engine.publishing import DiskRoute; from test_sglang_engine import NoWeights\n"
+        "print(asyncio.run(DiskRoute(None)._directory(NoWeights(), 1)), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    killed = subprocess.run([sys.executable, "-c", writer, *paths], stdout=subprocess.PIPE, text=True)
+    left = Path(killed.stdout.strip())
+    assert left.is_dir()
+
+    async def body():
+        first, second = DiskRoute(None), DiskRoute(None)
+        kept = await first._directory(NoWeights(), 1)
+        other = await second._directory(NoWeights(), 1)
+        assert kept.is_dir() and other.is_dir() and not left.exists()
+        await first.close()
+        await second.close()
+
+    asyncio.run(body())
+
+
 def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests():
     async def work(engine, first, second):
         await engine.publish(NoWeights(), 3)
@@ -285,6 +327,35 @@ def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
         assert (await engine.generate(request())).versions.tolist() == [2] * 4  # labelled
 
     with_servers(1, work)
+
+
+def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
+    class Server(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept
+        answered_s = math.inf
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if time.monotonic() > self.answered_s + KEPT_S:
+                self.close_connection = True  # it did so already when this came
+                return
+            self.answered_s = time.monotonic()
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    async def body(url):
+        client = HttpClient.make()
+        for _ in range(2):
+            assert await client.post(url, {}, 5) == {}
+            await asyncio.sleep(KEPT_S + 0.1)
+        await client.close()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asyncio.run(body(f"http://127.0.0.1:{server.server_port}/"))
+        server.shutdown()
 
 
 def test_servers_of_different_versions_are_not_mixed():
