@@ -14,19 +14,18 @@ python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or hold
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 import xxhash
 
 from model_port.checkpoint import cast, write_params
@@ -35,7 +34,7 @@ from model_port.config import read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
 from model_port.output_dir import LIST_FILE, LOCK_FILE, output_directory
-from model_port.progress import BYTES, Meter
+from model_port.progress import Meter
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
@@ -44,8 +43,10 @@ from paravt_jax.run.log import named
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 BROKEN_SUFFIX = ".broken"
 RECORD_KEYS = ("scalars", "shapes", "progress", "files")
+OWN_SUM = "sum"  # of the record without it
+BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # of an array
 SUM_THREADS = min(16, os.cpu_count() or 1)
-SUM_BYTES = 2**22  # read at a time
+SUM_BYTES = 2**20  # read at a time
 
 
 class BrokenCheckpoint(Exception):
@@ -123,9 +124,8 @@ class Checkpoints:
             try:
                 record = _read_record(directory)
                 _check_same(directory, record, old)
-                with Meter(f"loading {directory}"), _sums(directory, record) as sums:
-                    learner.state = _read_state(directory, record, old, sums)
-                    sums.check("")
+                with Meter(f"loading {directory}"):
+                    learner.state = _read_state(directory, record, old)
             except BrokenCheckpoint as problem:
                 self._set_aside(directory, problem)
             else:
@@ -155,7 +155,8 @@ class Checkpoints:
                     (partial / folder).mkdir(exist_ok=True)
                     _write_arrays(partial / folder, part)
                 write_side_files(self._hf_files, partial / HF_DIR)
-                (partial / RECORD_FILE).write_text(json.dumps({**record, "files": _file_sums(partial)}))
+                record = {**record, "files": _file_sums(partial)}
+                (partial / RECORD_FILE).write_text(json.dumps({**record, OWN_SUM: _record_sum(record)}))
             for old in self.steps[: -self._config.keep]:
                 _remove(self._directory / str(old))
         except Exception as problem:  # whatever it is, the run is worth more than one checkpoint
@@ -208,41 +209,25 @@ def _sum_of(path: Path) -> str:
     return found.hexdigest()
 
 
+def _record_sum(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(record).encode()).hexdigest()
+
+
 def _read_record(directory: Path) -> dict[str, Any]:
     """What state.json says."""
     try:
         record = json.loads((directory / RECORD_FILE).read_bytes())
         if "file_bytes" in record:  # of 0.2 and before, without checksums
             record["files"] = {name: [size, None] for name, size in record["file_bytes"].items()}
+        whole = OWN_SUM not in record or record.pop(OWN_SUM) == _record_sum(record)
         missing = [key for key in RECORD_KEYS if key not in record]
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError) as problem:
         raise BrokenCheckpoint(f"{RECORD_FILE}: {problem}") from None
     if missing:
         raise BrokenCheckpoint(f"{RECORD_FILE} says nothing of {', '.join(missing)}")
+    if not whole:
+        raise BrokenCheckpoint(f"{RECORD_FILE} has other bytes than were written")
     return record
-
-
-class _Sums:
-    """The files of a checkpoint, compared with what was written while its arrays are read."""
-
-    def __init__(self, directory: Path, files: dict[str, list[Any]], pool: ThreadPoolExecutor):
-        self._futures = {name: pool.submit(_check_file, directory, name, *what) for name, what in files.items()}
-
-    def check(self, prefix: str) -> None:
-        """Returns when every file whose path begins so is as it was; BrokenCheckpoint when one is not."""
-        for name, future in self._futures.items():
-            if name.startswith(prefix):
-                future.result()
-
-
-@contextmanager
-def _sums(directory: Path, record: dict[str, Any]) -> Iterator[_Sums]:
-    _check_sizes(directory, record["files"])
-    pool = ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checksum")
-    try:
-        yield _Sums(directory, record["files"], pool)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
@@ -258,8 +243,12 @@ def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
         raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are cut or lost, first {wrong[0]}")
 
 
-def _check_file(directory: Path, name: str, num_bytes: int, expected: str | None) -> None:
-    if expected is not None and _sum_of(directory / name) != expected:
+def _check_files(directory: Path, files: dict[str, list[Any]], names: Iterable[str], pool: Executor) -> None:
+    list(pool.map(lambda name: _check_sum(name, files, _sum_of(directory / name)), names))
+
+
+def _check_sum(name: str, files: dict[str, list[Any]], found: str) -> None:
+    if files[name][1] not in (None, found):  # None: of 0.2 and before
         raise BrokenCheckpoint(f"{name} has other bytes than were written")
 
 
@@ -278,29 +267,58 @@ def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> N
         )
 
 
-def _read_state(directory: Path, record: dict[str, Any], old: TrainState, sums: _Sums) -> TrainState:
-    def read(name: str, leaf: jax.Array) -> jax.Array:
-        scalar = record["scalars"].get(name)
-        stored = _read_array(directory, name, sums) if scalar is None else np.array(scalar, leaf.dtype)
-        leaf.delete()
-        # What was on no device in particular stays so: it must suit the mesh that the others are on.
-        return jax.device_put(cast(stored, np.dtype(leaf.dtype), name), leaf.sharding if leaf.committed else None)
+def _read_state(directory: Path, record: dict[str, Any], old: TrainState) -> TrainState:
+    """Every file is read once, and compared with its sum on the way."""
+    files = record["files"]
+    _check_sizes(directory, files)
+    with ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checkpoint") as pool:
+        _check_files(directory, files, [name for name in files if not BLOCK.search(name)], pool)
 
-    leaves = [read(name, leaf) for name, leaf in _named(old).items()]
+        def read(name: str, leaf: jax.Array) -> jax.Array:
+            scalar = record["scalars"].get(name)
+            stored = _read_array(directory, files, name, pool) if scalar is None else np.array(scalar, leaf.dtype)
+            leaf.delete()
+            # What was on no device in particular stays so: it must suit the mesh that the others are on.
+            return jax.device_put(cast(stored, np.dtype(leaf.dtype), name), leaf.sharding if leaf.committed else None)
+
+        leaves = [read(name, leaf) for name, leaf in _named(old).items()]
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _read_array(directory: Path, name: str, sums: _Sums) -> np.ndarray:
+def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: Executor) -> np.ndarray:
+    """As `write_params` has written it: an array of zarr whose blocks are their bytes as they are in memory."""
     folder, path = _home(name)
-    place = Path(folder) / PARAMS_DIR / path
-    sums.check(f"{place}/")
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory / place}/"}}
-    try:
-        return ts.open({**spec, "fill_missing_data_reads": False}, open=True, read=True).result().read().result()
-    except (OSError, ValueError) as problem:
-        raise RuntimeError(
-            f"{directory / place} is whole and cannot be read: {str(problem).partition(chr(10))[0]}"
-        ) from None
+    place = f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
+    layout = json.loads((directory / place / ".zarray").read_bytes())
+    shape, chunk = layout["shape"], layout["chunks"]
+    array = np.empty(shape, layout["dtype"])
+
+    def read_block(place_in_grid: tuple[int, ...]) -> None:
+        index = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place_in_grid, chunk, strict=True))
+        part = array[index]
+        whole = part.flags.c_contiguous and list(part.shape) == chunk
+        block = part if whole else np.empty(chunk, array.dtype)  # at an edge it is longer than the array
+        file = place + ".".join(map(str, place_in_grid))
+        _check_sum(file, files, _read_into(block, directory / file))
+        if not whole:
+            part[...] = block[tuple(slice(size) for size in part.shape)]
+
+    grid = (range(-(-length // size)) for length, size in zip(shape, chunk, strict=True))
+    list(pool.map(read_block, itertools.product(*grid)))
+    return array
+
+
+def _read_into(block: np.ndarray, path: Path) -> str:
+    """The sum of what was read."""
+    found, content = xxhash.xxh3_128(), block.reshape(-1).view(np.uint8).data
+    with named(path), path.open("rb", buffering=0) as file:
+        for begin in range(0, len(content), SUM_BYTES):  # of what is still in the processor's cache
+            part = content[begin : begin + SUM_BYTES]
+            read = 0
+            while read < len(part) and (num_bytes := file.readinto(part[read:])):
+                read += num_bytes
+            found.update(part[:read])
+    return found.hexdigest()
 
 
 def _remove(directory: Path) -> None:
@@ -315,9 +333,9 @@ def verify(directory: Path) -> Iterable[tuple[Path, str]]:
     for checkpoint in [directory / str(step) for step in _steps_in(directory)] or [directory]:
         try:
             record = _read_record(checkpoint)
-            num_bytes = sum(size for size, _ in record["files"].values())
-            with Meter(f"checking {checkpoint}", num_bytes, BYTES), _sums(checkpoint, record) as sums:
-                sums.check("")
+            _check_sizes(checkpoint, record["files"])
+            with Meter(f"checking {checkpoint}"), ThreadPoolExecutor(SUM_THREADS) as pool:
+                _check_files(checkpoint, record["files"], record["files"], pool)
         except BrokenCheckpoint as problem:
             yield checkpoint, str(problem)
         else:

@@ -250,6 +250,7 @@ def test_a_checkpoint_from_before_there_were_checksums_is_read(tiny_hf, tmp_path
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     record = json.loads((run / "2" / "state.json").read_text())
     record["file_bytes"] = {name: size for name, (size, _) in record.pop("files").items()}
+    del record["sum"]
     (run / "2" / "state.json").write_text(json.dumps(record))
     with opened(run, tiny_hf) as checkpoints:
         assert checkpoints.restore(subject) == {"step": 2}
