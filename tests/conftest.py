@@ -62,5 +62,9 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG_FILES = ("test_real_server.py", "test_train.py", "test_resume.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="so long for each target of test_fuzz.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))

@@ -1,0 +1,289 @@
+"""What comes from models, servers, data sets and disks is read without surprise, whatever it is.
+
+Each target takes a hundred inputs in the suite. For hours: `.venv/bin/python -m pytest tests/test_fuzz.py --long 60`
+gives each so many minutes, with other inputs every round. What a long run finds becomes an `@example`, or a test of its
+own where it belongs.
+"""
+
+import copy
+import functools
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import model_port
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.output_dir import LIST_FILE, LOCK_FILE
+from model_port.tiny import tiny_tokenizer
+from paravt_jax.config import CheckpointConfig
+from paravt_jax.data.prompts import QUESTION_TYPES, load_prompts, read_prompt
+from paravt_jax.data.rows import BadRow
+from paravt_jax.data.traces import read_trace
+from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.rewards.terms import RewardConfig, reward_terms
+from paravt_jax.run.checkpoint import RECORD_FILE, Checkpoints, verify
+from rollout.chat import SPOKEN, Chat
+from rollout.engine.answers import Fingerprint, generation_of
+from rollout.engine.http import ServerUnavailable
+from rollout.engine.protocol import Sampling
+from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
+
+LONG_EXAMPLES = 2_000  # of a round
+FRAGMENTS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", "<answer>", "</answer>"),
+    *(
+        "crop_video(",
+        "start_time=",
+        "end_time=",
+        "video_path=",
+        "print(",
+        ")",
+        ",",
+        "'",
+        '"',
+        "\n",
+        "1:30",
+        "1e999",
+        "-",
+    ),
+    *('{"name": "crop_video", "arguments": {', '"start_time": 1', '"end_time": 2', "}}", "[[", "((", "**", "0x", "\0"),
+    *(SPOKEN, "\ue000", "\ud800", "<|im_end|>", "<|im_start|>assistant", "<tool_response>", "</tool_response>"),
+    *("<|image_pad|>", "<|vision_start|>", "<video>", "\u2028", "９", "½"),
+)
+
+
+@pytest.fixture
+def rounds(request):
+    """Runs a target once; with --long again and again until its time is over, each time with other inputs."""
+    minutes = request.config.getoption("--long")
+
+    def run(target, *fixed):
+        if not minutes:
+            target(*fixed)
+        end_s = time.monotonic() + 60 * minutes
+        while time.monotonic() < end_s:
+            settings(max_examples=LONG_EXAMPLES, derandomize=False, database=None)(target)(*fixed)
+
+    return run
+
+
+texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8) | st.integers().map(str), max_size=40).map("".join)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(texts | st.sampled_from(["a", "text"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def mutated(draw, whole):
+    """The same with up to three parts of it replaced or taken away."""
+    whole = [copy.deepcopy(whole)]
+    for _ in range(draw(st.integers(0, 3))):
+        part = whole
+        while True:
+            places = list(part) if isinstance(part, dict) else list(range(len(part)))
+            place = draw(st.sampled_from(places))
+            if not isinstance(part[place], dict | list) or not part[place] or draw(st.booleans()):
+                break
+            part = part[place]
+        if part is not whole and draw(st.booleans()):
+            del part[place]
+        else:
+            part[place] = draw(json_values)
+    return whole[0]
+
+
+def damaged(path, draw):
+    """A file with bits turned over, cut, longer, or other from somewhere on."""
+    content = bytearray(path.read_bytes())
+    at = draw(st.integers(0, max(0, len(content) - 1)))
+    how = draw(st.sampled_from(["not", "turned", "cut", "longer", "other"]))
+    if how == "turned" and content:
+        content[at] ^= 1 << draw(st.integers(0, 7))
+    if how in ("cut", "other"):
+        del content[at:]
+    if how in ("longer", "other"):
+        content += draw(st.binary(min_size=1, max_size=64))
+    path.write_bytes(content)
+
+
+@functools.cache
+def fuzz_chat():
+    return Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+
+
+@given(text=texts, duration_s=st.floats(0.01, 1e6))
+@example(text="<tool_call>" * 200, duration_s=1.0)
+@example(text="<tool_code>crop_video(" + "(" * 500 + "</tool_code>", duration_s=1.0)
+def calls_of_any_text(text, duration_s):
+    end = 0
+    calls = find_calls(text)
+    assert len(calls) <= MAX_CALLS
+    for call in calls:
+        first, last = call.span
+        assert text[first:].startswith(("<tool_call>", "<tool_code>")) and first < last <= len(text)
+        assert first >= end or (first, last) == calls[calls.index(call) - 1].span  # several statements of one block
+        end = last
+        if call.problem is None:
+            with suppress(BadCall):
+                assert video_of(call.arguments, {"video.mp4": "/v.mp4"}) == "/v.mp4"
+                window = window_of(call.arguments, duration_s)
+                assert 0 <= window.start_s < window.end_s <= duration_s
+    for question_type, truth in zip(QUESTION_TYPES, ("A", "[1, 2]", "red"), strict=True):
+        terms = reward_terms([text], ["ok"] * len(calls), truth, question_type, RewardConfig(), None)
+        assert terms.total is None or math.isfinite(terms.total)
+        assert all(0 <= tag.span[0] < tag.span[1] <= len(text) for tag in terms.tags)
+
+
+def test_any_text_is_searched_for_calls_and_scored(rounds):
+    rounds(calls_of_any_text)
+
+
+@given(said=texts, responses=st.lists(texts, min_size=1, max_size=4), question=texts)
+def ledger_of_any_text(said, responses, question):
+    chat = fuzz_chat()
+    ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.harmless(question)}]), chat.said(said)])
+    after = chat.after_turn(ids, responses)
+    text = chat.decode(after)
+    assert text.count("<tool_response>") == text.count("</tool_response>") == len(responses)
+    assert text.endswith("<|im_start|>assistant\n")
+    assert chat.visual_ids.isdisjoint(after.tolist())
+    assert chat.ended(after) != chat.ended(ids) or len(chat.after_last_turn(ids)) == (not chat.ended(ids))
+    for whole in (ids, after):
+        spans = chat.spans(whole)
+        assert len(spans) == len(whole) and spans[-1][1] == len(chat.decode(whole))
+
+
+def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
+    rounds(ledger_of_any_text)
+
+
+PROMPT_ROW = {
+    "prompt": [{"role": "user", "content": "<video>\nWhich colour?\nA. red\nB. blue"}],
+    "videos": [{"video": "v.mp4"}],
+    "extra_info": {"answer": "A", "question_type": "mcq"},
+    "id": "one",
+}
+TRACE_ROW = {
+    "messages": [
+        {"role": "system", "content": "You look."},
+        {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "v.mp4", "nframes": 4}}]},
+        {"role": "assistant", "content": "<think>I look.</think><answer>A</answer>"},
+    ]
+}
+
+
+@given(prompt=mutated(PROMPT_ROW), trace=mutated(TRACE_ROW))
+def any_row(prompt, trace):
+    for row, read in ((prompt, read_prompt), (trace, read_trace)):
+        for one in (row, json.dumps(row)):
+            with suppress(BadRow):
+                read(one, lambda name: f"/{name}").id.encode()
+
+
+def test_any_row_is_read_or_bad(rounds):
+    rounds(any_row)
+
+
+@given(rows=st.lists(mutated(PROMPT_ROW), min_size=1, max_size=5), damage=st.data())
+def any_data_set(directory, rows, damage):
+    (directory / "v.mp4").touch()
+    path = directory / "rows.parquet"
+    try:
+        table = pa.Table.from_pylist([row if isinstance(row, dict) else {"prompt": row} for row in rows])
+        pq.write_table(table, path)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
+        return  # no parquet file can hold these
+    damaged(path, damage.draw)
+    read_or_refused(path)
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    damaged(path, damage.draw)
+    read_or_refused(path)
+
+
+def read_or_refused(path):
+    """Its name is in every error."""
+    try:
+        load_prompts(path, video_root="", max_bad_frac=1.0)
+    except ValueError as problem:
+        if path.name not in str(problem):
+            raise
+
+
+def test_any_data_set_is_read_or_refused_by_name(rounds, tmp_path):
+    rounds(any_data_set, tmp_path)
+
+
+GOOD_ANSWER = {
+    "output_ids": [5, 6, 7, 8],
+    "meta_info": {
+        "finish_reason": {"type": "length", "length": 4},
+        "output_token_logprobs": [[-0.5, token, None] for token in (5, 6, 7, 8)],
+        "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 4}],
+        "input_token_logprobs": [[None, 3, None], [-1.5, 4, None]],
+        "prompt_tokens": 3,
+        "cached_tokens": 1,
+    },
+}
+
+
+@given(answer=mutated(GOOD_ANSWER))
+def any_answer(answer):
+    try:
+        found = generation_of(answer, Sampling(4, stop_ids=(7,)), 3, "http://server", 0.1)
+    except ServerUnavailable:
+        pass
+    else:
+        assert len(found.ids) == len(found.behavior_logp) == len(found.versions) <= 4
+        assert (found.ids >= 0).all() and (found.behavior_logp <= 0).all() and np.isfinite(found.behavior_logp).all()
+        assert (found.versions >= 0).all() and (found.versions <= 3).all()
+    with suppress(ServerUnavailable):
+        assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))
+
+
+def test_any_answer_of_a_server_is_possible_or_that_servers_failure(rounds):
+    rounds(any_answer)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_hf, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    learner = Learner(model_port.load(tiny_hf), OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
+    checkpoints = Checkpoints(directory, tiny_hf, CheckpointConfig(), print)
+    checkpoints.save(learner, {"step": 0, "seen": [0.1, 2**40], "name": "a run"})
+    checkpoints.close()
+    return directory / "0"
+
+
+@given(damage=st.data())
+def any_checkpoint(checkpoint, damage):
+    names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+    names = [name for name in names if Path(name).name not in (LOCK_FILE, LIST_FILE)]
+    path = checkpoint / damage.draw(st.sampled_from(names) | st.just(RECORD_FILE))
+    content, record = path.read_bytes(), json.loads((checkpoint / RECORD_FILE).read_bytes())
+    try:
+        damaged(path, damage.draw)
+        ((_, problem),) = verify(checkpoint)
+        if not problem:
+            assert json.loads((checkpoint / RECORD_FILE).read_bytes()) == record
+            assert path.name == RECORD_FILE or path.read_bytes() == content
+    finally:
+        path.write_bytes(content)
+
+
+def test_any_damage_to_a_checkpoint_is_found(rounds, checkpoint):
+    rounds(any_checkpoint, checkpoint)
