@@ -16,10 +16,12 @@ from model_port.output_dir import exit_on_sigterm
 from paravt_jax.bench import machine
 
 BENCHES = {
+    "chaos": "the smoke run on two real SGLang servers while everything around it fails",
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
     "mesh": "one update on every mesh of N devices: time, efficiency, memory; --plan-only estimates any size",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
+    "soak": "the smoke run for hours: memory, open files, threads and the time of a step",
     "video": "frames of a video, decoded and again from memory, beside qwen_vl_utils with decord",
 }
 
@@ -44,6 +46,8 @@ def main() -> None:
     print(bench.table(result))
     if out is not None:
         out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
+    if violations := result.get("violations"):
+        raise RuntimeError(f"{len(violations)} violations, see above; the first: {violations[0]}")
 
 
 if __name__ == "__main__":

@@ -67,11 +67,12 @@ class Player:
         name = f"{overview.task.id}/{number}"
         try:
             episode = await self.agent.run(overview, number, self.seed, version)
-            return await self._scored(name, episode, prompt)
+            return await self.scored(name, episode, prompt)
         except Exception as problem:  # whatever it is, it is this episode's
             return Member(name, problem=f"{type(problem).__name__}: {problem}")
 
-    async def _scored(self, name: str, episode: Episode, prompt: Prompt) -> Member:
+    async def scored(self, name: str, episode: Episode, prompt: Prompt) -> Member:
+        """An episode with what it earns."""
         if episode.finish == "abort":
             return Member(name, episode, problem="aborted")
         turns = [turn.text for turn in episode.turns]
@@ -119,8 +120,8 @@ class Rollouts:
         advantage: AdvantageConfig,
         on_progress: Callable[[str], None] = lambda text: None,
     ):
-        self.visits, self.cursor = visits, cursor
-        self._player, self._train, self._video, self._advantage = player, train, video, advantage
+        self.player, self.visits, self.cursor = player, visits, cursor
+        self._train, self._video, self._advantage = train, video, advantage
         self._on_progress = on_progress
         self._running: dict[int, asyncio.Task[list[Group]]] = {}  # by step
         self._num_begun = self._num_done = 0
@@ -149,7 +150,7 @@ class Rollouts:
             if not num_wanted:
                 break
             visits = [self.visits[number] for number in self.cursor.take(num_wanted)]
-            budgets = budgets_of(visits, self._video, self._player.seed)
+            budgets = budgets_of(visits, self._video, self.player.seed)
             self._num_begun += train.group_size * len(visits)
             async with asyncio.TaskGroup() as tasks:
                 begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
@@ -158,10 +159,10 @@ class Rollouts:
 
     async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
         # Synchronous rollouts are of one version, or they are missing.
-        version = None if self._train.max_staleness else self._player.agent.engine.version
+        version = None if self._train.max_staleness else self.player.agent.engine.version
         task = _task(f"{visit.number:06d}-{visit.item.id}", visit.item, frame_budget)
-        members = await self._player.play_all(task, visit.item, self._train.group_size, version, self._count_done)
-        return Group(visit, task.frame_budget, members, advantages_of(members, self._player.reward, self._advantage))
+        members = await self.player.play_all(task, visit.item, self._train.group_size, version, self._count_done)
+        return Group(visit, task.frame_budget, members, advantages_of(members, self.player.reward, self._advantage))
 
     def _count_done(self) -> None:
         self._num_done += 1

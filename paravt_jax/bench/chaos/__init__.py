@@ -1,0 +1,158 @@
+"""The smoke run while everything around it fails: two real SGLang servers, and a schedule of faults that a seed gives.
+
+Servers, decoders and the trainer are killed, stopped, slowed down, restarted, left without memory, disk or open files;
+two videos are broken, and now and then all are gone. In the end nothing may be lost, counted twice, out of order, other
+than the servers sampled it, other than its log leads to, or left behind.
+"""
+
+import argparse
+import asyncio
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from model_port.progress import Meter
+from paravt_jax.bench.chaos.checks import episodes_of, problems_of
+from paravt_jax.bench.chaos.faults import Fault, happen, schedule
+from paravt_jax.bench.chaos.replay import replay
+from paravt_jax.bench.chaos.stage import Stage
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, usage_of
+from paravt_jax.config import load_config
+
+STEPS_AFTER = 2  # that the run must make in peace
+MORE_FILES = 16  # that a trainer may have open at its end: connections are kept
+NOT_EXPECTED = ("not expected", "Traceback", "Fatal")  # in the last words of a trainer, other than of memory
+SHARED_MEMORY = Path("/dev/shm")
+OURS = ("paravt", "psm_", "sem.", "torch_", "sglang")  # what Python, torch, SGLang and we leave there
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=20, help="of faults (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0); odd: one step of staleness")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run and its logs here (default: nowhere)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes {args.minutes} must be greater than 0")
+    if args.out is not None and args.out.exists():
+        raise ValueError(f"{args.out} is there already; move it away, or choose another --out")
+    directory = Path(tempfile.mkdtemp(prefix="paravt-chaos-")) if args.out is None else args.out.absolute()
+    try:
+        return asyncio.run(_chaos(args.seed, args.minutes * 60, directory))
+    finally:
+        if args.out is None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table of one row, so that those of several seeds fit together."""
+    columns = {
+        "seed": result["seed"],
+        "minutes": result["minutes"],
+        "faults": sum(result["faults"].values()),
+        "starts of the trainer": result["trainer_starts"],
+        "of servers": result["server_starts"],
+        "steps": result["steps"],
+        "episodes": result["episodes"],
+        "missing": result["missing"],
+        "answers logged": result["answers_logged"],
+        "given": result["answers_given"],
+        "violations": len(result["violations"]),
+    }
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", f"| {' | '.join(map(str, columns.values()))} |"]
+    for title, counts in (("Faults", "faults"), ("Missing", "reasons"), ("Ends of the trainer", "trainer_ends")):
+        lines += ["", f"{title}: {', '.join(f'{name} {number}' for name, number in result[counts].items()) or 'none'}"]
+    return "\n".join([*lines, *(f"\nVIOLATION {violation}" for violation in result["violations"])])
+
+
+async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
+    in_memory = _shared_memory()
+    stage, happened, violations = Stage(directory, max_staleness=seed % 2), Counter[str](), []
+    try:
+        with Meter("two servers and a trainer start"):
+            await stage.start(seed)
+        with Meter("faults", int(seconds), "s") as meter:
+            await _faults(schedule(seed, seconds), stage, happened, meter, seconds)
+        with Meter("quiet again"):
+            violations += await _recovers(stage)
+            await stage.finish()
+    finally:
+        await stage.close()
+    violations += [f"still running: {command}" for command in stage.left()]
+    violations += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(_shared_memory() - in_memory)]
+    violations += [f"left in the temporary directory: {path.name}" for path in stage.temporary.glob("paravt-*")]
+    violations += [
+        f"the trainer ended with {ended.error}"
+        for ended in stage.ended
+        if any(words in ended.error for words in NOT_EXPECTED) and "Memory" not in ended.error
+    ]
+    settings = stage.settings
+    config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={stage.run_dir}")
+    violations += problems_of(stage.run_dir, config.train)
+    with Meter("replaying the log"):
+        problems, logged = await replay(stage.run_dir, settings, directory / "replay")
+    violations += problems
+    if invented := logged - stage.sampled:
+        violations.append(f"{invented.total()} of {logged.total()} logged answers were given by no server")
+    members = [episode for episodes in episodes_of(stage.run_dir).values() for episode in episodes]
+    missing = [episode["problem"] for episode in members if episode["missing"]]
+    return {
+        "seed": seed,
+        "minutes": seconds / 60,
+        "faults": dict(happened.most_common()),
+        "trainer_starts": len(stage.ended),
+        "trainer_ends": dict(Counter(_ended(ended.code, ended.error) for ended in stage.ended).most_common()),
+        "server_starts": stage.num_server_starts,
+        "steps": len(episodes_of(stage.run_dir)),
+        "episodes": len(members),
+        "missing": len(missing),
+        "reasons": dict(Counter(map(_in_short, missing)).most_common()),
+        "answers_logged": logged.total(),
+        "answers_given": stage.sampled.total(),
+        "violations": violations,
+    }
+
+
+async def _faults(faults: list[Fault], stage: Stage, happened: Counter[str], meter: Meter, seconds: float) -> None:
+    """One after the other begins, whether or not those before it are over; returns when all are."""
+    began_s = time.monotonic()
+
+    async def one(fault: Fault) -> None:
+        if await happen(fault, stage.families(fault.role), stage.videos):
+            happened[fault.name] += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for fault in faults:
+            await asyncio.sleep(max(0.0, fault.at_s - (time.monotonic() - began_s)))
+            stage.check()
+            meter.at(int(fault.at_s), f"{fault.name} ({sum(happened.values())} faults so far)")
+            tasks.create_task(one(fault))
+
+
+async def _recovers(stage: Stage) -> list[str]:
+    """The run goes on by itself, and its last process has no more open files than it began with."""
+    await stage.steps_more(STEPS_AFTER)
+    ((trainer,),) = stage.families("trainer")
+    begin = usage_of(trainer).files
+    await stage.steps_more(STEPS_AFTER)
+    if (end := usage_of(trainer).files) > begin + MORE_FILES:
+        return [f"the trainer has {end} open files, {STEPS_AFTER} steps before it had {begin}"]
+    return []
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(OURS)}
+
+
+def _ended(code: int, error: str) -> str:
+    return f"{code}: {_in_short(error)}" if error else str(code)
+
+
+def _in_short(text: str) -> str:
+    """Without what differs between two of a kind."""
+    return re.sub(r"http://\S+|/\S+|\d+(\.\d+)?", "…", text)[:100]

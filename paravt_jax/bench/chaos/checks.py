@@ -1,0 +1,68 @@
+"""What must be true of a run's log, whatever happened while it was written."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paravt_jax.config import TrainConfig
+from paravt_jax.run.checkpoint import RECORD_FILE, verify
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
+from paravt_jax.run.training import CHECKPOINTS_DIR
+
+
+def episodes_of(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
+    """By step."""
+    paths = sorted((run_dir / EPISODES_DIR).glob("*.jsonl"))
+    return {int(path.stem): list(load_jsonl(path)) for path in paths}
+
+
+def problems_of(run_dir: Path, train: TrainConfig) -> list[str]:
+    rows, episodes = list(load_jsonl(run_dir / METRICS_FILE)), episodes_of(run_dir)
+    steps = list(range(1, len(rows) + 1))
+    problems = []
+    if [row["step"] for row in rows] != steps or list(episodes) != steps:
+        problems.append(f"the log has metrics of steps {[row['step'] for row in rows]}, episodes of {list(episodes)}")
+    if [row["policy_version"] for row in rows] != steps:
+        problems.append("the policy's version is not the number of its updates in every step")
+    for step, of_step in episodes.items():
+        problems += _of_step(step, of_step, train)
+    return [*problems, *_of_checkpoints(run_dir / CHECKPOINTS_DIR, len(rows), train)]
+
+
+def _of_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfig) -> Iterator[str]:
+    """Every step has the visits that come next, each with all of its members, and no token is too old or too new."""
+    first = (step - 1) * train.prompts_per_step
+    expected = [
+        (visit, number) for visit in range(first, first + train.prompts_per_step) for number in range(train.group_size)
+    ]
+    found = [(episode["visit"], int(episode["id"].rpartition("/")[2])) for episode in episodes]
+    if found != expected:
+        yield f"step {step}: visits and members are {found}"
+    newest = step - 1
+    for episode in episodes:
+        for segments in _ledgers(episode):
+            versions = [segment["version"] for segment in segments if segment["kind"] == "sampled"]
+            if versions != sorted(versions):
+                yield f"step {step}: {episode['id']} has versions {versions}"
+            if versions and not newest - train.max_staleness <= versions[0] <= versions[-1] <= newest:
+                yield f"step {step}: {episode['id']} has versions {versions}, the newest is {newest}"
+
+
+def _ledgers(episode: Mapping[str, Any]) -> Iterable[Sequence[Mapping[str, Any]]]:
+    if "segments" in episode:
+        yield episode["segments"]
+        yield from (call["segments"] for turn in episode["turns"] for call in turn["calls"] if call["segments"])
+
+
+def _of_checkpoints(directory: Path, num_steps: int, train: TrainConfig) -> Iterator[str]:
+    yield from (f"{checkpoint}: {problem}" for checkpoint, problem in verify(directory) if problem)
+    last = directory / str(num_steps)
+    if not last.is_dir():
+        yield f"there is no checkpoint of step {num_steps}, the last one"
+        return
+    progress = json.loads((last / RECORD_FILE).read_bytes())["progress"]
+    cursor = progress["cursor"]
+    num_done = num_steps * train.prompts_per_step
+    if sorted({*range(num_done), *cursor["again"]}) != list(range(cursor["next"])) or progress["step"] != num_steps:
+        yield f"the checkpoint of step {num_steps} has {progress}, and {num_done} visits are in the log"
