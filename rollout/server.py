@@ -322,16 +322,20 @@ class Server:
             self._log.close()
 
     def _watch(self, reader: threading.Thread) -> None:
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group keeps its number
-        # There is nobody left to kill unless the supervisor itself was killed.
-        began_s = time.monotonic()
-        while (left := _marked(self._mark)) and (waited_s := time.monotonic() - began_s) < KILL_TIMEOUT_S:
-            for pid in left:
-                if waited_s > supervisor.TRACKER_S or not supervisor.is_tracker(pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        shared = supervisor.SharedFiles(self.pid)
+        # Not reaped yet, so the group keeps its number.
+        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            shared.look(supervisor.LOOK_S)
             time.sleep(POLL_S)
-        os.killpg(self.pid, signal.SIGKILL)  # who has another environment
+        # There is nobody and nothing left unless the supervisor itself was killed.
+        os.killpg(self.pid, signal.SIGKILL)
+        give_up_s = time.monotonic() + KILL_TIMEOUT_S
+        while (left := _marked(self._mark)) and time.monotonic() < give_up_s:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+        shared.remove()
         reader.join(KILL_TIMEOUT_S)
         self._ended.set_result(self._process.wait())
 

@@ -4,25 +4,30 @@
 
 Every descendant of the command, whatever session or group it moves to, is killed when the command ends, when the parent
 is gone (killed by SIGKILL included) or on SIGUSR1. SIGTERM and SIGINT are passed on to the command as SIGTERM. The exit
-code is that of the command, 128 + n for signal n, and it comes only after the last descendant is gone.
+code is that of the command, 128 + n for signal n, and it comes only after the last descendant is gone, and with it the
+files that they had in /dev/shm: semaphores and segments, which the killed leave there.
 
 Linux only, standard library only: it runs as a script, outside the package.
 """
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 KILL_NOW = signal.SIGUSR1
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, KILL_NOW)
 POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire when only the thread that forked us ends
-TRACKER_S = 2.0  # for a resource tracker to do its work when those are gone whose work it does
-ROUND_S = 0.01
+LOOK_S = 2.0  # between two looks at what the descendants have in shared memory
+SHARED_MEMORY = Path("/dev/shm")
+MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{SHARED_MEMORY}/[^/\n]+$", re.MULTILINE)  # /proc/PID/maps, see man proc
+
 NOT_RUN = 127  # what a shell reports for a command that could not be started
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -52,9 +57,57 @@ def supervised(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
+class SharedFiles:
+    """The files in /dev/shm that a process's descendants have mapped or open; a directory there is somebody else's.
+
+    Who is killed cannot say what it leaves, so look now and then. By their inodes: a semaphore is mapped under another
+    name than it has in the end.
+    """
+
+    def __init__(self, top: int):
+        self._top, self._looked_s = top, 0.0
+        self._others = {path.name for path in SHARED_MEMORY.iterdir()}  # are there already
+        self._ours: set[Path] = set()
+
+    def look(self, at_most_every_s: float = 0.0) -> None:
+        if time.monotonic() < self._looked_s + at_most_every_s:
+            return
+        self._looked_s = time.monotonic()
+        inodes: set[int] = set()
+        for pid in descendants(self._top):
+            with suppress(OSError):  # it ended, or is another user's
+                process = Path(f"/proc/{pid}")
+                inodes |= {int(inode) for inode in MAPPED.findall((process / "maps").read_text(errors="replace"))}
+                inodes |= {file.stat().st_ino for file in (process / "fd").iterdir() if _is_shared(file)}
+        with os.scandir(SHARED_MEMORY) as entries:
+            found = [entry for entry in entries if entry.inode() in inodes and entry.is_file(follow_symlinks=False)]
+        self._ours |= {Path(entry.path) for entry in found if entry.name not in self._others}
+
+    def remove(self) -> None:
+        for path in self._ours:
+            path.unlink(missing_ok=True)
+
+
+def _is_shared(file: Path) -> bool:
+    return file.readlink().parent == SHARED_MEMORY
+
+
+def descendants(top: int) -> list[int]:
+    """Everything below a process."""
+    children: dict[int, list[int]] = {}
+    for process in processes():
+        children.setdefault(process.parent, []).append(process.pid)
+    found, below = [], children.get(top, [])
+    while below:
+        found.append(below.pop())
+        below += children.get(found[-1], [])
+    return found
+
+
 def main(parent: int, command: list[str]) -> int:
     unwatched = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become our children instead of init's, so none can slip away
+    shared = SharedFiles(os.getpid())
     child = _spawn(command, unwatched)
     status = None
     while status is None:
@@ -63,8 +116,11 @@ def main(parent: int, command: list[str]) -> int:
             break
         if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             os.kill(child, signal.SIGTERM)
+        shared.look(LOOK_S)
         status = _reap(child)
+    shared.look()
     status = _kill_descendants(child, status)
+    shared.remove()
     exit_code = os.waitstatus_to_exitcode(status)
     return exit_code if exit_code >= 0 else 128 - exit_code
 
@@ -99,32 +155,17 @@ def _reap(child: int) -> int | None:
             return status if pid else None
 
 
-def is_tracker(pid: int) -> bool:
-    """Of the semaphores and shared memory that the processes of a Python program have.
-
-    It removes what others leave in /dev/shm, and ends by itself when they have.
-    """
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 def _kill_descendants(child: int, status: int | None) -> int:
     """Kills what is left; each round turns the children of the killed into children of ours, for the next round."""
-    spare_until_s = time.monotonic() + TRACKER_S
     while True:
         for process in processes():
-            spared = time.monotonic() < spare_until_s and is_tracker(process.pid)
-            if process.parent == os.getpid() and not spared:
+            if process.parent == os.getpid():
                 os.kill(process.pid, signal.SIGKILL)
         try:
-            pid, ended = os.waitpid(-1, os.WNOHANG)
+            pid, ended = os.waitpid(-1, 0)
         except ChildProcessError:
             assert status is not None, "the command is reaped before the last child is"
             return status
-        if not pid:
-            time.sleep(ROUND_S)
         status = ended if pid == child else status
 
 

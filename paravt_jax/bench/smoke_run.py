@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paravt_jax.run.log import METRICS_FILE
-from rollout.supervisor import processes
+from rollout.supervisor import descendants
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "smoke_cpu.yaml"
@@ -60,14 +60,7 @@ def num_steps(run_dir: Path) -> int:
 
 def family(pid: int) -> list[int]:
     """A process and everything below it."""
-    children: dict[int, list[int]] = {}
-    for process in processes():
-        children.setdefault(process.parent, []).append(process.pid)
-    found, below = [], [pid]
-    while below:
-        found.append(below.pop())
-        below += children.get(found[-1], [])
-    return found
+    return [pid, *descendants(pid)]
 
 
 def is_decoder(pid: int) -> bool:

@@ -17,6 +17,7 @@ import pytest
 from processes import all_gone, ended, family, serve, start
 
 from rollout.server import KEPT_LINES, MAX_LINE_BYTES, Server, ServerFailed, ServerSettings
+from rollout.supervisor import LOOK_S
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
@@ -198,6 +199,7 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     (name,) = [line.rpartition("/")[2] for line in server.last_lines(9) if line.startswith("semaphore")]
     semaphore = Path("/dev/shm") / f"sem.{name}"
     assert semaphore.exists()
+    time.sleep(LOOK_S)
     kill(server)
     asyncio.run(asyncio.wait_for(server.wait(), 10))
     assert not semaphore.exists()
