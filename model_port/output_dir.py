@@ -24,6 +24,17 @@ GIB = 2**30
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A full disk, or a read that fails, does not say which file it was."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = str(path)
+        raise
+
+
+@contextmanager
 def output_directory(
     dst: str | Path, *, force: bool = False, source: Path | None = None, needed_bytes: int = 0
 ) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from model_port.output_dir import named
 from rollout.video.encode import write_video
 
 FPS = 2
@@ -107,5 +108,6 @@ def _write_rows(path: Path, clips: Sequence[Clip]) -> Path:
 
 def appear(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    write(partial)
+    with named(partial):
+        write(partial)
     partial.replace(path)

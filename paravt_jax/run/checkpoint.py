@@ -33,12 +33,11 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
-from model_port.output_dir import LIST_FILE, LOCK_FILE, output_directory
+from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory
 from model_port.progress import Meter
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
-from paravt_jax.run.log import named
 
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 BROKEN_SUFFIX = ".broken"

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from model_port.output_dir import named
 from model_port.progress import Ticker, make_bar
 from paravt_jax.config import LogConfig
 
@@ -109,17 +110,6 @@ class RunLog:
             self._tensorboard.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """A full disk, or a read that fails, does not say which file it was."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.filename is None:
-            problem.filename = str(path)
-        raise
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from model_port.model import Qwen3VL
+from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.sharding import flat_params
 from model_port.weights import Rule, num_params, rules
@@ -77,6 +78,7 @@ def _write(
     shapes: dict[str, tuple[np.dtype, tuple[int, ...]]],
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
-    with SafetensorsWriter(directory / SINGLE_FILE, shapes) as file:
+    path = directory / SINGLE_FILE
+    with named(path), SafetensorsWriter(path, shapes) as file:
         for _, tensor in tensors:
             file.write(tensor)

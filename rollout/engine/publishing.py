@@ -57,7 +57,8 @@ class DiskRoute:
             return self._written[2]
         self._remove()
         places = (SHARED_MEMORY, self._fallback_dir)
-        _remove_orphans(places)
+        for orphan in orphans(places):
+            shutil.rmtree(orphan, ignore_errors=True)
         place = next((place for place in places if _fits(place, weights.num_bytes)), None)
         if place is None:
             raise EngineError(
@@ -147,11 +148,11 @@ async def each(urls: Sequence[str], call: Any) -> dict[str, str]:
     return problems
 
 
-def _remove_orphans(places: Sequence[Path]) -> None:
-    """What was left by processes that were killed; it would take the memory that new weights need."""
+def orphans(places: Sequence[Path]) -> Iterator[Path]:
+    """Weights of processes that were killed; they would take the memory that new ones need."""
     for directory in (found for place in places for found in place.glob(f"{WEIGHTS_PREFIX}*")):
         with contextlib.suppress(OSError), _locked(directory):  # an OSError: it is in use, of another user, or gone
-            shutil.rmtree(directory, ignore_errors=True)
+            yield directory
 
 
 @contextmanager
