@@ -23,6 +23,7 @@ from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.terms import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
+from rollout.video.reader import Decoder
 
 Schema = TypeVar("Schema")
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
@@ -84,6 +85,7 @@ class VideoConfig:
     overview_frames: int = 64  # without gating, and in validation
     min_pixels: int = 784  # area of a frame, published with the recipe
     max_pixels: int = 50_176  # likewise
+    decoder: Decoder = "pyav"  # decord: as the original; it cannot read every file, and is exact in no more
     num_workers: int = 0  # processes that decode; 0: by the machine's cores
     memory_gib: float = 2.0  # of decoded frames
     disk_cache: str = ""  # directory for decoded frames, shared by runs; empty: none

@@ -38,7 +38,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "view": "rewards run",
     "rl": "config data learner rewards run sampling",
     "imitation": "config data learner run sampling",
-    "bench": "config learner plan rewards sampling",
+    "bench": "config data learner plan rewards rl run sampling",
     "train": "config plan rl run",
     "sft": "config imitation run",
     "eval": "config rl run",

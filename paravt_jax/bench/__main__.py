@@ -18,6 +18,7 @@ from paravt_jax.bench import machine
 BENCHES = {
     "chaos": "the smoke run on two real SGLang servers while everything around it fails",
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
+    "decoders": "PyAV beside decord: whose frames are right in which container, and how fast each is",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
     "mesh": "one update on every mesh of N devices: time, efficiency, memory; --plan-only estimates any size",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",

@@ -31,7 +31,7 @@ SETTINGS = (
 )
 
 
-class Usage(NamedTuple):
+class Taken(NamedTuple):
     """What a process takes, or some together."""
 
     memory_mib: float = 0.0  # what several share counts in parts that add up
@@ -39,9 +39,9 @@ class Usage(NamedTuple):
     threads: int = 0
     cpu_s: float = 0.0  # with that of its children that ended
 
-    def plus(self, other: "Usage") -> "Usage":
+    def plus(self, other: "Taken") -> "Taken":
         both = zip(self, other, strict=True)
-        return Usage(*(one + two for one, two in both))  # type: ignore[arg-type]
+        return Taken(*(one + two for one, two in both))  # type: ignore[arg-type]
 
 
 def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
@@ -67,21 +67,21 @@ def is_decoder(pid: int) -> bool:
     return b"rollout.video.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def usage_by_role(trainer: int) -> dict[str, Usage]:
+def taken_by_role(trainer: int) -> dict[str, Taken]:
     """Of the trainer, its decoders, and the servers that it started."""
-    roles = {"trainer": Usage(), "decoders": Usage(), "servers": Usage()}
+    roles = {"trainer": Taken(), "decoders": Taken(), "servers": Taken()}
     for pid in family(trainer):
         with suppress(OSError):  # it ended since it was listed
             role = "trainer" if pid == trainer else "decoders" if is_decoder(pid) else "servers"
-            roles[role] = roles[role].plus(usage_of(pid))
-    return {role: usage for role, usage in roles.items() if usage.threads}
+            roles[role] = roles[role].plus(taken_by(pid))
+    return {role: taken for role, taken in roles.items() if taken.threads}
 
 
-def usage_of(pid: int) -> Usage:
+def taken_by(pid: int) -> Taken:
     process = Path(f"/proc/{pid}")
     lines = (process / "smaps_rollup").read_text().splitlines()
     memory_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     fields = (process / "stat").read_text().rpartition(")")[2].split()  # from the third on, see man proc
     ticks = sum(map(int, fields[11:15]))
     cpu_s = ticks / os.sysconf("SC_CLK_TCK")
-    return Usage(memory_kib / 1024, len(list((process / "fd").iterdir())), int(fields[17]), cpu_s)
+    return Taken(memory_kib / 1024, len(list((process / "fd").iterdir())), int(fields[17]), cpu_s)

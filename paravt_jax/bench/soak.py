@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from model_port.progress import Meter
-from paravt_jax.bench.smoke_run import ROOT, family, num_steps, trainer_command, usage_by_role
+from paravt_jax.bench.smoke_run import ROOT, family, num_steps, taken_by_role, trainer_command
 from paravt_jax.run.log import METRICS_FILE, load_jsonl, whole_file
 from paravt_jax.run.plots import BLUE, GREEN, NEUTRAL, ORANGE, STYLE
 
@@ -82,7 +82,7 @@ def _soak(args: argparse.Namespace, out: Path, run_dir: Path) -> list[dict[str, 
                 if trainer.poll() is not None:
                     raise RuntimeError(f"the trainer ended with exit code {trainer.returncode}: {_last_lines(log)}")
                 if steps := num_steps(run_dir):
-                    usage = {role: taken._asdict() for role, taken in usage_by_role(trainer.pid).items()}
+                    usage = {role: taken._asdict() for role, taken in taken_by_role(trainer.pid).items()}
                     samples.append({"seconds": seconds, "steps": steps, **usage})
                     file.write(json.dumps(samples[-1]) + "\n")
                     file.flush()

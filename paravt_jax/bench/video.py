@@ -24,7 +24,7 @@ from PIL import Image
 
 from model_port.processing import VideoBounds, VisionContract, process_images, settled_size
 from rollout.video.encode import write_video
-from rollout.video.reader import FrameReader
+from rollout.video.reader import Decoder, FrameReader
 
 HALF = (0.5, 0.5, 0.5)
 CONTRACT = VisionContract(16, 2, 2, 784, 50176, HALF, HALF)  # the recipe's
@@ -84,15 +84,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: int | None) -> list[dict[str, Any]]:
-    last = num_frames - 1
-    starts = np.linspace(0, num_frames - CROP_S * FPS, NUM_CROPS).round().astype(int).tolist()
-    crops = [(start, start + CROP_S * FPS - 1, CROP_S) for start in starts]
-    reads: dict[str, list[list[Window]]] = {  # what one waits for before the next
-        "first frames": [[(0, last, FIRST_FRAMES)]],
-        "overview and crops": [[(0, last, OVERVIEW_FRAMES)], crops],
-    }
     rows = []
-    for name, steps in reads.items():
+    for name, steps in reads_of(num_frames).items():
         seconds: dict[str, list[float]] = {"original": [], "cold": [], "warm": []}
         for turn in range(repeats + 1):
             took = asyncio.run(_ours(path, steps, workers))
@@ -111,12 +104,32 @@ def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: in
     return rows
 
 
-async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> dict[str, Any]:
+def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
+    """What a member of a group reads; each list of windows is waited for before the next."""
+    last = num_frames - 1
+    starts = np.linspace(0, num_frames - CROP_S * FPS, NUM_CROPS).round().astype(int).tolist()
+    crops = [(start, start + CROP_S * FPS - 1, CROP_S) for start in starts]
+    return {
+        "first frames": [[(0, last, FIRST_FRAMES)]],
+        "overview and crops": [[(0, last, OVERVIEW_FRAMES)], crops],
+    }
+
+
+async def read_cold(path: Path, steps: list[list[Window]], decoder: Decoder) -> float:
+    """Seconds for frames that nobody has read before."""
+    return (await _ours(path, steps, None, decoder))["cold"]
+
+
+async def _ours(
+    path: Path, steps: list[list[Window]], workers: int | None, decoder: Decoder = "pyav"
+) -> dict[str, Any]:
     took: dict[str, Any] = {}
     small = path.with_name("small.mp4")
     if not small.exists():
         write_video(small, camera(64, 64, 2), FPS)
-    async with FrameReader(lambda height, width: settled_size(height, width, CONTRACT), num_workers=workers) as reader:
+    async with FrameReader(
+        lambda height, width: settled_size(height, width, CONTRACT), decoder=decoder, num_workers=workers
+    ) as reader:
         for _ in range(4):
             await asyncio.gather(*(reader.frames(small, [n / FPS], DEADLINE_S) for n in range(2 * FPS)))
         for temperature in ("cold", "warm"):

@@ -22,7 +22,7 @@ from paravt_jax.sampling.opening import frame_reader, open_engine
 from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import sampling_model
 from rollout.check import check, table
-from rollout.engine.protocol import Engine
+from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
 
@@ -101,20 +101,30 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
             frames=frames,
             geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
-        if config.engine.kind == "sglang":
+        if isinstance(engine, SGLangEngine):
             await run.publish()  # whatever the servers were started with
             await _check_parity(engine, run)
         yield run
         await training.finish(run.progress())
 
 
-async def _check_parity(engine: Engine, run: Run) -> None:
-    """Refuses to train with servers that compute something else than the learner."""
-    assert isinstance(engine, SGLangEngine)
+async def _check_parity(engine: SGLangEngine, run: Run) -> None:
+    """Refuses to train with servers that compute something else than the learner.
+
+    A server that is down meanwhile is left out: before it gets anything to do, it must agree with those compared here.
+    """
     log = run.training.log
     log.phase("parity gate")
     scorer = LearnerScorer(run.training.learner.model, run.policy.contract)
-    parities = await check(engine.urls, scorer, run.policy.chat, on_progress=log.phase)
+    parities, down = [], []
+    for url in engine.urls:
+        try:
+            parities += await check([url], scorer, run.policy.chat, on_progress=log.phase)
+        except EngineError as problem:
+            down.append(f"{url} was not compared with the learner: {problem}")
+            log.say(down[-1])
+    if not parities:
+        raise RuntimeError(f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}")
     log.say(table(parities))
     problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
     if problems:

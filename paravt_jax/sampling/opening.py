@@ -63,6 +63,7 @@ async def open_engine(
 def frame_reader(video: VideoConfig, contract: VisionContract) -> FrameReader:
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),
+        decoder=video.decoder,
         num_workers=video.num_workers or None,
         memory_bytes=int(video.memory_gib * GIB),
         disk_directory=video.disk_cache or None,

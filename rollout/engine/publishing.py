@@ -39,6 +39,8 @@ class Route(Protocol):
 
 
 class DiskRoute:
+    """One directory of safetensors for all servers; it lasts until the next weights, or this process's end."""
+
     def __init__(self, client: HttpClient, fallback_dir: str | Path | None = None):
         """`fallback_dir` takes the weights that do not fit into memory; by default the system's temporary directory."""
         self._client = client

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import av
 import numpy as np
@@ -45,7 +45,15 @@ MAX_FRAME_PIXELS = 8192 * 4352
 SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
-def probe(path: str) -> tuple[dict[str, Any], bytes]:
+class Hearer(Protocol):
+    """Judges a video by its packets."""
+
+    def hear(self, packet: "Packet[VideoStream]") -> None: ...
+
+    def check(self) -> None: ...
+
+
+def probe(path: str, judge: Callable[[str, VideoStream], Hearer] | None = None) -> tuple[dict[str, Any], bytes]:
     """All there is to know of a video for reading it once and decoding one frame.
 
     Its ticks come as int64, those of the keyframes last.
@@ -55,9 +63,12 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
     key_ticks: list[int] = []
     first: VideoFrame | None = None
     with _opened(path) as (container, stream):
+        hearer = judge(container.format.name, stream) if judge is not None else None
         for packet in _packets(container, stream):
             if first is None:
                 first = next(_decoded(packet), None)
+            if hearer is not None:
+                hearer.hear(packet)
             tick = _tick(packet)
             if tick is None or packet.is_corrupt:
                 continue
@@ -74,6 +85,8 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
             raise VideoError("the video cannot be decoded: not a single frame of it can")
         if not shown or not stream.time_base:
             raise VideoError("the video cannot be decoded: its frames have no times")
+        if hearer is not None:
+            hearer.check()
         ticks = np.unique(np.array([tick for tick, _ in shown], np.int64))
         keys = np.unique(np.array(key_ticks or ticks[:1], np.int64))
         span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(shown)
@@ -167,9 +180,13 @@ def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _shown(frame: VideoFrame, size_px: tuple[int, int]) -> np.ndarray:
-    height, width = size_px
     upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
-    image = Image.fromarray(np.ascontiguousarray(upright))
+    return resized(np.ascontiguousarray(upright), size_px)
+
+
+def resized(pixels: np.ndarray, size_px: tuple[int, int]) -> np.ndarray:
+    height, width = size_px
+    image = Image.fromarray(pixels)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)

@@ -9,13 +9,14 @@ event loop: decoding in worker processes, hashing and disk in threads.
 """
 
 import asyncio
+import importlib.util
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from rollout.video.pool import Deadline, Message, WorkerPool
 from rollout.video.store import DiskStore, FrameKey, MemoryStore
 
 __all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
+
+Decoder = Literal["pyav", "decord"]
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default; more pay off only where many prompts are decoded at once
@@ -86,19 +89,25 @@ class _Flight:
 
 
 class FrameReader:
-    """`frame_size` says at which height and width to show the frames of a video of a given height and width."""
+    """`frame_size` says at which height and width to show the frames of a video of a given height and width.
+
+    With decord some videos cannot be read, see `rollout.video.by_decord`.
+    """
 
     def __init__(
         self,
         frame_size: Callable[[int, int], tuple[int, int]],
         *,
+        decoder: Decoder = "pyav",
         num_workers: int | None = None,
         max_jobs_per_worker: int = 256,
         memory_bytes: int = 2 * GIB,
         disk_directory: str | Path | None = None,
         disk_bytes: int = 64 * GIB,
     ):
-        self._frame_size = frame_size
+        if decoder == "decord" and importlib.util.find_spec("decord") is None:
+            raise ValueError("video.decoder=decord needs the package decord: pip install decord")
+        self._frame_size, self._decoder = frame_size, decoder
         self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS), max_jobs_per_worker)
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
@@ -216,7 +225,7 @@ class FrameReader:
 
     async def _probe(self, name: str, flight: _Flight) -> _Video:
         try:
-            known, raw = await self._work({"do": "probe", "path": name}, flight)
+            known, raw = await self._work({"do": "probe", "decoder": self._decoder, "path": name}, flight)
         finally:
             if self._probes.get(name) is flight:  # else it was late, and given up for another
                 del self._probes[name]
@@ -263,11 +272,16 @@ class FrameReader:
 
         job = {
             "do": "decode",
+            "decoder": self._decoder,
             "path": video.path,
             "identity": video.info.identity,
-            "groups": video.groups([key.frame for key in keys]),
             "size_px": size_px,
         }
+        if self._decoder == "pyav":
+            job["groups"] = video.groups([key.frame for key in keys])
+        else:
+            job["wanted"] = [(key.frame, int(video.ticks[key.frame]), video.time_s(key.frame)) for key in keys]
+            job["num_frames"] = video.info.num_frames
         try:
             await self._work(job, flight, on_message)
         except VideoTimeout:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout.video import by_decord
+from rollout.video.by_decord import Countable
 from rollout.video.decode import decode, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
@@ -41,11 +43,14 @@ def main() -> None:
 
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     if job["do"] == "probe":
-        return probe(job["path"])
+        return probe(job["path"], Countable if job["decoder"] == "decord" else None)
 
     def emit(tick: int, pixels: np.ndarray) -> None:
         send(link, {"tick": tick}, pixels.tobytes())
 
+    if job["decoder"] == "decord":
+        by_decord.decode(job["path"], job["identity"], job["wanted"], job["num_frames"], job["size_px"], emit)
+        return {}, b""
     decode(job["path"], job["identity"], job["groups"], job["size_px"], emit)
     return {}, b""
 

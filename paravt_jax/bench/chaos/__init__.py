@@ -20,7 +20,7 @@ from paravt_jax.bench.chaos.checks import episodes_of, problems_of
 from paravt_jax.bench.chaos.faults import Fault, happen, schedule
 from paravt_jax.bench.chaos.replay import replay
 from paravt_jax.bench.chaos.stage import Stage
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, usage_of
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, taken_by
 from paravt_jax.config import load_config
 from rollout.engine.publishing import SHARED_MEMORY, orphans
 
@@ -148,7 +148,7 @@ async def _fewest_files(stage: Stage) -> int:
     numbers, step = [], asyncio.create_task(stage.steps_more(1))
     while not step.done():
         await asyncio.wait([step], timeout=SAMPLE_S)
-        numbers += [usage_of(pid).files for (pid,) in stage.families("trainer")]
+        numbers += [taken_by(pid).files for (pid,) in stage.families("trainer")]
     await step
     return min(numbers)
 

@@ -13,26 +13,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-FIRST_S, PAUSE_S = 3.0, (2.0, 12.0)  # until the first fault, and between two
+FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # until the first fault, and between two
 # How often, as parts of the sum: what goes wrong, to whom, and for how many seconds at most.
 KINDS = (
-    (3, "kill", "server", 0.0),
-    (2, "stop", "server", 40.0),
-    (2, "slow", "server", 15.0),
-    (1, "restart", "server", 0.0),
-    (1, "no files", "server", 10.0),
-    (1, "no memory", "server", 10.0),
-    (2, "kill", "decoder", 0.0),
-    (2, "stop", "decoder", 20.0),
-    (1, "no memory", "decoder", 10.0),
-    (3, "kill", "trainer", 0.0),
+    (4, "kill", "server", 0.0),
+    (4, "stop", "server", 40.0),
+    (4, "slow", "server", 15.0),
+    (2, "restart", "server", 0.0),
+    (2, "no files", "server", 10.0),
+    (2, "no memory", "server", 10.0),
+    (3, "kill", "decoder", 0.0),
+    (3, "stop", "decoder", 20.0),
+    (2, "no memory", "decoder", 10.0),
+    (3, "hide", "videos", 10.0),
+    # Mostly the trainer ends with these, and must have the time to come back.
+    (2, "kill", "trainer", 0.0),
     (1, "restart", "trainer", 0.0),
-    (1, "stop", "trainer", 20.0),
-    (1, "slow", "trainer", 15.0),
     (1, "no files", "trainer", 10.0),
     (1, "no memory", "trainer", 10.0),
-    (2, "no disk", "trainer", 15.0),
-    (2, "hide", "videos", 10.0),
+    (1, "no disk", "trainer", 15.0),
+    (2, "stop", "trainer", 20.0),
+    (2, "slow", "trainer", 15.0),
 )
 SLOW_STOPPED_S, SLOW_GOING_S = 0.4, 0.1
 SPARE_BYTES, SPARE_FILES, FILE_BYTES = 2**24, 1, 2**12  # what is left of memory, open files and the size of a file

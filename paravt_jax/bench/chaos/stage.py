@@ -27,9 +27,9 @@ SETTINGS = (
     "rollout.turn_deadline_s=40",
     "rollout.call_deadline_s=25",
     "rollout.video_deadline_s=10",
+    "optim.learning_rate=1e-5",  # with a larger one the tiny model is another policy after one update
 )
 START_S, STOP_S = 300.0, 180.0
-MAX_IN_VAIN = 8  # ends of the trainer in a row without a step between them
 MARK_VARIABLE = "PARAVT_CHAOS"  # in the environment of whatever belongs to a stage
 POLL_S = 0.2
 
@@ -39,7 +39,6 @@ class Ended(NamedTuple):
 
     code: int
     error: str
-    step: int
 
 
 class Stage:
@@ -153,10 +152,7 @@ class Stage:
             self._trainer = trainer = await self._run(command, stderr=asyncio.subprocess.PIPE)
             said = await self._last_error(trainer)
             code = await trainer.wait()
-            self.ended.append(Ended(code, said, num_steps(self.run_dir)))
-            steps = {ended.step for ended in self.ended[-MAX_IN_VAIN:]}
-            if len(self.ended) >= MAX_IN_VAIN and len(steps) == 1:
-                raise RuntimeError(f"the trainer ended {MAX_IN_VAIN} times without a step, at last with: {said}")
+            self.ended.append(Ended(code, said))
 
     async def _last_error(self, trainer: asyncio.subprocess.Process) -> str:
         """What the trainer says in the end, if that is an error; its log gets everything."""

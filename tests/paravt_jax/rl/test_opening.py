@@ -1,0 +1,44 @@
+"""The gate before the first step: what it refuses, and what it leaves to the engine."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from paravt_jax.rl import opening
+from rollout.engine.protocol import EngineError
+
+
+def gate(monkeypatch, servers):
+    """Goes through it with these servers, each with what the comparison gives; what the run said."""
+    said = []
+
+    async def check(urls, scorer, chat, on_progress):
+        (url,) = urls
+        if isinstance(servers[url], EngineError):
+            raise servers[url]
+        return [SimpleNamespace(url=url, problems=servers[url])]
+
+    monkeypatch.setattr(opening, "check", check)
+    monkeypatch.setattr(opening, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
+    monkeypatch.setattr(opening, "LearnerScorer", lambda *_: None)
+    log = SimpleNamespace(say=said.append, phase=lambda text: None)
+    learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None)
+    run = SimpleNamespace(training=SimpleNamespace(log=log, learner=learner), policy=policy)
+    asyncio.run(opening._check_parity(SimpleNamespace(urls=list(servers)), run))  # type: ignore[arg-type]
+    return said
+
+
+def test_a_server_that_is_down_at_the_gate_does_not_end_the_run(monkeypatch):
+    said = gate(monkeypatch, {"a": EngineError("a cannot be reached"), "b": []})
+    assert said == ["a was not compared with the learner: a cannot be reached", "compared ['b']"]
+
+
+def test_a_server_that_computes_something_else_ends_it(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"so nothing was trained: b: they differ"):
+        gate(monkeypatch, {"a": [], "b": ["they differ"]})
+
+
+def test_without_any_server_to_compare_with_nothing_is_trained(monkeypatch):
+    with pytest.raises(RuntimeError, match="no server was compared with the learner.*a is gone"):
+        gate(monkeypatch, {"a": EngineError("a is gone")})
