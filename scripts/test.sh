@@ -24,7 +24,12 @@ trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/pyright
 [ -z "$sidecar" ] || wait "$sidecar"
-# Two processes, each with whole files: much of the suite waits for servers and compilers.
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@"
+types=$(mktemp)
+.venv/bin/pyright > "$types" 2>&1 & checking=$!
+status=0
+# Three processes, each with whole files: much of the suite waits for servers, disks and compilers.
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+wait "$checking" || status=$?
+cat "$types" && rm "$types"
+exit "$status"

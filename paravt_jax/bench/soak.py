@@ -77,7 +77,7 @@ def _soak(args: argparse.Namespace, out: Path, run_dir: Path) -> list[dict[str, 
         )
     began_s = time.monotonic()
     try:
-        with (out / "samples.jsonl").open("w") as file, Meter("soaking", int(args.minutes * 60), "s") as meter:
+        with (out / "samples.jsonl").open("w") as file, Meter("soaking", int(args.minutes * 60), "second") as meter:
             while (seconds := time.monotonic() - began_s) < args.minutes * 60:
                 if trainer.poll() is not None:
                     raise RuntimeError(f"the trainer ended with exit code {trainer.returncode}: {_last_lines(log)}")

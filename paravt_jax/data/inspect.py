@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
-from paravt_jax.data.rows import BadRow, found_file, root_of, rows_of
+from paravt_jax.data.rows import BadRow, file_finder, rows_of
 from rollout.tools import find_calls
 
 COUNTED = "text alone: pictures, videos and the chat template are not counted"
@@ -108,8 +108,7 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     columns = columns_of(source)
     kind, wanted = kind_of(source, columns)
     findings = Findings(str(path), kind, columns, tokenizer)
-    root = root_of(source, video_root)
-    texts = _texts(findings, rows_of(source, wanted), root)
+    texts = _texts(findings, rows_of(source, wanted), file_finder(source, video_root, allow_outside=False))
     with Meter("inspecting", _num_rows(source), "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
             findings.lengths += encode([text for text in batch if text is not None])
@@ -119,7 +118,9 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     return findings
 
 
-def _texts(findings: Findings, rows: Iterator[tuple[str, Any]], root: Path) -> Iterator[str | None]:
+def _texts(
+    findings: Findings, rows: Iterator[tuple[str, Any]], find_file: Callable[[str], str]
+) -> Iterator[str | None]:
     """The text of every row, None where it cannot be read; what else it holds is counted."""
     read = _read_prompt if findings.kind == "RL" else _read_trace
     for place, row in rows:
@@ -128,8 +129,10 @@ def _texts(findings: Findings, rows: Iterator[tuple[str, Any]], root: Path) -> I
 
         def find(name: str, missing: list[str] = missing) -> str:
             try:
-                return found_file(name, root)
-            except BadRow:
+                return find_file(name)
+            except BadRow as problem:
+                if problem.reason != MISSING:
+                    raise
                 missing.append(name)
                 return name
 

@@ -20,7 +20,7 @@ from model_port.progress import Meter
 from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.materialize import respelled, write_if_changed
 from paravt_jax.data.merging import heard, make_plan, merged, shows_frames, text_of, tool_turns, with_text
-from paravt_jax.data.rows import BadRow, from_json, object_of, root_of, rows_of
+from paravt_jax.data.rows import BadRow, file_finder, from_json, object_of, rows_of
 from paravt_jax.data.summaries import Answer, Column, NoSummary, Nothing, Summaries, Summarizer, SummarizerSettings
 from paravt_jax.data.traces import COLUMNS, read_trace, said_in
 from rollout.tools import BadCall, find_calls, window_of
@@ -256,7 +256,8 @@ def parallelize(
         async with AsyncExitStack() as stack:
             texts: Summaries = Column(name) if kind == "column" else Nothing()
             if settings is not None:
-                texts = await stack.enter_async_context(Summarizer(settings, root_of(source, video_root), known))
+                find = file_finder(source, video_root, allow_outside=False)
+                texts = await stack.enter_async_context(Summarizer(settings, find, known))
             total = None if schema is None else sum(pq.read_metadata(file).num_rows for file in row_files(source))
             meter = stack.enter_context(Meter("parallelizing", total, "row"))
             await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), meter)

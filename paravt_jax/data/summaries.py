@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import mimetypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from paravt_jax.data.materialize import REMOTE
-from paravt_jax.data.rows import BadRow, found_file
+from paravt_jax.data.rows import BadRow
 from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, NoReply
 from paravt_jax.rewards.terms import TAG
 from rollout.prompts import Prompts
@@ -108,13 +108,16 @@ class SummarizerSettings(Endpoint):
 
 
 class Summarizer:
-    """Use `async with Summarizer(settings, root, known) as engine`. Relative paths of frames begin from `root`.
+    """Use `async with Summarizer(settings, find, known) as engine`. `find` says where the file is that a row names.
 
     `known` is a file of JSON lines to which every summary is added at once: what was paid for is not asked for again.
     """
 
-    def __init__(self, settings: SummarizerSettings, root: Path, known: Path, prompts: Prompts | None = None):
-        self.settings, self.root, self.prompts = settings, root, prompts or Prompts()
+    def __init__(
+        self, settings: SummarizerSettings, find: Callable[[str], str], known: Path, prompts: Prompts | None = None
+    ):
+        self.settings, self.prompts = settings, prompts or Prompts()
+        self._find = find
         self._known_path, self._known = known, load_known(known)
         self._client = ChatClient(settings)
         self._slots = asyncio.Semaphore(settings.max_concurrent)  # of frames kept at once
@@ -173,14 +176,14 @@ class Summarizer:
     async def _image(self, url: str) -> list[dict[str, Any]]:
         if REMOTE.match(url):
             return [_image_part(url)]
-        path = found_file(url, self.root)
+        path = self._find(url)
         data = await asyncio.to_thread(Path(path).read_bytes)
         kind = mimetypes.guess_type(path)[0] or "image/jpeg"
         return [_image_part(f"data:{kind};base64,{base64.b64encode(data).decode()}")]
 
     async def _video(self, where: dict[str, Any], answer: Answer) -> list[dict[str, Any]]:
         """Frames of the window, each after its time; a cut of a video is shown whole."""
-        path = found_file(where["url"], self.root)
+        path = self._find(where["url"])
         own: Any = (where.get("start_time"), where.get("end_time"))
         reader, deadline_s = await self._frame_reader(), self.settings.attempt_deadline_s
         info = await reader.info(path, deadline_s)

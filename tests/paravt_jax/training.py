@@ -19,6 +19,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
+from paravt_jax.run import training
 from rollout.chat import Chat
 from rollout.episode import Agent
 
@@ -110,6 +111,7 @@ def _run_command(arguments: list[str], output: str) -> None:
     for standard in range(3):
         os.dup2(file, standard)
     os.environ.update(environment())
+    training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
     sys.argv = ["paravt_jax.train", *arguments]
     run_cli(trainer.main)
 

@@ -77,7 +77,7 @@ async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     try:
         with Meter("two servers and a trainer start"):
             await stage.start(seed)
-        with Meter("faults", int(seconds), "s") as meter:
+        with Meter("faults", int(seconds), "second") as meter:
             await _faults(schedule(seed, seconds), stage, happened, meter, seconds)
         with Meter("quiet again"):
             violations += await _recovers(stage)

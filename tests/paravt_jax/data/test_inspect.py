@@ -138,6 +138,15 @@ def test_bars_are_as_long_as_their_counts_and_what_is_there_can_be_seen():
     assert lines[2] == "   c      1  ▏" and lines[3] == "   d      0"
 
 
+def test_a_video_outside_of_the_root_is_a_bad_row_as_it_is_for_a_run(tmp_path):
+    (tmp_path / "root").mkdir()
+    for place in (tmp_path, tmp_path / "root"):
+        (place / "a.mp4").write_bytes(b"frames")
+    path = write_lines(tmp_path / "rl.jsonl", [rl(), rl(video="../a.mp4")])
+    found = inspect(str(path), video_root=str(tmp_path / "root"))
+    assert dict(found.bad) == {"file outside of data.video_root": 1}
+
+
 def test_what_is_no_data_is_refused_in_one_sentence(tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "other.parquet")
     (tmp_path / "cut.parquet").write_text("no parquet")

@@ -424,7 +424,7 @@ class FakeEngine:
             self.running -= 1
 
 
-def ask(here, *script: str, rows: list | None = None, **settings):
+def ask(here, *script: str, rows: list | None = None, video_root: str = "", **settings):
     """The report, the messages that came out, and the engine."""
     write_lines(here / "s.jsonl", [{"messages": with_frames()}] if rows is None else rows)
     (here / "d.jsonl").unlink(missing_ok=True)
@@ -437,6 +437,7 @@ def ask(here, *script: str, rows: list | None = None, **settings):
                 here / "d.jsonl",
                 "engine:x",
                 engine=lambda _: SummarizerSettings(fake.url, "m", **options),
+                video_root=video_root,
             )
             return await asyncio.to_thread(run), fake
 
@@ -454,6 +455,13 @@ def test_an_engine_sees_the_frames_and_its_words_replace_them(here):
     assert shown[0]["text"].startswith("The part of the video from 20.0 to 30.0 seconds, 2 frames")
     assert shown[1]["text"] == "<5.0 seconds>" and fake.bodies[0]["model"] == "m"
     check_grammar(loaded(here / "d.jsonl")[0])
+
+
+def test_an_engine_is_shown_nothing_from_outside_of_the_root(here):
+    (here / "inside").mkdir()
+    (here / "inside" / "a.png").symlink_to(here / "a.png")
+    report, _, fake = ask(here, "A dog.", video_root=str(here / "inside"))
+    assert fake.bodies == [] and report.num_summaries == 0
 
 
 def test_what_an_engine_said_is_not_asked_for_twice(here):

@@ -40,5 +40,5 @@ def test_a_server_that_computes_something_else_ends_it(monkeypatch):
 
 
 def test_without_any_server_to_compare_with_nothing_is_trained(monkeypatch):
-    with pytest.raises(RuntimeError, match="no server was compared with the learner.*a is gone"):
+    with pytest.raises(RuntimeError, match=r"no server was compared with the learner.*a is gone"):
         gate(monkeypatch, {"a": EngineError("a is gone")})
