@@ -113,7 +113,7 @@ class Chat:
 
     def harmless(self, text: str) -> str:
         """The text with a space in every name of an added token, so that its ids are ordinary ones."""
-        return self._added.sub(_broken, text.encode(errors="replace").decode())  # no encoding has a lone surrogate
+        return self._added.sub(_broken, _encodable(text))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """A dialogue up to where the assistant begins to speak. Its texts must be ours or `harmless`."""
@@ -121,7 +121,7 @@ class Chat:
 
     def said(self, text: str) -> np.ndarray:
         """A turn that somebody else wrote for the assistant: its tags are tokens, but it shows and ends nothing."""
-        return self.encode(self._control.sub(_broken, text))
+        return self.encode(self._control.sub(_broken, _encodable(text)))
 
     def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
         """What follows the assistant's turn: its end, if cut off before, tool responses, and the assistant's header."""
@@ -168,6 +168,11 @@ class Chat:
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
     """Longest first, as the tokenizer matches them."""
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+
+def _encodable(text: str) -> str:
+    """No encoding has a lone surrogate, and JSON can spell one."""
+    return text.encode(errors="replace").decode()
 
 
 def _broken(token: re.Match[str]) -> str:

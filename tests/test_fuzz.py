@@ -153,6 +153,7 @@ def test_any_text_is_searched_for_calls_and_scored(rounds):
 
 
 @given(said=texts, responses=st.lists(texts, min_size=1, max_size=4), question=texts)
+@example(said="\ud800", responses=[""], question="")
 def ledger_of_any_text(said, responses, question):
     chat = fuzz_chat()
     ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.harmless(question)}]), chat.said(said)])
@@ -244,12 +245,13 @@ GOOD_ANSWER = {
 @given(answer=mutated(GOOD_ANSWER))
 def any_answer(answer):
     try:
-        found = generation_of(answer, Sampling(4, stop_ids=(7,)), 3, "http://server", 0.1)
+        found = generation_of(answer, Sampling(4, stop_ids=(7,)), 3, 100, "http://server", 0.1)
     except ServerUnavailable:
         pass
     else:
         assert len(found.ids) == len(found.behavior_logp) == len(found.versions) <= 4
-        assert (found.ids >= 0).all() and (found.behavior_logp <= 0).all() and np.isfinite(found.behavior_logp).all()
+        assert (found.ids >= 0).all() and (found.ids < 100).all()
+        assert (found.behavior_logp <= 0).all() and np.isfinite(found.behavior_logp).all()
         assert (found.versions >= 0).all() and (found.versions <= 3).all()
     with suppress(ServerUnavailable):
         assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from model_port.config import config_from_hf, read_hf_config
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
@@ -40,7 +41,8 @@ async def open_engine(
             max_context_tokens=max_context_tokens,
             patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
         )
-    sglang = SGLangSettings(route=settings.route, device=settings.device)
+    config = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
+    sglang = SGLangSettings(route=settings.route, device=settings.device, vocab_size=config.text.vocab_size)
     if settings.urls:
         return await SGLangEngine.connect(settings.urls, sglang)
     if is_checkpoint(policy.source):

@@ -26,11 +26,14 @@ PROBE_TEXT = (
 PROBE_MAX, PROBE_MEAN = 0.5, 0.05  # nats; bfloat16 on two kinds of GPU stays far below
 
 
-def generation_of(answer: Any, sampling: Sampling, newest: int, url: str, latency_s: float) -> Generation:
+def generation_of(
+    answer: Any, sampling: Sampling, newest: int, vocab_size: int, url: str, latency_s: float
+) -> Generation:
     """`newest` is the policy version that was published last: no server can have a later one."""
     try:
         meta = answer["meta_info"]
         ids = _ids(answer["output_ids"])
+        _demand(bool((ids < vocab_size).all()), f"an id is beyond the vocabulary of {vocab_size}")
         logps = meta.get("output_token_logprobs", [])  # a request aborted before its first token has none
         _demand(len(ids) <= sampling.max_new_tokens, f"{len(ids)} tokens, {sampling.max_new_tokens} were asked for")
         _demand([token for _, token, *_ in logps] == ids.tolist(), "its ids and the ids of its log-probs differ")

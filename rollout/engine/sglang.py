@@ -45,6 +45,7 @@ MAX_IMBALANCE = 8  # requests more than elsewhere, from which on computing a pre
 @dataclass(frozen=True)
 class SGLangSettings:
     route: Literal["disk", "tensors"] = "disk"
+    vocab_size: int = 2**31  # of the model: no server can give an id beyond it
     device: Device = "cuda"  # of servers that somebody else runs on this host, for route=tensors
     max_attempts: int = 4  # of a request, over all servers
     backoff_s: float = 0.2  # before the second attempt; doubles, up to …
@@ -153,7 +154,9 @@ class SGLangEngine:
             try:
                 answer = await self._ask(server, request, body, deadline_s)
                 latency_s = time.monotonic() - started_s
-                generation = generation_of(answer, request.sampling, self.version, server.url, latency_s)
+                generation = generation_of(
+                    answer, request.sampling, self.version, self.settings.vocab_size, server.url, latency_s
+                )
                 break
             except ServerUnavailable as problem:
                 problems.append(str(problem))

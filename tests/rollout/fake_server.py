@@ -45,6 +45,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "longer": _longer,
     "a negative id": _first(-5),
     "a large id": _first(2**31),
+    "an id of no vocabulary": _first(1000),
     "half an id": _first(5.5),
     "true for an id": _first(True),
     "beyond a stop": _first(99),

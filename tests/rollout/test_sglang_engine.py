@@ -21,7 +21,12 @@ from rollout.engine.publishing import DiskRoute
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
-    backoff_s=0.01, probe_every_s=0.05, probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0
+    vocab_size=1000,
+    backoff_s=0.01,
+    probe_every_s=0.05,
+    probe_deadline_s=0.3,
+    control_deadline_s=1.0,
+    load_deadline_s=1.0,
 )
 
 

@@ -1,0 +1,113 @@
+"""A run amid failures keeps its promises; and what watches them notices when one is broken."""
+
+import argparse
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paravt_jax.bench import chaos
+from paravt_jax.bench.chaos.checks import problems_of
+from paravt_jax.bench.chaos.faults import KINDS, schedule
+from paravt_jax.bench.chaos.replay import replay
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
+from paravt_jax.config import load_config
+
+SEED, MINUTES = 4, 0.4
+
+
+def test_a_seed_gives_the_same_faults_and_many_give_all():
+    assert schedule(3, 600) == schedule(3, 600) != schedule(4, 600)
+    happen = {(fault.kind, fault.role) for seed in range(9) for fault in schedule(seed, 600)}
+    assert happen == {(kind, role) for _, kind, role, _ in KINDS}
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory):
+    """A run that went through it, and what was found."""
+    out = tmp_path_factory.mktemp("chaos") / "out"
+    result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, out=out))
+    return out, result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_amid_failures_loses_doubles_and_leaves_nothing(survived):
+    _, result = survived
+    assert result["violations"] == [], chaos.table(result)
+    assert sum(result["faults"].values()) >= 2 and result["steps"] >= 3
+    assert result["answers_given"] >= result["answers_logged"] > 0
+
+
+def lost_episode(run: Path) -> None:
+    path = run / "episodes" / "000002.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def doubled_visit(run: Path) -> None:
+    shutil.copy(run / "episodes" / "000001.jsonl", run / "episodes" / "000002.jsonl")
+
+
+def lost_step(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
+
+
+def future_version(run: Path) -> None:
+    edit(run, 1, lambda segment: segment.update(version=segment["version"] + 1))
+
+
+def lost_checkpoint(run: Path) -> None:
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    newest.rename(newest.with_name("999"))
+
+
+def other_bytes(run: Path) -> None:
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    path = next((newest / "params").rglob("0.0"))
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def edit(run: Path, step: int, change) -> None:
+    """The first sampled segment of a step."""
+    path = run / "episodes" / f"{step:06d}.jsonl"
+    episodes = [json.loads(line) for line in path.read_text().splitlines()]
+    sampled = [s for e in episodes for s in e.get("segments", []) if s["kind"] == "sampled"]
+    change(sampled[0])
+    path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (lost_episode, "step 2: visits and members are"),
+        (doubled_visit, "step 2: visits and members are"),
+        (lost_step, "the log has metrics of steps"),
+        (future_version, "the newest is 0"),
+        (lost_checkpoint, "there is no checkpoint of step"),
+        (other_bytes, "has other bytes than were written"),
+    ],
+)
+def test_every_check_of_the_log_can_fail(fault, found, survived, tmp_path):
+    run = shutil.copytree(survived[0] / "run", tmp_path / "run")
+    train = load_config(CONFIG, *SETTINGS, "train.prompts_per_step=3", f"train.max_staleness={SEED % 2}").train
+    assert problems_of(run, train) == []
+    fault(run)
+    assert any(found in problem for problem in problems_of(run, train))
+
+
+@pytest.mark.slow
+def test_a_replay_notices_what_was_not_sampled_so(survived, tmp_path):
+    out, _ = survived
+    run = shutil.copytree(out / "run", tmp_path / "run")
+    settings = json.loads((run / "config.json").read_text())["config"]
+    own = [f"model.path={settings['model']['path']}", f"data.train={settings['data']['train']}"]
+    own += ["train.prompts_per_step=3", "optim.learning_rate=1e-5"]
+    edit(run, 1, lambda segment: segment["behavior_logp"].__setitem__(0, segment["behavior_logp"][0] - 0.5))
+    problems, _ = asyncio.run(replay(run, own, tmp_path / "replay"))
+    assert any("is not what a replay of the log gives" in problem for problem in problems)
