@@ -68,11 +68,12 @@ def rounds(request):
     minutes = request.config.getoption("--long")
 
     def run(target, *fixed):
-        if not minutes:
-            target(*fixed)
+        if minutes:
+            target = settings(max_examples=LONG_EXAMPLES, derandomize=False, database=None)(target)
         end_s = time.monotonic() + 60 * minutes
+        target(*fixed)
         while time.monotonic() < end_s:
-            settings(max_examples=LONG_EXAMPLES, derandomize=False, database=None)(target)(*fixed)
+            target(*fixed)
 
     return run
 

@@ -95,8 +95,7 @@ async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     settings = stage.settings
     config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={stage.run_dir}")
     violations += problems_of(stage.run_dir, config.train)
-    with Meter("replaying the log"):
-        problems, logged = await replay(stage.run_dir, settings, directory / "replay")
+    problems, logged = await replay(stage.run_dir, settings, directory / "replay")
     violations += problems
     if invented := logged - stage.sampled:
         violations.append(f"{invented.total()} of {logged.total()} logged answers were given by no server")

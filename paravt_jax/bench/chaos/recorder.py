@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -24,17 +24,17 @@ class Sampled(NamedTuple):
     @classmethod
     def of(
         cls,
-        prompt_ids: Iterable[int],
+        prompt_ids: Sequence[int] | np.ndarray,
         png_base64s: Iterable[str],
-        ids: Iterable[int],
-        logps: Iterable[float],
-        versions: Iterable[int],
+        ids: Sequence[int] | np.ndarray,
+        logps: Sequence[float] | np.ndarray,
+        versions: Sequence[int],
     ) -> "Sampled":
-        digest = hashlib.blake2b(np.fromiter(prompt_ids, np.int32).tobytes(), digest_size=16)
+        digest = hashlib.blake2b(np.asarray(prompt_ids, np.int32).tobytes(), digest_size=16)
         for png in png_base64s:
             digest.update(png.encode())
-        log_probs = np.minimum(np.fromiter(logps, np.float32), 0.0)
-        return cls(digest.digest(), tuple(map(int, ids)), log_probs.tobytes(), tuple(map(int, versions)))
+        log_probs = np.minimum(np.asarray(logps, np.float32), np.float32(0.0))
+        return cls(digest.digest(), tuple(map(int, ids)), log_probs.tobytes(), tuple(versions))
 
 
 class Recorder:

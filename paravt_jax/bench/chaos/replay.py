@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from model_port.progress import counted
 from paravt_jax.bench.chaos.recorder import Sampled
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
@@ -40,7 +41,7 @@ async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tup
     config = load_config(CONFIG, *SETTINGS, *settings, *own)
     async with opened(config) as run:
         player, visits = run.rollouts.player, run.rollouts.visits
-        for step, row in rows.items():
+        for step, row in counted(rows.items(), "replaying the log", "step"):
             groups = []
             records = load_jsonl(run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
             for number, of_visit in itertools.groupby(records, lambda record: record["visit"]):
