@@ -59,7 +59,7 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What takes minutes begins first, so that no process is left alone with it at the end.
-LONG_FILES = ("test_real_server.py", "test_train.py", "test_resume.py")
+LONG_FILES = ("test_real_server.py", "test_train.py", "test_chaos.py", "test_resume.py", "test_plan.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
+import forked
 import jax
 import ml_dtypes
 import numpy as np
@@ -260,10 +261,10 @@ def test_exporting_something_else_says_what_it_is(tiny, tmp_path):
 
 
 def command(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"model_port.{module}", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
+    if not environment:
+        return forked.run(f"model_port.{module}", *arguments)
+    command = [sys.executable, "-m", f"model_port.{module}", *map(str, arguments)]  # some is read at the first import
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
 @pytest.mark.slow
@@ -327,27 +328,17 @@ def large(tmp_path_factory) -> Path:
 def test_a_conversion_killed_at_any_moment_leaves_nothing_that_looks_complete(how, large, tmp_path):
     dst = tmp_path / "ckpt"
     partial = tmp_path / ".ckpt.partial"
-    arguments = [
-        sys.executable,
-        "-m",
-        "model_port.convert",
-        "--src",
-        str(large),
-        "--dst",
-        str(dst),
-        "--dtype",
-        "float32",
-    ]
+    arguments = ["--src", str(large), "--dst", str(dst), "--dtype", "float32"]
     num_killed_midway = 0
     for wait_s in (0.0, 0.1, 0.3, 0.6):
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forked.start("model_port.convert", arguments, os.devnull)
         deadline = time.monotonic() + 60
-        while not (partial / "params").exists() and process.poll() is None and time.monotonic() < deadline:
+        while not (partial / "params").exists() and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(wait_s)
-        process.send_signal(how)
-        process.wait(timeout=60)
-        if process.returncode != 0:
+        os.kill(process.pid, how)
+        process.join(60)
+        if process.exitcode != 0:
             num_killed_midway += 1
             assert not dst.exists()
             assert how == signal.SIGKILL or list(tmp_path.iterdir()) == []  # a polite kill cleans up behind itself

@@ -12,16 +12,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from training import (
     QUICK,
     ROOT,
+    arguments,
     arrays_of,
     command,
-    environment,
     episodes_of,
     metrics_of,
-    start_forked,
     train,
     train_forked,
     train_here,
@@ -56,7 +56,7 @@ def kill_when(run_dir: Path, moment: str, after_s: float, deadline_s: float = 12
     On a terminal, where it says which phase of a step it is in.
     """
     terminal, theirs = pty.openpty()
-    process = start_forked(run_dir, *WHOLE, output=os.ttyname(theirs))
+    process = forked.start("paravt_jax.train", arguments(run_dir, *WHOLE), os.ttyname(theirs))
     said, give_up_s = b"", time.monotonic() + deadline_s
     try:
         while time.monotonic() < give_up_s:
@@ -97,7 +97,7 @@ def test_a_run_killed_at_ten_moments_ends_as_if_it_never_was(whole, tmp_path):
 def test_sigterm_saves_and_ends_well_and_the_run_goes_on_from_there(whole, tmp_path):
     run_dir = tmp_path / "stopped"
     with subprocess.Popen(
-        command(run_dir, *WHOLE), stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+        command(run_dir, *WHOLE), stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | forked.ENVIRONMENT
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -135,8 +135,7 @@ def settings_log(run_dir: Path) -> list[tuple[int, int]]:
 
 def test_what_was_set_otherwise_is_said_and_every_version_kept(whole, tmp_path):
     run_dir = shutil.copytree(whole, tmp_path / "changed")
-    train_forked(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2")
-    said = (tmp_path / "changed.log").read_text()
+    said = train_forked(run_dir, *WHOLE, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2")
     assert "train.group_size: 4 -> 2" in said and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in said
     assert settings_log(run_dir) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
 
@@ -147,9 +146,9 @@ def test_a_run_goes_on_with_another_seed_only_when_told_to(whole, tmp_path):
     with pytest.raises(ValueError, match=r"seed=1, and was 0 in the steps that .* --allow-changes"):
         train_here(run_dir, *other)
     assert settings_log(run_dir) == [(0, NUM_STEPS)]
-    train_forked(run_dir, *other, "--allow-changes")
+    said = train_forked(run_dir, *other, "--allow-changes")
     assert len(metrics_of(run_dir)) == NUM_STEPS + 1
-    assert "the data are others than before, and begin anew" in (tmp_path / "changed.log").read_text()
+    assert "the data are others than before, and begin anew" in said
 
 
 def test_a_log_without_the_checkpoints_it_needs_is_not_begun_anew(whole, tmp_path):

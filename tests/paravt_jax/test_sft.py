@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 from agents import FakeFrames
 from training import ROOT, arrays_of, metrics_of
@@ -40,7 +38,7 @@ def world(tmp_path_factory) -> Path:
     return directory
 
 
-def command(world: Path, run_dir: Path, *overrides: str) -> list[str]:
+def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
     settings = [
         f"run_dir={run_dir}",
         f"model.path={world / 'tiny.hf'}",
@@ -55,13 +53,13 @@ def command(world: Path, run_dir: Path, *overrides: str) -> list[str]:
         "optim.warmup_frac=0.2",
         "log.tensorboard=false",
     ]
-    return [sys.executable, "-m", "paravt_jax.sft", "--config", str(CONFIG), *settings, *overrides]
+    return ["--config", str(CONFIG), *settings, *overrides]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(world, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("sft") / "run"
-    subprocess.run(command(world, run_dir), check=True, timeout=240, cwd=ROOT)
+    assert forked.run("paravt_jax.sft", *arguments(world, run_dir)).returncode == 0
     return run_dir
 
 
@@ -72,31 +70,30 @@ def test_a_run_learns_validates_and_exports(undisturbed, tmp_path):
     held_out = [json.loads(line) for line in (undisturbed / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in held_out] == [3, 6]
     assert held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
-    export = [sys.executable, "-m", "model_port.export", "--src", str(undisturbed / "checkpoints" / str(STEPS))]
-    subprocess.run([*export, "--dst", str(tmp_path / "hf")], check=True, timeout=120, cwd=ROOT)
+    source = undisturbed / "checkpoints" / str(STEPS)
+    assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tmp_path):
-    process = subprocess.Popen(command(world, tmp_path), cwd=ROOT)
+    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
     try:
         deadline_s = time.monotonic() + 200
         while not (tmp_path / "checkpoints" / "2" / "state.json").exists():
-            assert process.poll() is None and time.monotonic() < deadline_s
+            assert process.is_alive() and time.monotonic() < deadline_s
             time.sleep(0.05)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command(world, tmp_path), check=True, timeout=240, cwd=ROOT)
+        process.kill()
+        process.join()
+    assert forked.run("paravt_jax.sft", *arguments(world, tmp_path)).returncode == 0
     assert metrics_of(tmp_path) == metrics_of(undisturbed)
     assert arrays_of(tmp_path, STEPS) == arrays_of(undisturbed, STEPS)
 
 
 @pytest.mark.slow
 def test_other_traces_in_the_same_run_are_refused(undisturbed, world, tmp_path):
-    changed = command(world, undisturbed, f"data.train={world / 'validation.jsonl'}")
-    done = subprocess.run(changed, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = forked.run("paravt_jax.sft", *arguments(world, undisturbed, f"data.train={world / 'validation.jsonl'}"))
     assert done.returncode == 1 and "data.train=" in done.stderr and "--allow-changes" in done.stderr
 
 

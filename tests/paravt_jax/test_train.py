@@ -22,7 +22,8 @@ MUST_BE_THERE = {
 
 
 def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
-    done = train(tmp_path / "run", "rollout.max_new_tokens=64", "train.group_size=4")
+    whole = ("data.validation=synthetic", "validation.max_prompts=2", "log.tensorboard=true")
+    done = train(tmp_path / "run", *QUICK, *whole)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -30,7 +31,7 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     assert not MUST_BE_THERE - set(lines[0])
     assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines if line["perf/num_batches"])
-    assert len(episodes_of(run_dir)) == 4 * 2 * 4
+    assert len(episodes_of(run_dir)) == 4 * 4
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.stem for path in (run_dir / "plots").glob("*.png")} >= {"reward_terms", "format_and_calls", "mismatch"}
     settings = json.loads((run_dir / "config.json").read_text())

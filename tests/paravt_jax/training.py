@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from model_port.cli import run_cli
+import forked
+
 from model_port.processing import VisionContract
 from paravt_jax import train as trainer
 from paravt_jax.config import Config, load_config
@@ -19,7 +18,6 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
-from paravt_jax.run import training
 from rollout.chat import Chat
 from rollout.episode import Agent
 
@@ -68,8 +66,9 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
 
 def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """The command itself."""
+    environment = os.environ | forked.ENVIRONMENT
     return subprocess.run(
-        command(run_dir, *overrides), capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment()
+        command(run_dir, *overrides), capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment
     )
 
 
@@ -78,42 +77,11 @@ def train_here(run_dir: Path, *overrides: str) -> None:
     asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides)))
 
 
-def environment() -> dict[str, str]:
-    """A run repeats its programs many times, so it compiles them as a user's does."""
-    return os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "COLUMNS": "200"}
-
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["paravt_jax.train", "paravt_jax.rl.opening"])
-
-
-def start_forked(run_dir: Path, *overrides: str, output: str) -> ForkServerProcess:
-    """The command in a process of its own that need not import everything first; it writes to the file `output`."""
-    process = forks.Process(target=_run_command, args=(arguments(run_dir, *overrides), output))
-    process.start()
-    return process
-
-
-def train_forked(run_dir: Path, *overrides: str) -> None:
-    """To its end."""
-    output = run_dir.with_name(f"{run_dir.name}.log")
-    process = start_forked(run_dir, *overrides, output=str(output))
-    process.join(240)
-    try:
-        assert process.exitcode == 0, output.read_text()
-    finally:
-        process.kill()
-
-
-def _run_command(arguments: list[str], output: str) -> None:
-    os.setsid()
-    file = os.open(output, os.O_RDWR | os.O_CREAT)
-    for standard in range(3):
-        os.dup2(file, standard)
-    os.environ.update(environment())
-    training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
-    sys.argv = ["paravt_jax.train", *arguments]
-    run_cli(trainer.main)
+def train_forked(run_dir: Path, *overrides: str) -> str:
+    """The command in a process that need not import everything first; what it said."""
+    done = forked.run("paravt_jax.train", *arguments(run_dir, *overrides))
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

@@ -150,19 +150,19 @@ class Stage:
         command = trainer_command(self.run_dir, [*self.settings, f"engine.urls=[{urls}]"])
         while not self._closing:
             self._trainer = trainer = await self._run(command, stderr=asyncio.subprocess.PIPE)
-            said = await self._last_error(trainer)
+            said = await self._last_words(trainer)
             code = await trainer.wait()
             self.ended.append(Ended(code, said))
 
-    async def _last_error(self, trainer: asyncio.subprocess.Process) -> str:
-        """What the trainer says in the end, if that is an error; its log gets everything."""
+    async def _last_words(self, trainer: asyncio.subprocess.Process) -> str:
+        """Why the trainer ended, if it says so; its log gets everything."""
         error = ""
         assert trainer.stderr is not None
         with self.log.open("ab") as log:
             async for line in trainer.stderr:
                 log.write(line)
                 log.flush()
-                if line.startswith((b"error: ", b"Traceback", b"Fatal")):
+                if line.startswith((b"error: ", b"stopped again")):
                     error = line.decode(errors="replace").strip()
         return error
 

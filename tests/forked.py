@@ -1,0 +1,58 @@
+"""Commands in processes of their own that need not import everything first: forked from one that has.
+
+They compile as a user's do: a run repeats its programs many times.
+"""
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from model_port.cli import run_cli
+from paravt_jax.run import training
+
+ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "COLUMNS": "200"}
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(
+    ["paravt_jax.train", "paravt_jax.rl.opening", "paravt_jax.sft", "paravt_jax.imitation.run", "model_port.export"]
+)
+
+
+def start(
+    module: str, arguments: list[str], output: str, errors: str | None = None, **environment: str
+) -> ForkServerProcess:
+    """It writes to the file `output`, what goes to stderr too where no other file is named."""
+    process = forks.Process(target=_run, args=(module, arguments, output, errors or output, ENVIRONMENT | environment))
+    process.start()
+    return process
+
+
+def run(
+    module: str, *arguments: object, deadline_s: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """To its end."""
+    with TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        process = start(module, [*map(str, arguments)], str(output), str(errors), **environment)
+        process.join(deadline_s)
+        code = process.exitcode
+        process.kill()
+        assert code is not None, f"{module} did not end: {errors.read_text()}"
+        return subprocess.CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
+
+
+def _run(module: str, arguments: list[str], output: str, errors: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    for name, numbers in ((output, (0, 1)), (errors, (2,))):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        for number in numbers:
+            os.dup2(file, number)
+    os.environ.update(environment)
+    training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
+    sys.argv = [module, *arguments]
+    run_cli(importlib.import_module(module).main)
