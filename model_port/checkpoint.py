@@ -130,7 +130,7 @@ def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype
     # numpy, not jax: a jax array would record the devices of this machine.
     placeholders = nested({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
     # A directory per array, not one database (ocdbt), which buffers two gigabytes before it writes.
-    with _only_errors(), ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+    with _quiet(), ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
         checkpointer.save(params_dir, placeholders)
 
 
@@ -263,11 +263,11 @@ def save_params(directory: str | Path, params: dict[str, jax.Array]) -> None:
 
 
 @contextmanager
-def _only_errors() -> Iterator[None]:
-    """Without orbax's remark that there is no ocdbt database to merge."""
+def _quiet() -> Iterator[None]:
+    """Without orbax's remarks, and without its traces of what it raises as well."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

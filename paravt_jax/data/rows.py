@@ -26,6 +26,7 @@ HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
 # What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
 # frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
 MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
+MAX_MESSAGES = 4096  # of a dialogue
 MAX_FRAMES = 4096  # of all that is shown; a picture, or a video that does not say how many, counts as one
 
 

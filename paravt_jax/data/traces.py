@@ -20,6 +20,7 @@ from typing import Any, Literal
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.rows import (
+    MAX_MESSAGES,
     BadRow,
     check_frames,
     check_text,
@@ -114,6 +115,8 @@ def said_in(row: dict[str, Any]) -> list[dict[str, Any]]:
         said = from_json(said, "messages")
     if not isinstance(said, list):
         raise BadRow("wrong schema", f"messages is {type(said).__name__}, expected a list of {{role, content}}")
+    if len(said) > MAX_MESSAGES:
+        raise BadRow("too many messages", f"the dialogue has {len(said)}, more than {MAX_MESSAGES}")
     return [object_of(message, "a message") for message in said]
 
 

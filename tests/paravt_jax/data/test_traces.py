@@ -180,6 +180,7 @@ BAD_ROWS = {
         row(dialogue([text("Which? " * 9_000)] * 2, ANSWER)),
         row(dialogue("Which?", CALL, "a report " * 12_000, ANSWER)),
     ],
+    "too many messages": [turns(*["user", "assistant"] * 2049)],
     "too many frames": [
         shows(media("video", "a.mp4", nframes=10**12)),
         shows(*[media("video", "a.mp4", nframes=4096)] * 2),
