@@ -135,7 +135,7 @@ class TrainConfig:
     prompts_per_step: int = 7  # published
     group_size: int = 8  # published: episodes of a prompt
     updates_per_step: int = 1  # optimizer steps on the same rollouts
-    max_staleness: int = 0  # 0: wait for every step's rollouts; n: episodes may begin up to n versions early
+    max_staleness: int = 0  # 0: wait for every step's rollouts; n: no token older than n versions is learnt from
     max_resamples: int = 0  # rounds of new prompts for groups without spread (DAPO); 0: train on fewer
     max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
     anchor_tokens: list[Anchor] = field(default_factory=lambda: list(ANCHORS))
@@ -148,10 +148,21 @@ class TrainConfig:
         for name in ("max_staleness", "max_resamples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if self.max_staleness and not self.steps_ahead:
+            raise ValueError(
+                f"train.max_staleness={self.max_staleness} allows nothing with train.updates_per_step="
+                f"{self.updates_per_step}: rollouts one step ahead become {2 * self.updates_per_step - 1} versions "
+                f"old; allow so many, or set 0"
+            )
         if not 0 <= self.max_missing_frac < 1:
             raise ValueError(f"train.max_missing_frac={self.max_missing_frac} must be 0 or more and below 1")
         if not self.anchor_tokens:
             raise ValueError(f"train.anchor_tokens={self.anchor_tokens} must be some of {', '.join(ANCHORS)}")
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps early a step's rollouts may begin: the last of its updates learns from their oldest tokens."""
+        return max(0, (self.max_staleness + 1) // self.updates_per_step - 1)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Rollouts:
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, those of later steps begun as far as staleness allows."""
         train = self._train
-        for ahead in range(step, min(step + train.max_staleness, train.num_steps) + 1):
+        for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect())
         groups = await self._running[step]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paravt_jax import keys
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -40,7 +41,8 @@ def test_a_config_that_the_readme_forgets_is_noticed():
 
 def test_the_published_hyper_parameters_are_in_the_8b_files():
     config = load_config(CONFIGS / "paragrpo_8b.yaml")
-    assert (config.train.group_size, config.train.prompts_per_step, config.train.max_staleness) == (8, 7, 2)
+    train = config.train
+    assert (train.num_steps, train.group_size, train.prompts_per_step, train.max_staleness) == (54, 8, 7, 2)
     assert (config.rollout.temperature, config.rollout.top_p, config.rollout.max_new_tokens) == (0.7, 1.0, 2048)
     assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
     assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
@@ -49,21 +51,49 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
 
 
+def settings_of(file: str) -> dict:
+    return keys.flat(to_record(load_config(CONFIGS / file)))
+
+
+ARMS = {
+    "grpo": "grpo_8b",
+    "anchoring": "ablations/no_gating",
+    "gating": "ablations/no_anchoring",
+    "para_grpo": "paragrpo_8b",
+    "no_tool_reward": "ablations/no_tool_reward",
+    "no_penalty": "ablations/no_penalty",
+}
+# Where a run lies, what it is shown, how large it is and on which machine; a tiny model takes larger steps.
+SIZES = (
+    *("run_dir", "model.", "mesh.", "data.", "engine.", "pack.", "validation.", "checkpoint.", "log."),
+    *("video.max_pixels", "video.num_workers", "optim.learning_rate"),
+    *("rollout.max_", "rollout.subagent_", "rollout.prompts."),
+    *("train.num_steps", "train.prompts_per_step", "train.max_staleness"),
+)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_and_its_miniature_differ_in_size_only(arm):
+    small, large = (settings_of(f"{name}.yaml") for name in (f"miniature/{arm}", ARMS[arm]))
+    differ = {key: (small[key], large[key]) for key in large if small[key] != large[key]}
+    assert {key: values for key, values in differ.items() if not key.startswith(SIZES)} == {}
+
+
+ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_penalty"}
+
+
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        ("no_anchoring", {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_penalty"}),
-        ("no_gating", {"video.gating"}),
+        ("no_anchoring", {*ANCHORING, "reward.tool_reward"}),
+        ("no_gating", {"video.gating", "reward.tool_reward"}),
         ("no_tool_reward", {"reward.tool_reward"}),
         ("no_penalty", {"reward.unclosed_penalty"}),
     ],
 )
-def test_an_ablation_differs_from_the_full_method_in_what_it_is_named_after(file, differs):
+def test_an_ablation_differs_from_the_full_method_in_what_it_leaves_out(file, differs):
     full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
     assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
-
-
-ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_penalty"}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +167,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["train.num_steps=[3"], r"^train\.num_steps=\[3 is no YAML: did not find expected ',' or '\]'"),
         (["engine.kind=vllm"], r"engine\.kind=vllm: .*'jax', 'sglang'"),
         (["train.group_size=1"], r"train\.group_size=1 must be at least 2"),
+        (["train.updates_per_step=3", "train.max_staleness=4"], "one step ahead become 5 versions old; allow so many"),
         (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
         (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
         (["mesh.fsdp=4"], r"pack\.num_rows=1 must be a multiple of mesh\.data x mesh\.fsdp = 4"),

@@ -190,6 +190,31 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
         assert len(set(epochs)) == 5
 
 
+@pytest.mark.parametrize(("updates", "stale"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 3), (2, 6), (3, 0), (3, 5), (3, 8)])
+def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat):
+    config = load_config(None, *COMMON, f"train.updates_per_step={updates}", f"train.max_staleness={stale}")
+    ages = []
+
+    async def reply(request):
+        return chat.encode(half_right(request.episode, request)).tolist()
+
+    async def work():
+        engine, version = ScriptedEngine(reply, version=0), 0
+        agent = Agent(engine, FakeFrames(), chat, config.rollout)
+        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)
+        for step in range(1, 7):
+            groups = await rollouts.take(step)
+            for _ in range(updates):
+                ages.extend(version - s.version for g in groups for m in g.members for s in m.episode.ledger.sampled)
+                version += 1
+            await engine.publish(None, version)
+        await rollouts.close()
+
+    asyncio.run(work())
+    allowed = stale or updates - 1  # without rollouts ahead only a step's own updates make its tokens older
+    assert allowed - updates < max(ages) <= allowed
+
+
 def test_steps_are_begun_ahead_only_as_far_as_allowed(chat):
     cursor = Cursor()
     collect(chat, half_right, "train.num_steps=9", "train.max_staleness=2", cursor=cursor)
