@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
-from paravt_jax.rewards.answers import exact_match, interval, interval_iou, option_letter, token_f1
+from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
 from rollout.tools import Outcome, find_calls
 
 TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
@@ -281,6 +281,8 @@ def check_ground_truth(answer: str, question_type: str) -> None:
         true = interval(answer)
         if true is None or true[0] >= true[1]:
             raise ValueError(f"the ground truth {answer!r} of a tvg question is no interval, expected [start, end]")
+    if question_type == "oe" and not normalised(answer):
+        raise ValueError(f"the ground truth {answer!r} of an oe question has no word that an answer could have")
 
 
 def _parse_episode(turns: Sequence[str]) -> list[_Turn]:

@@ -173,7 +173,6 @@ def test_the_exploits_of_the_release_score_below_the_correct_response():
         ("tvg", "0:00 - 0:10", "10 to 0", 0.0),
         ("tvg", "0, 10", "soon", 0.0),
         ("oe", "the red car", "a red truck", 0.5),
-        ("oe", "a", "the", 0.0),
     ],
 )
 def test_accuracy_by_question_type(question_type, answer, said, accuracy):
@@ -238,6 +237,10 @@ def test_a_score_without_a_judge_is_refused():
         ("soon", "tvg", "'soon' of a tvg question is no interval"),
         ("[10, 2]", "tvg", "no interval"),
         ("[2, 2]", "tvg", "no interval"),
+        *(
+            (nothing, "oe", f"the ground truth {nothing!r} of an oe question has no word")
+            for nothing in ("A", "The", "!!")
+        ),
     ],
 )
 def test_a_bad_row_of_the_data_is_an_error_whatever_was_said(answer, question_type, complaint):
