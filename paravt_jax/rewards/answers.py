@@ -12,53 +12,96 @@ from collections import Counter
 
 from rollout.tools import parse_seconds
 
-MARKUP = str.maketrans({"[": "(", "{": "(", "]": ")", "}": ")"} | dict.fromkeys("*_`\"'“”‘’$", ""))
-WHOLE = re.compile(r"\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*", re.IGNORECASE)
-CLEAR = (
-    # "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
-    re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE),
-    re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE),
-    # "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
-    re.compile(
-        r"\b(?:answers?|options?|choices?|choose|pick|select)\b[\s:=]*"
-        r"(?:\b(?:is|are|was|be|would|should|must|will|the|correct|option|choice|letter)\b[\s:=]*)*"
-        r"\b([A-J])\b(?!-\w|\.\w(?:\.|\b))",
-        re.IGNORECASE,
-    ),
+MARKUP = str.maketrans(
+    {"[": "(", "{": "(", "]": ")", "}": ")", "。": ".", "–": "-", "—": "-"} | dict.fromkeys("*_`\"'“”‘’$", "")
 )
-# "B and C", "B, not C", "A. B."; what stands between is empty only in lists such as the last
-ALSO = re.compile(r"\s?((?:(?:[,/&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE)
+ELEMENT = re.compile(r"</?[a-z][a-z0-9]{0,9}/?>", re.IGNORECASE)  # of HTML
+WHOLE = re.compile(r"(?:[0-9]{1,2}[.)] ?)?(?:\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*)", re.IGNORECASE)
+HEDGES = r"is|are|was|be|would|should|must|will|the|correct|right|best|option|choice|letter|its|probably|likely"
+# "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
+LISTED = re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE)
+# "B - the dog", "B, the dog", "B (the dog)", "B because …", "B is correct" at the start of all
+LEADING = re.compile(
+    r"^([A-HJ])(?= - \w|, \w| \(\w{2}| (?:because|since|as)\b| is (?:the )?(?:correct|right|best|answer|true)\b)",
+    re.IGNORECASE,
+)
+BRACKETED = re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE)
+# "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
+SAID = re.compile(
+    r"\b(?:answers?|options?|choices?|choose|pick|select)\b[\s:=]*"
+    rf"(?:\b(?:{HEDGES})\b[\s:=]*)*"
+    r"\b([A-J])\b(?!-\w|\.\w(?:\.|\b))",
+    re.IGNORECASE,
+)
+# "It's B", "Thus, B."
+CONCLUDED = re.compile(
+    rf"\b(?:its|it is|thus|so|therefore|hence)\b[\s,:]*(?:\b(?:{HEDGES}|it is)\b[\s:=]*)*\b([A-HJ])\b"
+    r"(?=\s?(?:$|[.!,;]|or\b|and\b|because\b|since\b))(?!\.\w)",
+    re.IGNORECASE | re.MULTILINE,
+)
+IN_A_SENTENCE = (SAID, CONCLUDED)  # where "a" and "I" may be words
+STATED = re.compile(r"\b(?:answers?|choose|pick|select)\b", re.IGNORECASE)
+# "Option A is a cat" behind an answer speaks of A and does not give it
+DESCRIBED = re.compile(
+    r"\s(?:is|shows|says|has|was|describes)\s(?!also|correct|right|true|possible|the\s)", re.IGNORECASE
+)
+# "B and C", "B, not C", "B (or C)", "A. B."; what stands between is empty only in lists such as the last
+ALSO = re.compile(r"\s?\(?((?:(?:[,/&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE)
 REJECTED = re.compile(r"\b(?:not|nor|neither|except|than|instead of)\s(?:the\s)?$", re.IGNORECASE)
 REJECTED_CHARS = 20  # in front of an option, looked at for the above
 # "a" and "I" are words, unless a sentence could go on like this after a letter
 AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
+OPTION_LINE = re.compile(r"^([A-J])[.):] ?\S.*$", re.MULTILINE)  # of a question
 LIST_GOES_ON = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
 
-TIME = re.compile(r"[0-9.:]+")
+TIME = re.compile(r"(?<![^\W\d])[0-9.:]+(?![0-9])")
 SECONDS_UNIT = r"(?:s|secs?|seconds?)"
-BETWEEN = re.compile(rf"\s?{SECONDS_UNIT}?\s?(?:,|-|–|—|~|to|and|until)\s?", re.IGNORECASE)
-BEFORE = re.compile(r"(?:.*[^\w.:+-])?", re.DOTALL)  # no sign, and no word or number that runs into the time
-AFTER = re.compile(rf"\s?{SECONDS_UNIT}?(?![\w%])(?!\s(?:m|mins?|minutes?|h|hrs?|hours?|ms|frames?)\b).*", re.I | re.S)
+BETWEEN = re.compile(
+    rf"\s?{SECONDS_UNIT}?>?\s?(?:,|->|-|–|—|~|to|and|until|till)?\s?(?:<|[\"']?end[\"']?\s?[:=]\s?)?", re.IGNORECASE
+)
+# No sign, no word or number that runs into the time, and nothing that counts something else.
+BEFORE = re.compile(
+    r"(?:.*(?<!\bframe)(?<!\bframes)(?<!\bpage)(?<!\bpages)(?<!\bscore)[^\w.:+-])?", re.DOTALL | re.IGNORECASE
+)
+OTHER_UNITS = (
+    r"m|mins?|minutes?|h|hrs?|hours?|ms|frames?|[ap]\.?m|km|cm|mm|kg|g|lbs?|ft|feet|miles?|percent|fps|years?|people"
+)
+AFTER = re.compile(rf"\s?{SECONDS_UNIT}?(?![\w%])(?!\s(?:{OTHER_UNITS})\b).*", re.I | re.S)
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+NO_PUNCTUATION = str.maketrans("/", " ", string.punctuation.replace("/", "") + "“”‘’«»…–—")
+UP_TO_20 = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+NUMBERS = {word: 10 * ten for ten, word in enumerate(TENS, 2)} | {word: number for number, word in enumerate(UP_TO_20)}
+NUMBER_WORDS = re.compile(rf"\b(?:({'|'.join(TENS)})[- ]({'|'.join(UP_TO_20[1:10])})|({'|'.join(NUMBERS)}))\b")
 
 
-def option_letter(text: str) -> str | None:
+def option_letter(text: str, question: str = "") -> str | None:
     """The option A–J that a text commits to; None without one, or where it names two.
+
+    With the question, an option copied as it stands there is that option, whatever letters it contains.
 
     Case does not matter where the form leaves no doubt ("b", "(b)", "b. red", "option b"). The words "a" and "I" are
     told from the letters by what follows: "the answer is a man" names none.
     """
-    text = unicodedata.normalize("NFKC", text).translate(MARKUP).replace("\\boxed", "").replace("\\text", "")
+    if (copied := _copied_option(text, question)) is not None:
+        return copied
+    text = unicodedata.normalize("NFKC", ELEMENT.sub("", text)).translate(MARKUP)
+    text = text.replace("\\boxed", "").replace("\\text", "")
     text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
     whole = WHOLE.fullmatch(text)
     if whole is not None:
         return (whole[1] or whole[2]).upper()
     named: set[str] = set()
-    for pattern in CLEAR:
+    stated = any(STATED.match(match[0]) for match in SAID.finditer(text))
+    for pattern in (LISTED, LEADING, BRACKETED, *IN_A_SENTENCE):
         for match in pattern.finditer(text):
-            if _is_word(match[1], text, match.end(1)) and pattern is CLEAR[-1]:
+            if pattern in IN_A_SENTENCE and _is_word(match[1], text, match.end(1)):
+                continue
+            if stated and pattern is SAID and not STATED.match(match[0]) and DESCRIBED.match(text, match.end()):
                 continue
             if REJECTED.search(text[max(0, match.start() - REJECTED_CHARS) : match.start()]):
                 return None  # it also names what it does not choose
@@ -67,6 +110,12 @@ def option_letter(text: str) -> str | None:
             if also is not None and _goes_on(also, text):
                 named.add(also[2].upper())
     return named.pop() if len(named) == 1 else None
+
+
+def _copied_option(text: str, question: str) -> str | None:
+    """The letter of the line of the question that the text is."""
+    lines = {" ".join(match[0].split()): match[1] for match in OPTION_LINE.finditer(question)}
+    return lines.get(" ".join(text.split()))
 
 
 def _is_word(letter: str, text: str, end: int) -> bool:
@@ -89,8 +138,11 @@ def interval(text: str) -> tuple[float, float] | None:
     start_s, end_s = (parse_seconds(time[0].removesuffix(".")) for time in times)  # a full stop may end the sentence
     if start_s is None or end_s is None or not math.isfinite(start_s) or not math.isfinite(end_s):
         return None
-    if BETWEEN.fullmatch(text[first.end() : second.start()]) is None:
+    between = text[first.end() : second.start()]
+    if BETWEEN.fullmatch(between) is None:
         return None
+    if not between.strip() and (text[: first.start()][-1:], text[second.end() :][:1]) not in (("[", "]"), ("(", ")")):
+        return None  # two numbers side by side are an interval in brackets only
     if BEFORE.fullmatch(text[: first.start()]) is None or AFTER.fullmatch(text[second.end() :]) is None:
         return None
     return start_s, end_s
@@ -107,8 +159,13 @@ def interval_iou(predicted: tuple[float | int, float | int], true: tuple[float |
 
 
 def normalised(text: str) -> str:
-    """As SQuAD does it: lower case, no punctuation, no articles, single spaces."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+    """Lower case, no punctuation, no articles, single spaces.
+
+    DIFFERS from SQuAD: accents are left out, a slash parts words, and numbers up to ninety-nine become digits.
+    """
+    text = "".join(char for char in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(char))
+    text = NUMBER_WORDS.sub(lambda words: str(sum(NUMBERS[word] for word in words.groups() if word)), text)
+    return " ".join(ARTICLES.sub(" ", text.translate(NO_PUNCTUATION)).split())
 
 
 def token_f1(prediction: str, truth: str) -> float:

@@ -200,12 +200,14 @@ def reward_terms(
     question_type: str,
     config: RewardConfig | None = None,
     judged: float | None = None,
+    question: str = "",
 ) -> RewardTerms:
     """Every term of the reward of one episode.
 
     `turns` are the assistant's turns in full, the forced prefix included and the token that ended each left out;
     `outcomes` are the dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`,
-    for open questions with oe_mode llm only. No text of the model raises; a ground truth that cannot be read does.
+    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such. No
+    text of the model raises; a ground truth that cannot be read does.
     """
     config = config or RewardConfig()
     parsed = _parse_episode(turns)
@@ -221,7 +223,7 @@ def reward_terms(
         raise ValueError(f"judged={judged} must be between 0 and 1")
     place = _place_of_prediction(parsed, config)
     prediction = None if place is None else _prediction_at(place, turns)
-    accuracy = _accuracy(prediction, answer, question_type, config, judged)
+    accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
 
     credits = list(_format_credits(parsed, config))
     if accuracy and place is not None:
@@ -332,14 +334,19 @@ def _prediction_at(place: Place, turns: Sequence[str]) -> str:
 
 
 def _accuracy(
-    prediction: str | None, answer: str, question_type: str, config: RewardConfig, judged: float | None
+    prediction: str | None,
+    answer: str,
+    question_type: str,
+    config: RewardConfig,
+    judged: float | None,
+    question: str,
 ) -> float | None:
     """R_acc in [0, 1], or None where a judge is to say and has not."""
     check_ground_truth(answer, question_type)
     if prediction is None:
         return 0.0
     if question_type == "mcq":
-        return float(option_letter(prediction) == option_letter(answer))
+        return float(option_letter(prediction, question) == option_letter(answer, question))
     if question_type == "tvg":
         predicted, true = interval(prediction), interval(answer)
         return 0.0 if predicted is None or true is None else interval_iou(predicted, true)

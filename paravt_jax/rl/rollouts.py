@@ -80,8 +80,9 @@ class Player:
         if self.judge is not None and prompt.question_type == "oe":
             prediction = find_prediction(turns, self.reward)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
-        terms = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, self.reward, judged)
-        fixed = reward_terms(turns, episode.outcomes, prompt.answer, prompt.question_type, RewardConfig())
+        asked = (turns, episode.outcomes, prompt.answer, prompt.question_type)
+        terms = reward_terms(*asked, self.reward, judged, prompt.question)
+        fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
         return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
 
     async def play_all(
