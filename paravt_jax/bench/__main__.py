@@ -17,6 +17,7 @@ from paravt_jax.bench import machine
 
 BENCHES = {
     "chaos": "the smoke run on two real SGLang servers while everything around it fails",
+    "checkpoint": "a learner's state saved, and restored with and without comparing its checksums",
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
     "decoders": "PyAV beside decord: whose frames are right in which container, and how fast each is",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",

@@ -243,7 +243,8 @@ def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
 
 
 def _check_files(directory: Path, files: dict[str, list[Any]], names: Iterable[str], pool: Executor) -> None:
-    list(pool.map(lambda name: _check_sum(name, files, _sum_of(directory / name)), names))
+    summed = [name for name in names if files[name][1] is not None]
+    list(pool.map(lambda name: _check_sum(name, files, _sum_of(directory / name)), summed))
 
 
 def _check_sum(name: str, files: dict[str, list[Any]], found: str) -> None:
@@ -298,7 +299,8 @@ def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: E
         whole = part.flags.c_contiguous and list(part.shape) == chunk
         block = part if whole else np.empty(chunk, array.dtype)  # at an edge it is longer than the array
         file = place + ".".join(map(str, place_in_grid))
-        _check_sum(file, files, _read_into(block, directory / file))
+        found = _read_into(block, directory / file, summed=files[file][1] is not None)
+        _check_sum(file, files, found)
         if not whole:
             part[...] = block[tuple(slice(size) for size in part.shape)]
 
@@ -307,8 +309,8 @@ def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: E
     return array
 
 
-def _read_into(block: np.ndarray, path: Path) -> str:
-    """The sum of what was read."""
+def _read_into(block: np.ndarray, path: Path, summed: bool) -> str:
+    """The sum of what was read, if it is wanted."""
     found, content = xxhash.xxh3_128(), block.reshape(-1).view(np.uint8).data
     with named(path), path.open("rb", buffering=0) as file:
         for begin in range(0, len(content), SUM_BYTES):  # of what is still in the processor's cache
@@ -316,7 +318,8 @@ def _read_into(block: np.ndarray, path: Path) -> str:
             read = 0
             while read < len(part) and (num_bytes := file.readinto(part[read:])):
                 read += num_bytes
-            found.update(part[:read])
+            if summed:
+                found.update(part[:read])
     return found.hexdigest()
 
 

@@ -1,0 +1,124 @@
+"""A learner's checkpoint: saved, restored with and without comparing checksums, beside a plain read of its files.
+
+Cold is from the disk: the files are dropped from the page cache before each turn (as root only). All turns alternate.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.tiny import make_tiny
+from paravt_jax.bench.mesh import config_of, make_learner
+from paravt_jax.config import CheckpointConfig
+from paravt_jax.learner.learner import Learner
+from paravt_jax.run.checkpoint import OWN_SUM, RECORD_FILE, Checkpoints
+
+WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
+LAYER_PARAMS = 12_600_000  # about
+BYTES_PER_PARAM = 12  # master and two moments of Adam, in float32
+READ_BYTES = 2**22
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint, about (default 2)")
+    parser.add_argument("--repeats", type=int, default=5, help="of each way; the median counts")
+    parser.add_argument("--dir", type=Path, help="where it is written (default: the system's temporary directory)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.repeats < 1 or args.gib <= 0:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1 and --gib {args.gib} greater than 0")
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        directory, hf = Path(folder) / "checkpoints", Path(folder) / "hf"
+        make_tiny(hf)
+        learner = make_learner(config_of((1, 1, 1), rows=1, row_tokens=256), _model(args.gib), None)
+        checkpoints = Checkpoints(directory, hf, CheckpointConfig(), lambda text: print(text, file=sys.stderr))
+        begun_s = time.perf_counter()
+        checkpoints.save(learner, {})
+        copied_s = time.perf_counter() - begun_s
+        checkpoints.wait()
+        saved_s = time.perf_counter() - begun_s
+        num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        rows = [
+            _row(learner, checkpoints, args.repeats, cold)
+            for cold in ((False, True) if os.geteuid() == 0 else (False,))
+        ]
+        checkpoints.close()
+    return {"gb": num_bytes / 1e9, "copied_s": copied_s, "saved_s": saved_s, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    head = "| page cache | plain read s | restored s | and compared s | compared / not |"
+    lines = [
+        f"{result['gb']:.2f} GB: copied in {result['copied_s']:.2f} s, on disk after {result['saved_s']:.2f} s",
+        "",
+    ]
+    lines += [head, "|---" * 5 + "|"]
+    for row in result["rows"]:
+        seconds = f"{row['read_s']:.2f} | {row['restored_s']:.2f} | {row['compared_s']:.2f}"
+        lines.append(f"| {row['cache']} | {seconds} | {row['compared_s'] / row['restored_s']:.2f} |")
+    return "\n".join(lines)
+
+
+def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -> dict[str, Any]:
+    assert checkpoints.latest is not None
+    record_file = checkpoints.latest / RECORD_FILE
+    record = json.loads(record_file.read_bytes())
+    unsummed = {name: [size, None] for name, (size, _) in record["files"].items()}
+    without = {**{key: value for key, value in record.items() if key != OWN_SUM}, "files": unsummed}
+    seconds: dict[str, list[float]] = {"read_s": [], "restored_s": [], "compared_s": []}
+    for _ in range(repeats):
+        for way, took in seconds.items():
+            record_file.write_text(json.dumps(without if way == "restored_s" else record))
+            if cold:
+                os.sync()
+                DROP_CACHES.write_text("1")
+            begun_s = time.perf_counter()
+            if way == "read_s":
+                _read(checkpoints.latest)
+            else:
+                checkpoints.restore(learner)
+                jax.block_until_ready(learner.state.trainable)
+            took.append(time.perf_counter() - begun_s)
+    record_file.write_text(json.dumps(record))
+    return {"cache": "cold" if cold else "warm", **{way: statistics.median(took) for way, took in seconds.items()}}
+
+
+def _read(directory: Path) -> None:
+    buffer = np.empty(READ_BYTES, np.uint8)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer.data):
+                    pass
+
+
+def _model(gib: float) -> ModelConfig:
+    fixed = 2 * VOCABULARY * WIDTH
+    num_layers = max(1, round((gib * 2**30 / BYTES_PER_PARAM - fixed) / LAYER_PARAMS))
+    text = TextConfig(
+        num_layers,
+        WIDTH,
+        FFN_WIDTH,
+        HEADS,
+        HEADS // 2,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCABULARY,
+        mrope_sections=(24, 20, 20),
+    )
+    vision = VisionConfig(4, 64, 128, 2, WIDTH, (0,), num_positions=256)
+    return ModelConfig(
+        text, vision, tie_embeddings=False, image_token_id=32_700, video_token_id=32_701, vision_start_token_id=32_702
+    )
