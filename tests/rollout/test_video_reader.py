@@ -295,7 +295,7 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
 def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path):
     large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
     with contextlib.closing(WorkerPool(1, 256, worker_bytes=300 * 2**20)) as pool:
-        emitted, first_frame = [], {"do": "decode", "groups": [(0, [0])], "size_px": (64, 96)}
+        emitted, first_frame = [], {"do": "decode", "decoder": "pyav", "groups": [(0, [0])], "size_px": (64, 96)}
         for path in (video, large, video):
             job = {**first_frame, "path": str(path), "identity": identity_of(str(path))}
             problem = pool.submit(job, Deadline.after(PATIENCE_S), emitted.append).exception()
