@@ -28,7 +28,7 @@ from rollout.engine.publishing import SHARED_MEMORY, orphans
 STEPS_AFTER = 2  # that are compared when it is quiet again
 MORE_FILES = 8  # that a trainer may have open in the later one
 SAMPLE_S = 0.2
-KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang")
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from model_port.tiny import make_tiny
 from paravt_jax.bench.chaos.recorder import Recorder, Sampled
-from paravt_jax.bench.smoke_run import ROOT, family, is_decoder, num_steps, trainer_command
+from paravt_jax.bench.smoke_run import ROOT, is_decoder, num_steps, trainer_command
 from paravt_jax.data.synthetic import make_synthetic
+from rollout.supervisor import descendants, supervised
 
 NUM_SERVERS = 2
 CONTEXT_TOKENS = 1024  # of the smoke run
@@ -85,13 +86,14 @@ class Stage:
     def families(self, role: str) -> list[list[int]]:
         """The processes of each server, of each decoder, of the trainer; those that a user started come first."""
         if role == "server":
-            return [family(server.pid) for server in self._servers.values() if server.returncode is None]
+            return [descendants(server.pid) for server in self._servers.values() if server.returncode is None]
         if self._trainer is None or self._trainer.returncode is not None:
             return []
+        below = descendants(self._trainer.pid)
         if role == "trainer":
-            return [[self._trainer.pid]]
+            return [below[:1]] if below else []
         with suppress(OSError):
-            return [[pid] for pid in family(self._trainer.pid) if is_decoder(pid)]
+            return [[pid] for pid in below if is_decoder(pid)]
         return []
 
     def check(self) -> None:
@@ -169,7 +171,7 @@ class Stage:
     async def _run(self, command: Sequence[str], **streams: object) -> asyncio.subprocess.Process:
         environment = os.environ | {MARK_VARIABLE: self._mark, "TMPDIR": str(self.temporary)}
         return await asyncio.create_subprocess_exec(
-            *command,
+            *supervised(command),  # whatever ends us ends them
             cwd=ROOT,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
