@@ -85,7 +85,7 @@ class VideoConfig:
     overview_frames: int = 64  # without gating, and in validation
     min_pixels: int = 784  # area of a frame, published with the recipe
     max_pixels: int = 50_176  # likewise
-    decoder: Decoder = "pyav"  # decord: as the original; it cannot read every file, and is exact in no more
+    decoder: Decoder = "pyav"  # decord: the original's, for files in which it is exact
     num_workers: int = 0  # processes that decode; 0: by the machine's cores
     memory_gib: float = 2.0  # of decoded frames
     disk_cache: str = ""  # directory for decoded frames, shared by runs; empty: none

@@ -14,6 +14,7 @@ import ctypes
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,14 +43,14 @@ class Process(NamedTuple):
 
 def processes() -> Iterator[Process]:
     """All living processes; zombies are not among them."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            content = stat.read_text(errors="replace")
+            content = file.read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):  # it ended after the listing
             continue
         state, parent, group = content.rpartition(")")[2].split()[:3]  # the name before it may hold anything
         if state not in "ZX":
-            yield Process(int(stat.parent.name), int(parent), int(group))
+            yield Process(int(file.parent.name), int(parent), int(group))
 
 
 def supervised(command: Sequence[str]) -> list[str]:
@@ -66,30 +67,36 @@ class SharedFiles:
 
     def __init__(self, top: int):
         self._top, self._looked_s = top, 0.0
-        self._others = {path.name for path in SHARED_MEMORY.iterdir()}  # are there already
+        self._others = set(SHARED_MEMORY.glob("*"))  # are there already
         self._ours: set[Path] = set()
 
     def look(self, at_most_every_s: float = 0.0) -> None:
         if time.monotonic() < self._looked_s + at_most_every_s:
             return
         self._looked_s = time.monotonic()
-        inodes: set[int] = set()
-        for pid in descendants(self._top):
-            with suppress(OSError):  # it ended, or is another user's
-                process = Path(f"/proc/{pid}")
-                inodes |= {int(inode) for inode in MAPPED.findall((process / "maps").read_text(errors="replace"))}
-                inodes |= {file.stat().st_ino for file in (process / "fd").iterdir() if _is_shared(file)}
-        with os.scandir(SHARED_MEMORY) as entries:
-            found = [entry for entry in entries if entry.inode() in inodes and entry.is_file(follow_symlinks=False)]
-        self._ours |= {Path(entry.path) for entry in found if entry.name not in self._others}
+        ours = mapped_or_open(descendants(self._top))
+        for path in set(SHARED_MEMORY.glob("*")) - self._others:
+            with suppress(OSError):  # gone already
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_ino in ours:
+                    self._ours.add(path)
 
     def remove(self) -> None:
         for path in self._ours:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # gone already, or another user's
+                path.unlink()
 
 
-def _is_shared(file: Path) -> bool:
-    return file.readlink().parent == SHARED_MEMORY
+def mapped_or_open(pids: Iterable[int]) -> set[int]:
+    """The inodes of what these processes have in /dev/shm."""
+    inodes: set[int] = set()
+    for process in (Path(f"/proc/{pid}") for pid in pids):
+        with suppress(OSError):  # it ended, or is another user's
+            inodes |= {int(inode) for inode in MAPPED.findall((process / "maps").read_text(errors="replace"))}
+            for file in (process / "fd").iterdir():
+                with suppress(FileNotFoundError):  # it was closed
+                    inodes |= {file.stat().st_ino} if file.readlink().parent == SHARED_MEMORY else set()
+    return inodes
 
 
 def descendants(top: int) -> list[int]:

@@ -1,9 +1,9 @@
 """Visits of prompts into groups of scored episodes.
 
 A step's groups are begun when the policy is recent enough: with max_staleness 0 when the step before is done, otherwise
-up to that many steps earlier, so that no token is ever older than allowed and nothing has to be thrown away. Whatever
-an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0. Nothing
-that one of them says or does ends a run, unless most of a step's episodes are missing.
+as many steps earlier as that allows, so that no token is ever older than allowed and nothing has to be thrown away.
+Whatever an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0.
+Nothing that one of them says or does ends a run, unless most of a step's episodes are missing.
 """
 
 import asyncio

@@ -201,10 +201,21 @@ def _file_sums(directory: Path) -> dict[str, list[Any]]:
 
 
 def _sum_of(path: Path) -> str:
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(SUM_BYTES))
+    return _read_summed(path, itertools.repeat(memoryview(bytearray(SUM_BYTES))))
+
+
+def _read_summed(path: Path, parts: Iterable[memoryview], summed: bool = True) -> str:
+    """Reads a file into one part after another, and sums each while it is in the processor's cache."""
+    found = xxhash.xxh3_128()
     with named(path), path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
-            found.update(buffer[:num_bytes])
+        for part in parts:
+            num_bytes = 0
+            while num_bytes < len(part) and (read := file.readinto(part[num_bytes:])):
+                num_bytes += read
+            if summed:
+                found.update(part[:num_bytes])
+            if num_bytes < len(part):
+                break
     return found.hexdigest()
 
 
@@ -299,7 +310,9 @@ def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: E
         whole = part.flags.c_contiguous and list(part.shape) == chunk
         block = part if whole else np.empty(chunk, array.dtype)  # at an edge it is longer than the array
         file = place + ".".join(map(str, place_in_grid))
-        found = _read_into(block, directory / file, summed=files[file][1] is not None)
+        content = block.reshape(-1).view(np.uint8).data
+        parts = (content[begin : begin + SUM_BYTES] for begin in range(0, len(content), SUM_BYTES))
+        found = _read_summed(directory / file, parts, summed=files[file][1] is not None)
         _check_sum(file, files, found)
         if not whole:
             part[...] = block[tuple(slice(size) for size in part.shape)]
@@ -307,20 +320,6 @@ def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: E
     grid = (range(-(-length // size)) for length, size in zip(shape, chunk, strict=True))
     list(pool.map(read_block, itertools.product(*grid)))
     return array
-
-
-def _read_into(block: np.ndarray, path: Path, summed: bool) -> str:
-    """The sum of what was read, if it is wanted."""
-    found, content = xxhash.xxh3_128(), block.reshape(-1).view(np.uint8).data
-    with named(path), path.open("rb", buffering=0) as file:
-        for begin in range(0, len(content), SUM_BYTES):  # of what is still in the processor's cache
-            part = content[begin : begin + SUM_BYTES]
-            read = 0
-            while read < len(part) and (num_bytes := file.readinto(part[read:])):
-                read += num_bytes
-            if summed:
-                found.update(part[:read])
-    return found.hexdigest()
 
 
 def _remove(directory: Path) -> None:

@@ -7,14 +7,13 @@ version label: `SGLangEngine` pauses before, and flushes, labels and continues a
 """
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +21,8 @@ import numpy as np
 
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Weights
+from rollout.supervisor import SHARED_MEMORY
 
-SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_PREFIX = "paravt-weights-"
 SPARE_FRAC = 0.1  # of the space on a disk, left to others
 BUCKET_BYTES = 2**30
@@ -153,7 +152,7 @@ async def each(urls: Sequence[str], call: Any) -> dict[str, str]:
 def orphans(places: Sequence[Path]) -> Iterator[Path]:
     """Weights of processes that were killed; they would take the memory that new ones need."""
     for directory in (found for place in places for found in place.glob(f"{WEIGHTS_PREFIX}*")):
-        with contextlib.suppress(OSError), _locked(directory):  # an OSError: it is in use, of another user, or gone
+        with suppress(OSError), _locked(directory):  # an OSError: it is in use, of another user, or gone
             yield directory
 
 
@@ -203,7 +202,7 @@ def _write_bucket(file: Any, bucket: list[tuple[str, np.ndarray]]) -> list[dict[
 
 async def _command(process: asyncio.subprocess.Process, command: dict[str, Any], deadline_s: float) -> dict[str, str]:
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # the missing reply tells more
+    with suppress(ConnectionError):  # the missing reply tells more
         process.stdin.write(json.dumps(command).encode() + b"\n")
         await process.stdin.drain()
     return (await _reply(process, deadline_s))["problems"]

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from paravt_jax.bench.chaos.replay import replay
 from paravt_jax.bench.chaos.stage import Ended, Stage
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, taken_by
 from paravt_jax.config import load_config
-from rollout.engine.publishing import SHARED_MEMORY, orphans
+from rollout.engine.publishing import orphans
+from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 
 STEPS_AFTER = 2  # that are compared when it is quiet again
 MORE_FILES = 8  # that a trainer may have open in the later one
@@ -73,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
-    in_memory = _shared_memory()
+    in_memory = set(SHARED_MEMORY.iterdir())
     stage, happened, violations = Stage(directory, max_staleness=seed % 2), Counter[str](), []
     try:
         with Meter("two servers and a trainer start"):
@@ -86,7 +88,7 @@ async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     finally:
         await stage.close()
     violations += [f"still running: {command}" for command in stage.left()]
-    violations += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(_shared_memory() - in_memory)]
+    violations += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(left_in_memory(in_memory))]
     violations += [f"left in the temporary directory: {path.name}" for path in stage.temporary.glob("paravt-*")]
     violations += [
         f"the trainer ended with {ended.code}: {ended.error or 'it said nothing'}"
@@ -159,10 +161,14 @@ def _explained(ended: Ended, happened: Counter[str]) -> bool:
     return ended.code in (0, *KILLED) or said or happened["no memory trainer"] > 0
 
 
-def _shared_memory() -> set[str]:
-    """What such programs leave there."""
-    names = {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)}
-    return names | {path.name for path in orphans([SHARED_MEMORY])}
+def left_in_memory(before: set[Path]) -> set[str]:
+    """What such programs leave there when they are killed; what a living process uses belongs to another run."""
+    new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - before
+    used, left = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - before
+    for path in new:
+        with suppress(FileNotFoundError):  # another run has removed it
+            left |= {path} if path.lstat().st_ino not in used else set()
+    return {path.name for path in left}
 
 
 def _ended(code: int, error: str) -> str:

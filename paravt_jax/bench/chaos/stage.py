@@ -17,7 +17,7 @@ from model_port.tiny import make_tiny
 from paravt_jax.bench.chaos.recorder import Recorder, Sampled
 from paravt_jax.bench.smoke_run import ROOT, is_decoder, num_steps, trainer_command
 from paravt_jax.data.synthetic import make_synthetic
-from rollout.supervisor import descendants, supervised
+from rollout.supervisor import KILL_NOW, descendants, supervised
 
 NUM_SERVERS = 2
 CONTEXT_TOKENS = 1024  # of the smoke run
@@ -119,7 +119,7 @@ class Stage:
             keeper.cancel()
         for process in (*self._servers.values(), self._trainer):
             if process is not None and process.returncode is None:
-                process.kill()
+                process.send_signal(KILL_NOW)
                 await process.wait()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         for recorder in self._recorders:

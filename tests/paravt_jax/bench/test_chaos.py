@@ -3,17 +3,21 @@
 import argparse
 import asyncio
 import json
+import mmap
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from paravt_jax.bench import chaos
+from paravt_jax.bench.chaos import left_in_memory
 from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, schedule
 from paravt_jax.bench.chaos.replay import replay
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
+from rollout.supervisor import SHARED_MEMORY
 
 SEED, MINUTES = 6, 0.4  # a killed trainer, a decoder without memory, a slow server
 
@@ -22,6 +26,20 @@ def test_a_seed_gives_the_same_faults_and_many_give_all():
     assert schedule(3, 600.0) == schedule(3, 600.0) != schedule(4, 600.0)
     happen = {(fault.kind, fault.role) for seed in range(9) for fault in schedule(seed, 600.0)}
     assert happen == {(kind, role) for _, kind, role, _ in KINDS}
+
+
+def test_what_the_killed_leave_in_memory_is_told_from_what_others_use():
+    before = set(SHARED_MEMORY.iterdir())
+    with tempfile.NamedTemporaryFile(prefix="psm_", dir=SHARED_MEMORY) as file:
+        file.write(b"x")
+        file.flush()
+        path = Path(file.name)
+        assert left_in_memory(before) == set()
+        with mmap.mmap(file.fileno(), 1):
+            file.file.close()
+            assert left_in_memory(before) == set()
+        assert left_in_memory(before) == {path.name}
+        assert left_in_memory({*before, path}) == set()
 
 
 @pytest.fixture(scope="module")
