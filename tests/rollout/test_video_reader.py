@@ -216,7 +216,8 @@ def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_vi
         assert took_s < 5
         assert len(await reader.frames(long_video, at_fps(30, 600), PATIENCE_S)) == 600
         metrics = reader.metrics()
-        assert (metrics["video/timeouts"], metrics["video/decoded_frames"]) == (1, 600)
+        assert metrics["video/timeouts"] == 1
+        assert metrics["video/decoded_frames"] in (600, 601)  # one may have been on its way
 
     with_reader(test, num_workers=1, frame_size=small)
 

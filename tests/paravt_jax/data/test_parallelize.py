@@ -395,8 +395,10 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
 class FakeEngine:
     """Answers chat completions by a script, one entry a request and the last one for ever."""
 
-    def __init__(self, *script: str):
+    def __init__(self, *script: str, to_run: int = 1):
         self.script, self.bodies, self.running, self.most_running = list(script), [], 0, 0
+        self.to_run = to_run  # the first answer waits for so many requests
+        self.enough = asyncio.Event()
 
     async def __aenter__(self) -> "FakeEngine":
         app = web.Application(client_max_size=2**24)
@@ -413,8 +415,11 @@ class FakeEngine:
     async def _answer(self, request: web.Request) -> web.Response:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        if self.running >= self.to_run:
+            self.enough.set()
         try:
             self.bodies.append(await request.json())
+            await self.enough.wait()
             entry = self.script[0] if len(self.script) == 1 else self.script.pop(0)
             await asyncio.sleep(30 if entry == "slow" else 0.01)
             if entry.isdecimal():
@@ -424,13 +429,13 @@ class FakeEngine:
             self.running -= 1
 
 
-def ask(here, *script: str, rows: list | None = None, video_root: str = "", **settings):
+def ask(here, *script: str, rows: list | None = None, video_root: str = "", to_run: int = 1, **settings):
     """The report, the messages that came out, and the engine."""
     write_lines(here / "s.jsonl", [{"messages": with_frames()}] if rows is None else rows)
     (here / "d.jsonl").unlink(missing_ok=True)
 
     async def body():
-        async with FakeEngine(*script) as fake:
+        async with FakeEngine(*script, to_run=to_run) as fake:
             options = dict(attempt_deadline_s=5.0, backoff_s=0.01, max_backoff_s=0.02, max_attempts=2) | settings
             run = lambda: parallelize(  # noqa: E731
                 str(here / "s.jsonl"),
@@ -518,7 +523,8 @@ def test_an_engine_that_refuses_every_request_ends_it_in_one_sentence(here):
 
 
 def test_no_more_requests_run_at_once_than_allowed(here):
-    report, _, fake = ask(here, "A dog.", rows=[{"messages": with_frames()}] * 5, max_concurrent=3)
+    rows = [{"messages": with_frames()}] * 5
+    report, _, fake = ask(here, "A dog.", rows=rows, max_concurrent=3, to_run=3, attempt_deadline_s=60.0)
     assert report.num_summaries == 10 and fake.most_running == 3
 
 
