@@ -51,7 +51,7 @@ def survived(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_amid_failures_loses_doubles_and_leaves_nothing(survived):
     _, result = survived
     assert result["violations"] == [], chaos.table(result)
