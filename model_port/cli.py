@@ -45,7 +45,9 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
 
 
 def one_line(problem: BaseException) -> str:
-    """The message of an error without line breaks."""
+    """The message of an error without line breaks; of several at once, the first one's."""
+    if isinstance(problem, BaseExceptionGroup):
+        return one_line(problem.exceptions[0])
     if isinstance(problem, OSError) and problem.strerror:
         names = [str(name) for name in (problem.filename, problem.filename2) if name is not None]
         return ": ".join([*names, problem.strerror])

@@ -141,5 +141,5 @@ def _memory_bytes(pid: int) -> int:
 
 
 def _num_files(pid: int) -> int:
-    """The limit is on the number of a file, not on how many are open."""
-    return max(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()) + 1
+    """The limit is on the number of a file, not on how many are open; a process that has just ended has none."""
+    return max((int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()), default=-1) + 1
