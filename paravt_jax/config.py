@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from paravt_jax.keys import flat, keys_of, unknown_key
+from paravt_jax.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
@@ -26,6 +26,7 @@ from rollout.episode import Dispatch, EpisodeConfig
 from rollout.video.reader import Decoder
 
 Schema = TypeVar("Schema")
+Truncated = Literal["learn", "leave_out", "soft"]
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
 SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
 WRITTEN = "_written"  # attribute of loaded settings: the same as they were written
@@ -134,12 +135,13 @@ class TrainConfig:
     num_steps: int = 500  # of which each collects episodes, updates and publishes
     prompts_per_step: int = 7  # published
     group_size: int = 8  # published: episodes of a prompt
-    updates_per_step: int = 1  # optimizer steps on the same rollouts
+    updates_per_step: int = 1  # optimizer steps, each on its own part of the step's groups
     max_staleness: int = 0  # 0: wait for every step's rollouts; n: no token older than n versions is learnt from
     max_resamples: int = 0  # rounds of new prompts for groups without spread (DAPO); 0: train on fewer
     max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
     anchor_tokens: list[Anchor] = field(default_factory=lambda: list(ANCHORS))
     subagent_loss: bool = False  # sub-agents' tokens get their episode's advantage
+    truncated: Truncated = "learn"  # leave_out: cut-off episodes only count in their group; soft: they cost up to 1
 
     def __post_init__(self) -> None:
         _at_least_1("train", self, "num_steps", "prompts_per_step", "updates_per_step")
@@ -148,6 +150,11 @@ class TrainConfig:
         for name in ("max_staleness", "max_resamples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if self.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"train.updates_per_step={self.updates_per_step} would leave updates without anything to learn from: "
+                f"a group is in one of them, and there are train.prompts_per_step={self.prompts_per_step}"
+            )
         if self.max_staleness and not self.steps_ahead:
             raise ValueError(
                 f"train.max_staleness={self.max_staleness} allows nothing with train.updates_per_step="
@@ -223,6 +230,11 @@ class Config:
         yield from _lone_judge(self.reward, self.judge)
         if self.advantage.credit == "sequence" and not self.reward.anchor_weight:
             yield "advantage.credit=sequence does nothing with reward.anchor_weight=0; leave it at token"
+        if self.loss.kind == "dr_grpo" and self.advantage.normalise == "std":
+            yield (
+                "loss.kind=dr_grpo divides by no std of the group, advantage.normalise=std does: set "
+                "advantage.normalise=none, or loss.kind=para_grpo"
+            )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"
         yield from _unsplit_rows(self.pack, self.mesh)
@@ -353,20 +365,26 @@ class EvalConfig:
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
-    """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here."""
+    """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here.
+
+    A file's `loss.numbers` are those of its kind: another kind on the command line begins with its own.
+    """
     for override in overrides:
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
     layers = [] if path is None else [(str(path), _told(str(path), lambda: OmegaConf.load(path)))]
     layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
-    known = list(keys_of(schema))
-    problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, known)]
+    problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, schema)]
     if problems:
         raise ValueError("; ".join(problems))
+    if path is not None:
+        _forget_numbers_of_another_kind(layers)
     config: Any = OmegaConf.structured(schema)
     for place, layer in layers:
         config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
-    settings = _told("", partial(OmegaConf.to_object, config))
+    settings: Any = _told("", partial(OmegaConf.to_object, config))
+    if schema is Config:
+        object.__setattr__(settings, "loss", settings.loss.filled())
     # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings
@@ -389,13 +407,23 @@ def _told(place: str, work: Callable[[], Any]) -> Any:
         raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
 
 
-def _unknown_keys(place: str, layer: Any, known: list[str]) -> Iterable[str]:
+def _forget_numbers_of_another_kind(layers: list[tuple[str, Any]]) -> None:
+    (_, file), *overrides = layers
+    kinds = [OmegaConf.select(layer, "loss.kind") for _, layer in overrides]
+    before = OmegaConf.select(file, "loss.kind", default=LossConfig.kind)
+    if OmegaConf.select(file, "loss.numbers") and any(kind not in (None, before) for kind in kinds):
+        file.loss.numbers = {}
+
+
+def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
     given = cast(dict[Any, Any], OmegaConf.to_container(layer))
+    known, mappings = list(keys_of(schema)), mappings_of(schema)
     for key in flat(given):
-        if key not in known:
-            yield ("" if place.startswith(f"{key}=") else f"{place}: ") + unknown_key(key, known)
+        if key not in known and key.rpartition(".")[0] not in mappings:
+            said = unknown_key(key, [*known, *(entry for entries in mappings.values() for entry in entries)])
+            yield ("" if place.startswith(f"{key}=") else f"{place}: ") + said
 
 
 def _with_value(override: str) -> str:

@@ -30,6 +30,17 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(section, f"{prefix}{field.name}.")
 
 
+def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
+    """Settings that are mappings, each with the keys of the entries that it is known to have; it may have others."""
+    found: dict[str, list[str]] = {}
+    for field in fields(schema):
+        key, section = prefix + field.name, section_of(get_type_hints(schema)[field.name])
+        if "entries" in field.metadata:
+            found[key] = [f"{key}.{name}" for name in field.metadata["entries"]]
+        found |= mappings_of(section, f"{key}.") if section is not None else {}
+    return found
+
+
 def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """What a file, a command line or a record sets, by its key."""
     found: dict[str, Any] = {}

@@ -27,8 +27,9 @@ TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only th
     "paravt_jax/bench/video.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
+    "own_code": "",
     "rewards": "",
-    "learner": "rewards",
+    "learner": "own_code rewards",
     "keys": "",
     "config": "keys rewards learner",
     "run": "config keys learner",
@@ -51,6 +52,7 @@ PURE = (  # no config, no I/O, no logger
     "learner/advantages",
     "learner/packing",
     "learner/losses",
+    "learner/variants",
 )
 IMPURE = {"config", "logging", "omegaconf", "yaml", "os", "io", "pathlib", "subprocess", "socket", "shutil", "requests"}
 

@@ -205,6 +205,8 @@ def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any
 
 def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, int, int]) -> dict[str, Any]:
     from model_port.sharding import make_mesh
+    from paravt_jax.learner.learner import StepPart
+    from paravt_jax.learner.variants import StepCounts
     from paravt_jax.plan.plan import DEVICES, make_plan
 
     config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
@@ -220,7 +222,7 @@ def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, in
     seconds = []
     for turn in range(args.repeats + 1):
         start = time.perf_counter()
-        learner.update([batch], 1.0, config.pack.num_rows)
+        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], config.pack.num_rows)
         if turn:  # the first warms up
             seconds.append(time.perf_counter() - start)
     tokens = batch.text.tokens.size
@@ -307,6 +309,8 @@ def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]
     import jax
 
     from paravt_jax.learner import programs
+    from paravt_jax.learner.learner import StepPart
+    from paravt_jax.learner.variants import StepCounts
 
     compiled: dict[str, Any] = {}
 
@@ -321,7 +325,7 @@ def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]
     for name, function in functions.items():
         setattr(programs, name, watched(name, function))
     try:
-        learner.update([batch], 1.0, len(batch.text.tokens))
+        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], len(batch.text.tokens))
     finally:
         for name, function in functions.items():
             setattr(programs, name, function)

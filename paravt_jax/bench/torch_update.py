@@ -92,7 +92,8 @@ class TorchLearner:
         policy_logp = self._logp(self.model, inputs, begin)[kept]
         prox_logp = policy_logp.detach()  # the first update on fresh rollouts
         ratio = (policy_logp - prox_logp).exp()
-        clipped = ratio.clamp(1 - self.loss.clip_low, 1 + self.loss.clip_high)
+        numbers = self.loss.all_numbers
+        clipped = ratio.clamp(1 - numbers["clip_low"], 1 + numbers["clip_high"])
         weight = (prox_logp - behavior_logp).exp()
         weight = weight.where(weight <= self.loss.behavior_cap, 0.0)
         per_token = -weight * torch.minimum(ratio * advantage, clipped * advantage)

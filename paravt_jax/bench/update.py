@@ -158,14 +158,16 @@ def _our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Call
     from flax import nnx
 
     import model_port
-    from paravt_jax.learner.learner import Learner
+    from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.packing import Shape, pack
     from paravt_jax.learner.settings import LossConfig, OptimConfig
+    from paravt_jax.learner.variants import StepCounts
 
     dialogues, frames = group.dialogues(way)
     model = model_port.load(folder)
     model.compute = replace(model.compute, dtype=dtype)
     learner = Learner(model, OptimConfig(), LossConfig(), temperature=TEMPERATURE)
+    counts = StepCounts(group.num_loss_tokens, float(len(dialogues)), group.num_loss_tokens)
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]
     row_patches = max(len(frame.patches) for frame in group.frames)
     if way == "branches":
@@ -175,7 +177,7 @@ def _our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Call
 
     def update() -> dict[str, float]:
         batches = pack(dialogues, frames, group.config, shape)
-        metrics = learner.update(batches, group.num_loss_tokens, len(dialogues))
+        metrics = learner.update([StepPart(batches, counts)], len(dialogues))
         jax.block_until_ready(learner.state)
         return metrics
 

@@ -6,7 +6,7 @@ reference. Every sum is over the whole step and divided once, so how a step is c
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,36 @@ from model_port.sharding import ACTIVATION_AXES, on_mesh
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossSums, MismatchSums, kl_penalties
-from paravt_jax.learner.objectives import Known, Objective, PolicyNumbers, PolicyObjective, imitation
+from paravt_jax.learner.losses import kl_penalties, ratio_quantile
+from paravt_jax.learner.objectives import (
+    Known,
+    Objective,
+    PolicyNumbers,
+    PolicyObjective,
+    PolicySums,
+    imitation,
+    variant_of,
+)
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
+
+
+@dataclass(frozen=True, eq=False)
+class StepPart:
+    """What one step of the optimizer learns from; without batches it is a version with the same weights.
+
+    `known` are the log-probs of the same batches from before, for a later part of a step or KL in the reward; without
+    them the policy's are those of the update's own pass, and the reference's are computed there.
+    """
+
+    batches: Sequence[TrainBatch]
+    counts: StepCounts
+    known: Sequence[Known] | None = None
 
 
 class Learner:
@@ -51,6 +73,7 @@ class Learner:
         `num_steps` are those of the whole run, for a learning rate that changes.
         """
         self.optim, self.loss, self.mesh = optim, loss, mesh
+        self._variant = variant_of(loss)
         self._temperature, self._num_steps = temperature, num_steps
         self._structure, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)
         wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
@@ -69,34 +92,36 @@ class Learner:
         return nnx.merge(self._structure, *self.state.params)
 
     def update(
-        self,
-        batches: Sequence[TrainBatch],
-        denominator: float,
-        num_dialogues: int,
-        *,
-        known: Sequence[Known] | None = None,
-        geometric_mask: bool = False,
+        self, parts: Sequence[StepPart], num_dialogues: int, *, geometric_mask: bool = False
     ) -> dict[str, float]:
-        """One step of PARA-GRPO over all batches. `denominator` is the N of the loss.
+        """A step of RL: one step of the optimizer for every part, and what all of them were like.
 
-        `known` are the log-probs of the same batches from before, for a second update or KL in the reward; without
-        them the policy's are those of this very pass, and the reference's are computed here. `geometric_mask` turns the
-        mask of that name on for this step.
+        `num_dialogues` is the most that a part has. `geometric_mask` turns the mask of that name on for this step.
         """
         loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
+        objective = PolicyObjective(self._variant, num_dialogues if loss.needs_sequences else 0)
+        reports = []
+        for part in parts:
+            if part.batches:
+                reports.append(self._update(part, objective, loss))
+            else:
+                self.skip()
+        sums, norms = (list(each) for each in zip(*reports, strict=True))
+        total = jax.tree.map(lambda *values: sum(values), *sums)
+        return _policy_metrics(total, len(sums)) | self._optim_metrics(float(np.mean(norms)))
 
+    def _update(self, part: StepPart, objective: PolicyObjective, loss: LossConfig) -> tuple[PolicySums, float]:
         def numbers(number: int, batch: TrainBatch, visual: Visual | None) -> PolicyNumbers:
-            before = Known(ref_logp=self._ref_logp(batch, visual)) if known is None else known[number]
-            return PolicyNumbers(loss, denominator, before)
+            before = Known(ref_logp=self._ref_logp(batch, visual)) if part.known is None else part.known[number]
+            return PolicyNumbers(loss, part.counts, before)
 
-        objective = PolicyObjective(num_dialogues if loss.needs_sequences else 0)
-        (sums, mismatch), metrics = self._step(batches, objective, numbers)
-        return _policy_metrics(sums, mismatch, denominator) | metrics
+        return self._step(part.batches, objective, numbers)
 
     def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
         """One step of maximum likelihood of the scored tokens, whose number is `denominator`."""
-        total, metrics = self._step(batches, imitation, lambda *_: denominator)
-        return {"loss/imitation": float(total) / denominator, "loss/num_tokens": float(denominator), **metrics}
+        total, grad_norm = self._step(batches, imitation, lambda *_: denominator)
+        metrics = {"loss/imitation": float(total) / denominator, "loss/num_tokens": float(denominator)}
+        return metrics | self._optim_metrics(grad_norm)
 
     def skip(self) -> None:
         """A step that has nothing to learn from: the same weights under the next version."""
@@ -139,8 +164,11 @@ class Learner:
         batches: Sequence[TrainBatch],
         objective: Objective,
         numbers: Callable[[int, TrainBatch, Visual | None], Any],
-    ) -> tuple[Any, dict[str, float]]:
-        """Gradients of all batches, then one step of the optimizer; what the objective reported, summed up."""
+    ) -> tuple[Any, float]:
+        """Gradients of all batches, then one step of the optimizer.
+
+        Returned are what the objective reported, summed up, and the length of the gradient.
+        """
         if not batches:
             raise ValueError("a step needs at least one batch")
         totals = None
@@ -166,7 +194,8 @@ class Learner:
             self.state, grad_norm = programs.apply_gradients(
                 self.state, grads, numbers_at(self.optim, step, self._num_steps)
             )
-        return jax.device_get(totals), self._optim_metrics(float(grad_norm))
+        self._check_gradients()
+        return jax.device_get(totals), float(grad_norm)
 
     def _see(self, params: Params, batch: TrainBatch) -> Visual | None:
         return None if batch.vision is None else programs.see(self._structure, params, batch.vision)
@@ -182,14 +211,16 @@ class Learner:
         ref = Params(self._ref, self.state.frozen)
         return self._score(ref, batch, self._see(ref, batch) if self.optim.train_vision else visual)
 
-    def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
+    def _check_gradients(self) -> None:
         num_bad = int(self.state.num_bad)
         if num_bad >= self.optim.max_bad_steps:
             raise RuntimeError(
                 f"gradients were not finite in {num_bad} updates in a row (optim.max_bad_steps); the weights are those "
                 f"of step {int(self.state.step) - num_bad}"
             )
-        return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(num_bad)}
+
+    def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
+        return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(self.state.num_bad)}
 
     def _make_opt_state(self, trainable: nnx.State) -> Any:
         """Moments lie where their parameters lie, from the beginning."""
@@ -207,20 +238,29 @@ class Learner:
         return jax.jit(adam.init, out_shardings=shardings)(trainable)
 
 
-def _policy_metrics(sums: LossSums, mismatch: MismatchSums, denominator: float) -> dict[str, float]:
-    num_tokens = max(float(sums.num_tokens), 1.0)
+def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
+    loss, by_class = sums.loss, sums.by_class
+    num_tokens = max(float(loss.num_tokens), 1.0)
     metrics = {
-        "loss/total": float(sums.loss) / denominator,
-        "loss/policy": float(sums.policy) / denominator,
-        "loss/kl_ref": float(sums.kl_ref) / num_tokens,
-        "loss/clip_frac": float(sums.num_clipped) / num_tokens,
-        "loss/capped_frac": float(sums.num_capped) / num_tokens,
-        "loss/geometric_masked_frac": float(sums.num_geometric_masked) / num_tokens,
-        "loss/num_tokens": float(sums.num_tokens),
-        "mismatch/behavior_kl": float(sums.behavior_kl) / num_tokens,
+        "loss/total": float(loss.loss) / num_updates,
+        "loss/policy": float(loss.policy) / num_updates,
+        "loss/kl_ref": float(loss.kl_ref) / num_tokens,
+        "loss/clip_frac": float(loss.num_clipped_low + loss.num_clipped_high) / num_tokens,
+        "loss/clip_low_frac": float(loss.num_clipped_low) / num_tokens,
+        "loss/clip_high_frac": float(loss.num_clipped_high) / num_tokens,
+        "loss/ratio_p01": ratio_quantile(np.asarray(sums.ratio_counts), 0.01),
+        "loss/ratio_p99": ratio_quantile(np.asarray(sums.ratio_counts), 0.99),
+        "loss/capped_frac": float(loss.num_capped) / num_tokens,
+        "loss/geometric_masked_frac": float(loss.num_geometric_masked) / num_tokens,
+        "loss/num_tokens": float(loss.num_tokens),
+        "loss/entropy": float(by_class.entropy.sum()) / num_tokens,
+        "mismatch/behavior_kl": float(loss.behavior_kl) / num_tokens,
     }
-    for name, count, kl in zip(CLASSES, mismatch.num_tokens, mismatch.behavior_kl, strict=True):
+    for name, count, kl, entropy in zip(
+        CLASSES, by_class.num_tokens, by_class.behavior_kl, by_class.entropy, strict=True
+    ):
         metrics[f"mismatch/behavior_kl_{name}"] = float(kl) / max(float(count), 1.0)
+        metrics[f"loss/entropy_{name}"] = float(entropy) / max(float(count), 1.0)
     return metrics
 
 

@@ -1,8 +1,9 @@
-"""What an update makes smaller, given the log-probs of a batch's scored tokens: PARA-GRPO's loss, or that of imitation.
+"""What an update makes smaller, given log-probs and entropies at a batch's scored tokens: of RL, or of imitation.
 
 An objective is part of a compiled program, so it is a value that compares equal to its like; its numbers are traced.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,12 +13,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossSums, MismatchSums, mismatch_sums, policy_loss
+from paravt_jax.learner.losses import ClassSums, LossSums, class_sums, policy_loss, ratio_counts
 from paravt_jax.learner.packing import TrainBatch
-from paravt_jax.learner.settings import LossConfig
+from paravt_jax.learner.settings import LossConfig, check_names
+from paravt_jax.learner.variants import VARIANTS, StepCounts, Variant
+from paravt_jax.own_code import function_at
 
 Scalar = Float[Array, ""]
-Objective = Callable[[Float[Array, "B A"], TrainBatch, Any], tuple[Scalar, Any]]  # the loss, and sums to report
+# The loss, and sums to report, of log-probs and entropies.
+Objective = Callable[[Float[Array, "B A"], Float[Array, "B A"], TrainBatch, Any], tuple[Scalar, Any]]
+
+
+def variant_of(loss: LossConfig) -> Variant:
+    """The function of the loss that `loss.kind` names, shipped or the user's; what is wrong with that one is said."""
+    if not loss.is_own:
+        return VARIANTS[loss.kind]
+    function = function_at("loss.kind", loss.kind)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    check_names(loss.kind, loss.numbers, [parameter.name for parameter in parameters])
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in loss.numbers:
+            raise ValueError(f"loss.kind={loss.kind} needs loss.numbers.{parameter.name}: it has no default there")
+    return function
 
 
 class Known(NamedTuple):
@@ -29,17 +46,26 @@ class Known(NamedTuple):
 
 class PolicyNumbers(NamedTuple):
     loss: LossConfig
-    denominator: float
+    counts: StepCounts
     known: Known
+
+
+class PolicySums(NamedTuple):
+    """What a batch adds to what is reported of a step."""
+
+    loss: LossSums
+    by_class: ClassSums
+    ratio_counts: Float[Array, " H"]
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
+    variant: Variant
     num_dialogues: int  # 0 where the loss looks at no dialogue as a whole
 
     def __call__(
-        self, policy_logp: Float[Array, "B A"], batch: TrainBatch, numbers: PolicyNumbers
-    ) -> tuple[Scalar, tuple[LossSums, MismatchSums]]:
+        self, policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, numbers: PolicyNumbers
+    ) -> tuple[Scalar, PolicySums]:
         prox_logp, ref_logp = numbers.known
         if prox_logp is None:
             # In the first update on fresh rollouts, the log-probs from before it are those of this very pass.
@@ -47,26 +73,32 @@ class PolicyObjective:
         behavior_logp, loss_mask = jnp.asarray(batch.behavior_logp), jnp.asarray(batch.loss_mask)
         sums = policy_loss(
             numbers.loss,
+            self.variant,
             policy_logp=policy_logp,
             prox_logp=prox_logp,
             behavior_logp=behavior_logp,
             advantage=jnp.asarray(batch.advantage),
             loss_mask=loss_mask,
+            counts=numbers.counts,
             ref_logp=ref_logp,
             sequence_ids=jnp.asarray(batch.dialogue),
             num_sequences=self.num_dialogues,
         )
-        mismatch = mismatch_sums(
+        by_class = class_sums(
             prox_logp=prox_logp,
             behavior_logp=behavior_logp,
+            entropy=entropy,
             loss_mask=loss_mask,
             token_class=jnp.asarray(batch.token_class),
             num_classes=len(CLASSES),
         )
-        return sums.loss / numbers.denominator, (sums, mismatch)
+        ratios = ratio_counts(policy_logp=policy_logp, prox_logp=prox_logp, loss_mask=loss_mask)
+        return sums.loss, PolicySums(sums, by_class, ratios)
 
 
-def imitation(policy_logp: Float[Array, "B A"], batch: TrainBatch, denominator: Scalar) -> tuple[Scalar, Scalar]:
+def imitation(
+    policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, denominator: Scalar
+) -> tuple[Scalar, Scalar]:
     """Maximum likelihood of the scored tokens."""
     total = -jnp.where(jnp.asarray(batch.loss_mask), policy_logp, 0.0).sum()
     return total / denominator, total

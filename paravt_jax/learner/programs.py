@@ -60,7 +60,7 @@ def score(
     chunk_tokens: int,
 ) -> Float[Array, "B A"]:
     """Log-probs of the scored tokens."""
-    return action_logp(nnx.merge(structure, *params), batch, visual, temperature, chunk_tokens)
+    return action_scores(nnx.merge(structure, *params), batch, visual, temperature, chunk_tokens)[0]
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("objective", "chunk_tokens"), donate_argnames="grads")
@@ -84,7 +84,7 @@ def add_gradients(
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
         shown = model.see(batch.vision) if visual is None and batch.vision is not None else visual
-        return objective(action_logp(model, batch, shown, temperature, chunk_tokens), batch, numbers)
+        return objective(*action_scores(model, batch, shown, temperature, chunk_tokens), batch, numbers)
 
     own, sums = jax.grad(loss, has_aux=True)(params.trainable)
     return jax.tree.map(jnp.add, grads, own), sums
@@ -111,10 +111,13 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
     return state, grad_norm
 
 
-def action_logp(
+def action_scores(
     model: Qwen3VL, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
-) -> Float[Array, "B A"]:
-    """Log-probs of the scored tokens under log_softmax(z / temperature), a chunk of logits at a time."""
+) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
+    """Log-probs of the scored tokens under log_softmax(z / temperature), a chunk of logits at a time, and entropies.
+
+    The entropy is that of the distribution that a token was drawn from; no gradient flows through it.
+    """
     hidden = model.hidden(batch.text, visual)
     source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
     chosen = jnp.take_along_axis(hidden, source[..., None], axis=1)
@@ -125,11 +128,20 @@ def action_logp(
     target = jnp.pad(target, ((0, 0), (0, missing))).reshape(num_rows, num_chunks, -1)
 
     @jax.checkpoint
-    def score(chunk: tuple[Float[Array, "B c D"], Int[Array, "B c"]]) -> Float[Array, "B c"]:
+    def score(chunk: tuple[Float[Array, "B c D"], Int[Array, "B c"]]) -> tuple[Float[Array, "B c"], ...]:
         hidden, target = chunk
         logits = model.text.logits(hidden) / temperature
         picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return picked - jax.nn.logsumexp(logits, axis=-1)
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        return picked - normaliser, entropy_of(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(normaliser))
 
-    logp = jax.lax.map(score, (jnp.moveaxis(chosen, 1, 0), jnp.moveaxis(target, 1, 0)))
-    return jnp.moveaxis(logp, 0, 1).reshape(num_rows, -1)[:, :num_actions]
+    def whole(chunks: Float[Array, "C B c"]) -> Float[Array, "B A"]:
+        return jnp.moveaxis(chunks, 0, 1).reshape(num_rows, -1)[:, :num_actions]
+
+    logp, entropy = jax.lax.map(score, (jnp.moveaxis(chosen, 1, 0), jnp.moveaxis(target, 1, 0)))
+    return whole(logp), whole(entropy)
+
+
+def entropy_of(logits: Float[Array, "B c V"], normaliser: Float[Array, "B c"]) -> Float[Array, "B c"]:
+    """−Σ p log p, from logits and their logsumexp."""
+    return normaliser - jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)

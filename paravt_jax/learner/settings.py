@@ -1,18 +1,18 @@
 """The settings of the learner. They stand apart from what they set, so that reading a config loads no jax."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 Anchor = Literal["closings", "openings", "turn_end"]
 ANCHORS = get_args(Anchor)
 CreditKind = Literal["token", "sequence"]
 Normalise = Literal["std", "none"]
-Ratio = Literal["token", "sequence"]
 BehaviorCorrection = Literal["mask", "truncate", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlIn = Literal["loss", "reward"]
-Denominator = Literal["tokens", "constant"]
 Decision = Literal["ok", "warn", "geometric_mask", "stop"]
 Schedule = Literal["constant", "cosine"]
 
@@ -30,12 +30,80 @@ class AdvantageConfig:
             raise ValueError(f"advantage.epsilon={self.epsilon} must be a finite number above 0, such as 1e-6")
 
 
+MAX_SEQUENCE_CLIP = 0.05  # ours: far above what GSPO publishes, far below any clip of tokens
+
+
+@dataclass(frozen=True)
+class TokenClip:
+    """Ratios of tokens from 1 - clip_low to 1 + clip_high move the policy, beyond it is clipped."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1:
+            raise ValueError(f"loss.numbers.clip_low={self.clip_low} must be above 0 and below 1: ratios are positive")
+        if not 0 < self.clip_high < math.inf:
+            raise ValueError(f"loss.numbers.clip_high={self.clip_high} must be a finite number above 0")
+
+
+@dataclass(frozen=True)
+class ClipHigher(TokenClip):
+    """Rare tokens have more room to grow than to shrink."""
+
+    clip_high: float = 0.28  # published (arXiv 2503.14476)
+
+
+@dataclass(frozen=True)
+class SequenceClip(TokenClip):
+    """Of ratios of whole sequences, which are geometric means over their tokens and so far closer to 1."""
+
+    clip_low: float = 3e-4  # published (arXiv 2507.18071)
+    clip_high: float = 4e-4  # likewise
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) > MAX_SEQUENCE_CLIP:
+                raise ValueError(
+                    f"loss.numbers.{name}={getattr(self, name)} is a clip for tokens, and with loss.kind=gspo would "
+                    f"clip nothing: the ratio of a sequence is a mean over its tokens. Published are 3e-4 and 4e-4; "
+                    f"at most {MAX_SEQUENCE_CLIP}"
+                )
+
+
+@dataclass(frozen=True)
+class RatioCap:
+    max_ratio: float = 5.0  # of ScaleRL (arXiv 2510.13786); MiniMax-M1 does not say its own
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_ratio < math.inf:
+            raise ValueError(
+                f"loss.numbers.max_ratio={self.max_ratio} must be a finite number of at least 1, the ratio of a token "
+                f"on which nothing has changed"
+            )
+
+
+NUMBERS = {  # of each kind of loss, see `learner/variants.py`
+    "para_grpo": TokenClip,
+    "grpo": TokenClip,
+    "dapo": ClipHigher,
+    "dr_grpo": TokenClip,
+    "gspo": SequenceClip,
+    "cispo": RatioCap,
+}
+OF_SEQUENCES = ("grpo", "gspo")  # kinds that look at whole sequences
+NAMES = tuple(dict.fromkeys(number.name for numbers in NUMBERS.values() for number in fields(numbers)))
+
+
 @dataclass(frozen=True)
 class LossConfig:
-    clip_low: float = 0.2  # ratios from 1 - clip_low to 1 + clip_high move the policy, beyond it is clipped
-    clip_high: float = 0.2  # above clip_low: clip-higher (DAPO), which leaves rare tokens room to grow
-    ratio: Ratio = "token"  # sequence: GSPO
-    denominator: Denominator = "tokens"  # constant: Dr. GRPO, see `loss_denominator`
+    """What is made smaller: the objective of a kind, and what every kind has beside it."""
+
+    # para_grpo | grpo | dapo | dr_grpo | gspo | cispo, or path/to/file.py:function of your own, see docs/training.md
+    kind: str = "para_grpo"
+    # of the kind, such as {clip_low: 0.2, clip_high: 0.28}, or of your function; what is left out has its default
+    numbers: dict[str, float] = field(default_factory=dict, hash=False, metadata={"entries": NAMES})
     behavior_correction: BehaviorCorrection = "mask"  # truncate: min(w, cap); none: w = 1
     behavior_cap: float = 5.0  # published
     geometric_mask: bool = False  # leaves out sequences whose geometric mean of w is outside the bounds
@@ -46,10 +114,7 @@ class LossConfig:
     kl_in: KlIn = "loss"  # reward: see `kl_penalties`
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"loss.clip_low={self.clip_low} must be above 0 and below 1: ratios are positive")
-        if not 0 < self.clip_high < math.inf:
-            raise ValueError(f"loss.clip_high={self.clip_high} must be a finite number above 0")
+        _ = self.all_numbers  # which checks kind and numbers
         if not self.behavior_cap >= 1:
             raise ValueError(
                 f"loss.behavior_cap={self.behavior_cap} must be at least 1, the weight of a token on which engine and "
@@ -68,9 +133,37 @@ class LossConfig:
                 "use k2 or k3, or loss.kl_in=reward"
             )
 
+    @cached_property
+    def all_numbers(self) -> dict[str, float]:
+        """Those of the kind, the ones left out at their defaults; of one's own function, those that are set."""
+        if self.is_own:
+            return dict(self.numbers)
+        if self.kind not in NUMBERS:
+            raise ValueError(f"loss.kind={self.kind} is none of {', '.join(NUMBERS)}, nor path/to/file.py:function")
+        check_names(self.kind, self.numbers, [number.name for number in fields(NUMBERS[self.kind])])
+        return asdict(NUMBERS[self.kind](**self.numbers))
+
+    @property
+    def is_own(self) -> bool:
+        """Is it a function of the user's?"""
+        return ".py:" in self.kind
+
     @property
     def needs_sequences(self) -> bool:
-        return self.ratio == "sequence" or self.geometric_mask
+        return self.kind in OF_SEQUENCES or self.is_own or self.geometric_mask
+
+    def filled(self) -> "LossConfig":
+        """The same, every number said."""
+        return replace(self, numbers=self.all_numbers)
+
+
+def check_names(kind: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Are these numbers of the loss?"""
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"loss.numbers.{name} is no number of loss.kind={kind}, which has {', '.join(known) or 'none'}"
+            )
 
 
 @dataclass(frozen=True)

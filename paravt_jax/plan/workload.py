@@ -152,7 +152,7 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
 
 
 def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
-    updates, remat, blocked = config.train.updates_per_step, config.model.remat, config.model.attention == "blocked"
+    remat, blocked = config.model.remat, config.model.attention == "blocked"
     row = work.row_tokens
     blocks = score_blocks(row, row, True) if blocked else [(slice(0, row), row)]
     pairs = sum((block.stop - block.start) * end for block, end in blocks)
@@ -164,16 +164,16 @@ def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[st
     again = head + (attention / 2 if blocked else 0.0)
     again += {"none": 0.0, "dots": attention}.get(remat, products + attention)
     seen = work.num_groups * work.frames * _frame_flops(config, model)
-    known = updates > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
-    passes = {"update, frames": seen * (updates + known)}
+    known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
+    passes = {"update, frames": seen * (1 + known)}
     if config.loss.kl_coef:
         passes["update, reference"] = forward + (seen if config.optim.train_vision else 0.0)
     if known:
         passes["update, log-probs before"] = forward
-    passes["update, forward and backward"] = 3.0 * updates * forward
-    passes["update, computed again"] = updates * again
+    passes["update, forward and backward"] = 3.0 * forward
+    passes["update, computed again"] = again
     if config.optim.train_vision:
-        passes["update, frames backward"] = updates * seen * (2 if remat == "none" else 3)
+        passes["update, frames backward"] = seen * (2 if remat == "none" else 3)
     return passes
 
 

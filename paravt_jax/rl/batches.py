@@ -1,4 +1,4 @@
-"""One step's groups into updates of the learner: dialogues, batches, log-probs from before where they are needed."""
+"""One step's groups into updates of the learner: dialogues, parts, batches, log-probs from before where needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,14 +10,23 @@ from model_port.processing import VisionContract
 from paravt_jax.config import PackConfig, TrainConfig
 from paravt_jax.learner.advantages import batch_normalised, token_moments, with_kl_penalty
 from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
-from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.losses import loss_denominator
-from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, fitting_row_tokens, pack, used_frac
+from paravt_jax.learner.learner import Learner, StepPart
+from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, used_frac
 from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rl.rollouts import Group
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
+
+
+def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
+    """The part of the step that each group is in: at random, in parts of nearly one size.
+
+    By group, because the episodes of one share a row and its video. Seed and version decide, so that a run that was
+    resumed deals as one that was not.
+    """
+    return np.random.default_rng((seed, version)).permutation(num_groups) % num_parts
 
 
 class PolicyUpdate:
@@ -34,44 +43,56 @@ class PolicyUpdate:
         advantage: AdvantageConfig,
         pack: PackConfig,
         max_pixels: int,
+        seed: int,
     ):
         self._learner, self._chat, self._contract = learner, chat, contract
         self._train, self._rollout, self._advantage, self._pack_settings = train, rollout, advantage, pack
-        self._row_patches = max_pixels // contract.patch_px**2
+        self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
 
     def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
-        """Updates the learner, once or several times. A step without anything to learn from passes."""
-        train, learner, loss = self._train, self._learner, self._learner.loss
+        """Updates the learner, once for every part of the step. A step without anything to learn from passes."""
+        parts = self.parts(groups)
+        batches = [batch for part in parts for batch in part.batches]
+        packed = {"perf/dummy_frac": 1.0 - used_frac(batches) if batches else 0.0}
+        packed["perf/num_batches"] = float(len(batches))
+        if not batches:
+            for _ in parts:
+                self._learner.skip()
+            return packed
+        return self._learner.update(parts, self._max_dialogues, geometric_mask=geometric_mask) | packed
+
+    def parts(self, groups: Sequence[Group]) -> list[StepPart]:
+        """What the updates of a step learn from, each one from groups of its own."""
+        learner, loss = self._learner, self._learner.loss
         groups = [group for group in groups if group.teaches]
-        dialogues = self._dialogues(groups)
-        if not dialogues:
-            for _ in range(train.updates_per_step):
-                learner.skip()
-            return {"perf/dummy_frac": 0.0, "perf/num_batches": 0.0}
-        batches = self._pack(self._normalised(dialogues), groups)
-        known = None
+        dialogues, version = self._dialogues(groups), int(learner.state.step)
+        part_of = dealt_out(len(groups), self._train.updates_per_step, self._seed, version)
+        parts = self._packed(self._normalised(dialogues), groups, part_of)
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
-        if kl_in_reward or train.updates_per_step > 1:
-            known = [learner.known(batch) for batch in batches]
+        if kl_in_reward or len(parts) > 1:
+            parts = [replace(part, known=[learner.known(batch) for batch in part.batches]) for part in parts]
         if kl_in_reward:
-            assert known is not None
-            penalties = learner.kl_penalties(batches, known, self._max_dialogues)
-            dialogues = self._penalised(dialogues, groups, penalties)
-            batches = self._pack(self._normalised(dialogues), groups)  # the same places, with other advantages
-        denominator = loss_denominator(
-            loss.denominator,
-            num_loss_tokens=sum(int(dialogue.loss_mask.sum()) for dialogue in dialogues),
-            num_episodes=train.prompts_per_step * train.group_size,
-            max_new_tokens=self._rollout.max_new_tokens * (self._rollout.tool_turns + 1),
-        )
-        metrics: dict[str, float] = {}
-        for _ in range(train.updates_per_step):
-            metrics = learner.update(
-                batches, denominator, self._max_dialogues, known=known, geometric_mask=geometric_mask
-            )
-        metrics["perf/dummy_frac"] = 1.0 - used_frac(batches)
-        metrics["perf/num_batches"] = float(len(batches))
-        return metrics
+            dialogues = self._penalised(dialogues, groups, part_of, parts)
+            again = self._packed(self._normalised(dialogues), groups, part_of)
+            # The same places, with other advantages.
+            parts = [replace(part, known=before.known) for part, before in zip(again, parts, strict=True)]
+        return parts
+
+    def _packed(self, dialogues: Sequence[Dialogue], groups: Sequence[Group], part_of: np.ndarray) -> list[StepPart]:
+        """Each with its own N."""
+        train, rollout = self._train, self._rollout
+        max_tokens = train.prompts_per_step * train.group_size * rollout.max_new_tokens * (rollout.tool_turns + 1)
+        shape, frames = self._shape(dialogues), self._frames(groups)
+        parts = []
+        for own in self._in_parts(dialogues, part_of):
+            num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in own)
+            counts = StepCounts(float(num_tokens), float(len(own)), max_tokens / train.updates_per_step)
+            parts.append(StepPart(pack(own, frames, self._learner.model.config, shape), counts))
+        return parts
+
+    def _in_parts(self, dialogues: Sequence[Dialogue], part_of: np.ndarray) -> list[list[Dialogue]]:
+        size, num_parts = self._train.group_size, self._train.updates_per_step
+        return [[d for d in dialogues if part_of[d.episode // size] == part] for part in range(num_parts)]
 
     @property
     def _max_dialogues(self) -> int:
@@ -86,7 +107,7 @@ class PolicyUpdate:
         for first, group in enumerate(groups):
             earned = group.advantages
             for number, member in enumerate(group.members):
-                if not earned.keep[number]:
+                if not group.keep[number]:
                     continue
                 assert member.episode is not None
                 assert member.terms is not None
@@ -103,13 +124,16 @@ class PolicyUpdate:
         return dialogues
 
     def _penalised(
-        self, dialogues: Sequence[Dialogue], groups: Sequence[Group], penalties: np.ndarray
+        self, dialogues: Sequence[Dialogue], groups: Sequence[Group], part_of: np.ndarray, parts: Sequence[StepPart]
     ) -> list[Dialogue]:
         """KL in the reward: every token of an episode bears the KL of all its dialogues."""
         size = self._train.group_size
         of_episode = np.zeros(len(groups) * size)
-        for dialogue, penalty in zip(dialogues, penalties, strict=False):
-            of_episode[dialogue.episode] += penalty
+        for own, part in zip(self._in_parts(dialogues, part_of), parts, strict=True):
+            assert part.known is not None
+            penalties = self._learner.kl_penalties(part.batches, part.known, self._max_dialogues)
+            for dialogue, penalty in zip(own, penalties, strict=False):
+                of_episode[dialogue.episode] += penalty
         return [
             replace(
                 dialogue,
@@ -125,7 +149,7 @@ class PolicyUpdate:
 
     def _normalised(self, dialogues: Sequence[Dialogue]) -> Sequence[Dialogue]:
         settings = self._advantage
-        if not settings.batch_normalise:
+        if not settings.batch_normalise or not dialogues:
             return dialogues
         moments = [token_moments(dialogue.advantage, dialogue.loss_mask) for dialogue in dialogues]
         total = sum(moments[1:], moments[0])
@@ -133,11 +157,11 @@ class PolicyUpdate:
             replace(d, advantage=batch_normalised(d.advantage, d.loss_mask, total, settings.epsilon)) for d in dialogues
         ]
 
-    def _pack(self, dialogues: Sequence[Dialogue], groups: Sequence[Group]) -> list[TrainBatch]:
+    def _shape(self, dialogues: Sequence[Dialogue]) -> Shape:
+        """One for all parts of the step."""
         settings = self._pack_settings
         row_tokens = fitting_row_tokens(dialogues, settings.row_tokens, settings.sizes_per_doubling)
-        shape = Shape(settings.num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling)
-        return pack(dialogues, self._frames(groups), self._learner.model.config, shape)
+        return Shape(settings.num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:
         pictures = {

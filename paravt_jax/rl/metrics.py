@@ -45,6 +45,7 @@ def member_metrics(members: Sequence[Member]) -> dict[str, float]:
         "tool_use_frac": _mean("ok" in episode.outcomes for episode in episodes),
         "turns_mean": _mean(len(episode.turns) for episode in episodes),
         "sampled_tokens_mean": _mean(episode.ledger.num_sampled for episode in episodes),
+        "length_penalty_mean": _mean(member.length_penalty for member in whole),
         "cut_off_frac": _mean(episode.finish != "done" for episode in episodes),
     }
     outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)

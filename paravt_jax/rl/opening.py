@@ -11,6 +11,7 @@ from paravt_jax.data.rows import left_out
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.objectives import variant_of
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
@@ -33,6 +34,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
 
     `allow_changes`: also with another model, seed or data than it began with.
     """
+    variant_of(config.loss)  # of the user's own file, which may not load
     async with AsyncExitStack() as stack:
         directory = RunDirectory.enter(
             config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
@@ -74,7 +76,8 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
             trainable_vision=config.optim.train_vision,
         )
         stack.push_async_callback(engine.close)
-        player = Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed)
+        agent = Agent(engine, frames, policy.chat, config.rollout)
+        player = Player(agent, config.reward, judge, config.seed, config.train.truncated)
         cursor = Cursor.from_record(training.begun_with["cursor"])
         rollouts = Rollouts(
             player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
@@ -93,6 +96,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
                 advantage=config.advantage,
                 pack=config.pack,
                 max_pixels=config.video.max_pixels,
+                seed=config.seed,
             ),
             engine=engine,
             rollouts=rollouts,

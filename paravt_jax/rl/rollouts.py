@@ -8,12 +8,13 @@ Nothing that one of them says or does ends a run, unless most of a step's episod
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
-from paravt_jax.config import TrainConfig, VideoConfig
+from paravt_jax.config import TrainConfig, Truncated, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
@@ -21,6 +22,7 @@ from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
+from paravt_jax.rl.truncation import is_cut_off, length_penalty
 from rollout.episode import Agent, Episode, Overview, Task
 
 
@@ -33,6 +35,8 @@ class Member:
     terms: RewardTerms | None = None
     format_reward: float = 0.0  # R_fmt by the default rules, so that arms with other rewards compare
     problem: str = ""  # why it is missing
+    length_penalty: float = 0.0  # part of R with train.truncated=soft
+    left_out: bool = False  # counts in its group's statistics, and is not learnt from
 
     @property
     def missing(self) -> bool:
@@ -49,8 +53,13 @@ class Group:
     advantages: GroupAdvantages
 
     @property
+    def keep(self) -> Bool[np.ndarray, " G"]:
+        """Of the members, those whose tokens are learnt from."""
+        return self.advantages.keep & [not member.left_out for member in self.members]
+
+    @property
     def teaches(self) -> bool:
-        return bool(self.advantages.keep.any())
+        return bool(self.keep.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +70,7 @@ class Player:
     reward: RewardConfig
     judge: Judge | None
     seed: int
+    truncated: Truncated = "learn"
 
     async def play(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
         """One episode of a prompt, all of it of one version if one is given."""
@@ -83,7 +93,17 @@ class Player:
         asked = (turns, episode.outcomes, prompt.answer, prompt.question_type)
         terms = reward_terms(*asked, self.reward, judged, prompt.question)
         fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
-        return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
+        soft = self.truncated == "soft"
+        penalty = length_penalty(episode, self.agent.config.max_new_tokens) if soft else 0.0
+        return Member(
+            name,
+            episode,
+            _with_penalty(terms, penalty),
+            fixed.format,
+            problem="no verdict of the judge" if terms.missing else "",
+            length_penalty=penalty,
+            left_out=self.truncated == "leave_out" and is_cut_off(episode),
+        )
 
     async def play_all(
         self,
@@ -197,6 +217,13 @@ async def evaluate(
     return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
+def _with_penalty(terms: RewardTerms, penalty: float) -> RewardTerms:
+    """The same with a part of R that no text earns."""
+    if terms.total is None or terms.total_without_anchor is None:
+        return terms
+    return replace(terms, total=terms.total + penalty, total_without_anchor=terms.total_without_anchor + penalty)
+
+
 def advantages_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
     def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
         earned = [None if member.missing or member.terms is None else of(member.terms) for member in members]
@@ -225,7 +252,7 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "advantage": {
                 "sequence": float(group.advantages.sequence[number]),
                 "anchor": float(group.advantages.anchor[number]),
-                "keep": bool(group.advantages.keep[number]),
+                "keep": bool(group.keep[number]),
             },
         }
         for group in groups
@@ -239,6 +266,7 @@ def member_record(member: Member) -> dict[str, Any]:
     if member.terms is not None:
         names = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
         record["reward"] = {name: getattr(member.terms, name) for name in names}
+        record["reward"]["length"] = member.length_penalty
         record["reward"]["credits"] = [asdict(credit) for credit in member.terms.credits]
     return record
 

@@ -84,6 +84,7 @@ LOSSES = {
     "policy loss": Quantity("loss/policy", "", NEUTRAL),
     "KL to the reference policy, nats per token": Quantity("loss/kl_ref", "", NEUTRAL),
     "clipped tokens, fraction": Quantity("loss/clip_frac", "", NEUTRAL),
+    "entropy of sampled tokens, nats": Quantity("loss/entropy", "", NEUTRAL),
     "gradient norm before clipping": Quantity("optim/grad_norm", "", NEUTRAL),
 }
 

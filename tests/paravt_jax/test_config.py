@@ -47,7 +47,8 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
     assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.max_grad_norm) == (2e-6, 0.01, 1.0)
-    assert (config.loss.kl_coef, config.loss.clip_low, config.loss.behavior_cap) == (0.01, 0.2, 5.0)
+    assert (config.loss.kind, config.loss.all_numbers) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2})
+    assert (config.loss.kl_coef, config.loss.behavior_cap) == (0.01, 5.0)
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
 
 
@@ -167,6 +168,13 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["train.num_steps=[3"], r"^train\.num_steps=\[3 is no YAML: did not find expected ',' or '\]'"),
         (["engine.kind=vllm"], r"engine\.kind=vllm: .*'jax', 'sglang'"),
         (["train.group_size=1"], r"train\.group_size=1 must be at least 2"),
+        (["loss.clip_high=0.3"], r"loss\.clip_high is no setting \(did you mean loss\.numbers\.clip_high\?\)$"),
+        (["loss.kind=grop"], r"loss\.kind=grop is none of para_grpo, grpo, .*, nor path/to/file\.py:function"),
+        (["loss.numbers.clip=0.3"], r"loss\.numbers\.clip is no number of loss\.kind=para_grpo, which has clip_low"),
+        (["loss.numbers.clip_high=much"], r"loss\.numbers\.clip_high=much: .*Float"),
+        (["loss.kind=gspo", "loss.numbers.clip_low=0.2"], r"loss\.numbers\.clip_low=0\.2 is a clip for tokens"),
+        (["loss.kind=dr_grpo"], r"loss\.kind=dr_grpo divides by no std .* set advantage\.normalise=none"),
+        (["train.updates_per_step=8"], r"train\.updates_per_step=8 would leave .*train\.prompts_per_step=7"),
         (["train.updates_per_step=3", "train.max_staleness=4"], "one step ahead become 5 versions old; allow so many"),
         (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
         (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
@@ -223,6 +231,23 @@ def test_two_problems_are_told_at_once():
         load_config(None, "train.num_step=3", "learning_rate=1")
     with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
         load_config(None, "mesh.data=2", "rollout.top_p=0.5")
+
+
+def test_a_kind_of_loss_begins_with_its_own_numbers_whatever_the_file_says_of_another(tmp_path):
+    (tmp_path / "run.yaml").write_text("loss: {kind: para_grpo, numbers: {clip_low: 0.1}}")
+    assert load_config(tmp_path / "run.yaml").loss.numbers == {"clip_low": 0.1, "clip_high": 0.2}
+    same = load_config(tmp_path / "run.yaml", "loss.numbers.clip_high=0.3", "loss.kind=para_grpo")
+    assert same.loss.numbers == {"clip_low": 0.1, "clip_high": 0.3}
+    other = load_config(tmp_path / "run.yaml", "loss.numbers.clip_high=0.3", "loss.kind=dapo")
+    assert other.loss.numbers == {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def test_the_record_of_a_run_has_every_number_of_its_loss():
+    assert to_record(load_config(None, "loss.kind=cispo"))["loss"]["numbers"] == {"max_ratio": 5.0}
+
+
+def test_a_function_of_ones_own_may_have_any_numbers():
+    assert load_config(None, "loss.kind=mine.py:loss", "loss.numbers.alpha=2").loss.numbers == {"alpha": 2.0}
 
 
 def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_path):

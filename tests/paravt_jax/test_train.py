@@ -63,7 +63,10 @@ def test_every_option_of_the_update_runs(tmp_path):
         tmp_path / "run",
         *QUICK,
         "train.num_steps=2",
+        "train.prompts_per_step=2",
         "train.updates_per_step=2",
+        "train.truncated=soft",
+        "loss.kind=grpo",
         "train.subagent_loss=true",
         "train.max_resamples=1",
         "loss.kl_in=reward",
@@ -83,6 +86,7 @@ def test_every_option_of_the_update_runs(tmp_path):
     [
         (["model.path=/nowhere"], "/nowhere is not a directory"),
         (["data.train=/nowhere.parquet"], "/nowhere.parquet"),
+        (["loss.kind=/nowhere.py:mine"], r"loss\.kind=/nowhere\.py:mine: there is no file /nowhere\.py"),
         (["rollout.token_px=28"], "rollout.token_px=28, but a token of .* shows 32 px"),
         (["mesh.data=16", "pack.num_rows=16"], "needs 16 devices"),
     ],

@@ -39,7 +39,7 @@ ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
 def rollouts_of(
     agent: Agent, visits: Visits[Prompt], cursor: Cursor, config: Config, judge: Judge | None = None
 ) -> Rollouts:
-    player = Player(agent, config.reward, judge, config.seed)
+    player = Player(agent, config.reward, judge, config.seed, config.train.truncated)
     return Rollouts(player, visits, cursor, config.train, config.video, config.advantage)
 
 
@@ -53,6 +53,7 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
         advantage=config.advantage,
         pack=config.pack,
         max_pixels=config.video.max_pixels,
+        seed=config.seed,
     )
 
 

@@ -10,10 +10,11 @@ from flax import nnx
 import model_port
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh
-from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 LOSS = LossConfig(kl_coef=0.0)
@@ -62,6 +63,7 @@ def assert_close(one, other, tolerance):
 
 
 NUM_TOKENS = 36.0
+COUNTS = StepCounts(NUM_TOKENS, 3.0, 96.0)
 
 
 @pytest.mark.slow
@@ -69,7 +71,7 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(tiny_hf, 
     ours = learner(tiny_hf)
     (batch,) = batches(tiny_hf, dialogues, frames)
     before = ours.log_probs(batch)
-    metrics = [ours.update([batch], NUM_TOKENS, 3) for _ in range(5)]
+    metrics = [ours.update([StepPart([batch], COUNTS)], 3) for _ in range(5)]
     change = (ours.log_probs(batch) - before)[batch.loss_mask]
     sign = np.sign(batch.advantage[batch.loss_mask])
     assert np.mean(change * sign > 0) > 0.9
@@ -82,11 +84,11 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(tiny_hf, 
 @pytest.mark.slow
 def test_however_a_step_is_cut_the_update_is_the_same(tiny_hf, dialogues, frames):
     whole, cut = learner(tiny_hf), learner(tiny_hf)
-    whole.update(batches(tiny_hf, dialogues, frames), NUM_TOKENS, 3)
+    whole.update([StepPart(batches(tiny_hf, dialogues, frames), COUNTS)], 3)
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
     pieces = batches(tiny_hf, alone, frames, Shape(1, 40, 16))
     assert len(pieces) == 3
-    found = cut.update(pieces, NUM_TOKENS, 3)
+    found = cut.update([StepPart(pieces, COUNTS)], 3)
     assert found["loss/num_tokens"] == NUM_TOKENS
     assert_same_gradient(whole, cut)
 
@@ -109,7 +111,7 @@ def _mu(learner):
 def test_the_vision_tower_moves_only_when_it_trains(train_vision, tiny_hf, dialogues, frames):
     ours = learner(tiny_hf, replace(OPTIM, train_vision=train_vision))
     before = params(ours)
-    ours.update(batches(tiny_hf, dialogues, frames), NUM_TOKENS, 3)
+    ours.update([StepPart(batches(tiny_hf, dialogues, frames), COUNTS)], 3)
     after = params(ours)
     moved = {path for path, value in before.items() if not np.array_equal(value, after[path])}
     assert any(path.startswith("vision") for path in moved) == train_vision
@@ -123,19 +125,19 @@ def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_r
     (good,) = batches(tiny_hf, dialogues, frames)
     bad = replace(good, advantage=np.where(good.loss_mask, np.inf, 0).astype(np.float32))
     before = params(ours)
-    assert ours.update([bad], NUM_TOKENS, 3)["optim/num_bad_steps"] == 1
+    assert ours.update([StepPart([bad], COUNTS)], 3)["optim/num_bad_steps"] == 1
     assert_close(params(ours), before, 0)
-    assert ours.update([good], NUM_TOKENS, 3)["optim/num_bad_steps"] == 0  # the count is of updates in a row
-    ours.update([bad], NUM_TOKENS, 3)
+    assert ours.update([StepPart([good], COUNTS)], 3)["optim/num_bad_steps"] == 0  # the count is of updates in a row
+    ours.update([StepPart([bad], COUNTS)], 3)
     with pytest.raises(RuntimeError, match=r"not finite in 2 updates in a row \(optim\.max_bad_steps\)"):
-        ours.update([bad], NUM_TOKENS, 3)
+        ours.update([StepPart([bad], COUNTS)], 3)
 
 
 @pytest.mark.slow
 def test_the_reference_is_what_training_began_with(tiny_hf, dialogues, frames):
     ours = learner(tiny_hf, loss=LossConfig(kl_coef=0.1))
     packed = batches(tiny_hf, dialogues, frames)
-    kl = [ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(3)]
+    kl = [ours.update([StepPart(packed, COUNTS)], 3)["loss/kl_ref"] for _ in range(3)]
     assert abs(kl[0]) < 1e-6
     assert min(kl[1:]) > 1e-6
     assert learner(tiny_hf)._ref is None  # none is held where it counts for nothing
@@ -147,7 +149,7 @@ def test_the_penalty_holds_the_policy_back(tiny_hf, dialogues, frames):
     drift = []
     for kl_coef in (0.001, 10.0):
         ours = learner(tiny_hf, loss=LossConfig(kl_coef=kl_coef))
-        drift.append([ours.update(packed, NUM_TOKENS, 3)["loss/kl_ref"] for _ in range(4)][-1])
+        drift.append([ours.update([StepPart(packed, COUNTS)], 3)["loss/kl_ref"] for _ in range(4)][-1])
     assert drift[1] < drift[0]
 
 
@@ -155,15 +157,48 @@ def test_the_penalty_holds_the_policy_back(tiny_hf, dialogues, frames):
 def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_ones(tiny_hf, dialogues, frames):
     fresh, prepared = (learner(tiny_hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
     packed = batches(tiny_hf, dialogues, frames)
-    fresh.update(packed, NUM_TOKENS, 3)
+    fresh.update([StepPart(packed, COUNTS)], 3)
     known = [prepared.known(batch) for batch in packed]
-    first = prepared.update(packed, NUM_TOKENS, 3, known=known)
+    first = prepared.update([StepPart(packed, COUNTS, known)], 3)
     assert_same_gradient(fresh, prepared)
     assert first["loss/clip_frac"] == 0  # the ratio is 1 everywhere
     for _ in range(4):
-        later = prepared.update(packed, NUM_TOKENS, 3, known=known)
+        later = prepared.update([StepPart(packed, COUNTS, known)], 3)
     assert later["loss/clip_frac"] > 0  # and moves away from it
     assert later["mismatch/behavior_kl"] == pytest.approx(first["mismatch/behavior_kl"])  # that of the old policy
+
+
+@pytest.mark.slow
+def test_the_metrics_of_a_step_in_parts_are_of_all_its_tokens(tiny_hf, dialogues, frames):
+    ours = learner(tiny_hf)
+    classed = [replace(dialogues[0], token_class=np.ones_like(dialogues[0].token_class)), dialogues[1], dialogues[2]]
+    counts = StepCounts(12.0, 1.0, 32.0)
+    packed = [batches(tiny_hf, [one], frames) for one in classed]
+    parts = [StepPart(one, counts, [ours.known(batch) for batch in one]) for one in packed]
+    before = np.concatenate([ours.log_probs(one[0])[one[0].loss_mask] for one in packed])
+    found = ours.update([*parts, StepPart([], counts)], 1)
+    assert int(ours.state.step) == 4  # a part without anything to learn from is a version too
+    assert found["loss/num_tokens"] == NUM_TOKENS
+    behavior = np.concatenate([one[0].behavior_logp[one[0].loss_mask] for one in packed])
+    k3 = np.exp(before - behavior) - 1 - (before - behavior)
+    assert found["mismatch/behavior_kl"] == pytest.approx(k3.mean(), rel=1e-4)
+    odd = np.r_[np.ones(12, bool), np.tile(np.arange(20, 32) % 2 == 1, 2)]
+    assert found["mismatch/behavior_kl_structural"] == pytest.approx(k3[odd].mean(), rel=1e-4)
+    assert found["loss/ratio_p01"] < 1 < found["loss/ratio_p99"]  # a part later than the first is off its prox
+    assert 0 < found["loss/entropy"] < np.log(ours.model.config.text.vocab_size)
+    of_classes = [found["loss/entropy_plain"], found["loss/entropy_structural"]]
+    assert found["loss/entropy"] == pytest.approx(np.average(of_classes, weights=[12, 24]), rel=1e-4)
+    assert found["loss/clip_frac"] == found["loss/clip_low_frac"] + found["loss/clip_high_frac"]
+
+
+@pytest.mark.slow
+def test_a_loss_of_whole_sequences_is_cut_into_batches_like_the_others(tiny_hf, dialogues, frames):
+    alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
+    packed, pieces = batches(tiny_hf, dialogues, frames), batches(tiny_hf, alone, frames, Shape(1, 40, 16))
+    whole, cut = (learner(tiny_hf, loss=LossConfig("gspo", kl_coef=0.0)) for _ in range(2))
+    found = whole.update([StepPart(packed, COUNTS)], 3), cut.update([StepPart(pieces, COUNTS)], 3)
+    assert found[0]["loss/total"] == pytest.approx(found[1]["loss/total"], rel=1e-4)
+    assert_same_gradient(whole, cut)
 
 
 @pytest.mark.slow
@@ -177,7 +212,7 @@ def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(tin
 
     np.testing.assert_allclose(penalties(), 0, atol=1e-6)
     for _ in range(3):
-        ours.update(only_first, NUM_TOKENS, 3)
+        ours.update([StepPart(only_first, COUNTS)], 3)
     assert penalties().argmax() == 0
     assert penalties()[0] > 1e-4
 
@@ -186,8 +221,8 @@ def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(tin
 def test_the_geometric_mask_can_be_asked_for_in_one_step(tiny_hf, dialogues, frames):
     ours = learner(tiny_hf)
     packed = batches(tiny_hf, dialogues, frames)  # whose behavior is far from the policy
-    assert ours.update(packed, NUM_TOKENS, 3)["loss/geometric_masked_frac"] == 0
-    assert ours.update(packed, NUM_TOKENS, 3, geometric_mask=True)["loss/geometric_masked_frac"] == 1
+    assert ours.update([StepPart(packed, COUNTS)], 3)["loss/geometric_masked_frac"] == 0
+    assert ours.update([StepPart(packed, COUNTS)], 3, geometric_mask=True)["loss/geometric_masked_frac"] == 1
 
 
 def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(tiny_hf):
@@ -202,7 +237,7 @@ def test_a_step_without_anything_to_learn_is_a_version_with_the_same_weights(tin
 def test_clipping_bounds_the_gradient_and_not_its_report(tiny_hf, dialogues, frames):
     packed = batches(tiny_hf, dialogues, frames)
     norms = [
-        learner(tiny_hf, replace(OPTIM, max_grad_norm=n)).update(packed, NUM_TOKENS, 3)["optim/grad_norm"]
+        learner(tiny_hf, replace(OPTIM, max_grad_norm=n)).update([StepPart(packed, COUNTS)], 3)["optim/grad_norm"]
         for n in (1e-3, 1e3)
     ]
     assert norms[0] == pytest.approx(norms[1])
@@ -213,13 +248,14 @@ def test_clipping_bounds_the_gradient_and_not_its_report(tiny_hf, dialogues, fra
 def test_no_coefficient_compiles_a_program_of_its_own(tiny_hf, dialogues, frames):
     packed = batches(tiny_hf, dialogues, frames)
     loss = LossConfig(kl_coef=0.1)
-    learner(tiny_hf, loss=loss).update(packed, NUM_TOKENS, 3)
+    learner(tiny_hf, loss=loss).update([StepPart(packed, COUNTS)], 3)
     sizes = [program._cache_size() for program in PROGRAMS]
-    other = replace(loss, kl_coef=0.2, clip_low=0.1, clip_high=0.4, behavior_cap=3.0, geometric_low=0.5)
+    numbers = {"clip_low": 0.1, "clip_high": 0.4}
+    other = replace(loss, kl_coef=0.2, numbers=numbers, behavior_cap=3.0, geometric_low=0.5)
     ours = learner(tiny_hf, replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, max_grad_norm=2.0), other)
-    ours.update(packed, 2 * NUM_TOKENS, 4)
+    ours.update([StepPart(packed, StepCounts(72.0, 4.0, 200.0))], 4)
     assert [program._cache_size() for program in PROGRAMS] == sizes
-    learner(tiny_hf, loss=replace(loss, behavior_correction="truncate")).update(packed, NUM_TOKENS, 3)
+    learner(tiny_hf, loss=replace(loss, behavior_correction="truncate")).update([StepPart(packed, COUNTS)], 3)
     assert add_gradients._cache_size() > sizes[PROGRAMS.index(add_gradients)]  # another loss is another program
 
 
@@ -234,11 +270,11 @@ def test_eight_devices_make_the_same_update_as_one(tiny_hf, dialogues, frames):
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
     packed = batches(tiny_hf, alone, frames, replace(shape, row_tokens=40))
     one = learner(tiny_hf)
-    one.update(packed, NUM_TOKENS, 3)
+    one.update([StepPart(packed, COUNTS)], 3)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
         eight = learner(tiny_hf, mesh=mesh)
-        eight.update(packed, NUM_TOKENS, 3)
+        eight.update([StepPart(packed, COUNTS)], 3)
         table = flat_params(eight.state.trainable)["text.embed.table_vd"]
         assert (
             table.sharding.spec == jax.tree.leaves(_mu(eight))[0].sharding.spec or len(table.sharding.device_set) == 8

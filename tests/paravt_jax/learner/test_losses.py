@@ -11,16 +11,19 @@ import pytest
 
 from paravt_jax.learner.losses import (
     LossSums,
+    class_sums,
     k3,
     kl_penalties,
-    loss_denominator,
     mismatch_decision,
-    mismatch_sums,
     policy_loss,
+    ratio_counts,
+    ratio_quantile,
 )
 from paravt_jax.learner.settings import LossConfig, MismatchConfig
+from paravt_jax.learner.variants import VARIANTS, StepCounts
 
 PLAIN = LossConfig(kl_coef=0.0)
+SUMS = StepCounts(1.0, 1.0, 1.0)  # a loss is then the sum over its tokens
 LOGPS = ("policy_logp", "prox_logp", "behavior_logp", "ref_logp")
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -68,19 +71,23 @@ def random_tokens(rows=3, width=7, seed=0, dtype=np.float32):
     return given | {"loss_mask": jnp.asarray(mask), "sequence_ids": jnp.asarray(ids, jnp.int32)}
 
 
-@partial(jax.jit, static_argnames=("config", "num_sequences"))
-def jitted(config, given, num_sequences):
+@partial(jax.jit, static_argnames=("config", "num_sequences", "counts"))
+def jitted(config, given, num_sequences, counts):
     def value(policy_logp):
-        sums = policy_loss(config, **(given | {"policy_logp": policy_logp}), num_sequences=num_sequences)
+        sums = loss_of(config, given | {"policy_logp": policy_logp}, num_sequences, counts)
         return sums.loss, sums
 
     return jax.value_and_grad(value, has_aux=True)(given["policy_logp"])
 
 
-def sums_and_gradient(config, given, num_sequences=None):
+def loss_of(config, given, num_sequences=0, counts=SUMS):
+    return policy_loss(config, VARIANTS[config.kind], **given, num_sequences=num_sequences, counts=counts)
+
+
+def sums_and_gradient(config, given, num_sequences=None, counts=SUMS):
     """The sums, and what they do to each token's log-prob."""
     num_sequences = given["policy_logp"].size if num_sequences is None else num_sequences
-    (_, sums), gradient = jitted(config, given, num_sequences)
+    (_, sums), gradient = jitted(config, given, num_sequences, counts)
     return sums, np.asarray(gradient)
 
 
@@ -90,12 +97,15 @@ def assert_same(one, other, atol=1e-5):
     np.testing.assert_allclose(gradient.ravel(), other_gradient.ravel(), atol=atol, rtol=atol)
 
 
-# Every option at once where it shows: used wherever something must not matter.
+SEQUENCE_CLIP = {"clip_low": 0.03, "clip_high": 0.04}
+# Every kind, and every option at once where it shows: used wherever something must not matter.
 ALL_KINDS = [
     LossConfig(),
-    LossConfig(clip_high=0.5, behavior_correction="truncate", behavior_cap=1.3, kl_estimator="k2"),
-    LossConfig(ratio="sequence", geometric_mask=True, geometric_low=0.7, geometric_high=1.6, behavior_cap=2.0),
-    LossConfig(behavior_correction="none", kl_in="reward", kl_estimator="k1"),
+    LossConfig("dapo", {"clip_high": 0.5}, "truncate", 1.3, kl_estimator="k2"),
+    LossConfig("gspo", SEQUENCE_CLIP, "mask", 2.0, geometric_mask=True, geometric_low=0.7, geometric_high=1.6),
+    LossConfig("grpo", behavior_correction="none", kl_in="reward", kl_estimator="k1"),
+    LossConfig("dr_grpo"),
+    LossConfig("cispo", {"max_ratio": 1.2}),
 ]
 
 
@@ -107,7 +117,7 @@ def test_the_policy_term_by_hand():
     assert sums.policy == sums.loss == pytest.approx(-0.55, abs=1e-6)
     # −w·ratio·A where the clip does not decide
     np.testing.assert_allclose(gradient, [-2.0, 0.0, 3.0, -1.0, 0.0, -0.55], atol=1e-6)
-    assert (sums.num_tokens, sums.num_clipped, sums.num_capped) == (6, 2, 0)
+    assert (sums.num_tokens, sums.num_clipped_low, sums.num_clipped_high, sums.num_capped) == (6, 1, 1, 0)
 
 
 def test_the_kl_term_by_hand():
@@ -139,35 +149,6 @@ def test_weights_above_the_cap_by_hand(correction, by_hand, num_capped):
     assert sums.loss - sums.policy == pytest.approx(3 * 0.01 * 0.3068528, abs=1e-5)
 
 
-def test_the_sequence_ratio_by_hand():
-    given = tokens(ratio=[2.0, 0.5, 1.1, 8.0], advantage=[1, 3, 1, 1], ids=[1, 1, 0, 1], mask=[True, True, True, False])
-    sums, gradient = sums_and_gradient(replace(PLAIN, ratio="sequence"), given)
-    # sequence 1: the masked token left out, √(2 · 0.5) = 1; sequence 0: 1.1
-    assert sums.loss == pytest.approx(-(1 + 3 + 1.1), abs=1e-6)
-    np.testing.assert_allclose(gradient, [-1.0, -3.0, -1.1, 0.0], atol=1e-6)  # each token by its own advantage
-    by_token, _ = sums_and_gradient(PLAIN, given)
-    assert by_token.loss == pytest.approx(-(1.2 + 1.5 + 1.1), abs=1e-6)
-
-
-def test_with_one_advantage_the_sequence_ratio_is_gspo():
-    given = random_tokens(rows=1, width=11)
-    given |= {"advantage": jnp.full((1, 11), -1.3), "behavior_logp": given["prox_logp"]}
-    mask, ids = np.asarray(given["loss_mask"]), np.asarray(given["sequence_ids"])
-
-    def gspo(policy):
-        objective = 0.0
-        for number in range(3):
-            own = mask & (ids == number)
-            ratio = jnp.exp(jnp.mean(policy[own] - given["prox_logp"][own]))
-            objective += float(own.sum()) * jnp.minimum(-1.3 * ratio, -1.3 * jnp.clip(ratio, 0.8, 1.2))
-        return -objective
-
-    sums, gradient = sums_and_gradient(replace(PLAIN, ratio="sequence"), given)
-    expected, expected_gradient = jax.value_and_grad(gspo)(given["policy_logp"])
-    assert sums.loss == pytest.approx(float(expected), rel=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
-
-
 def test_the_geometric_mask_by_hand():
     # √(4 · 0.25) = 1 stays, √(2 · 1) = 1.41 goes, 0.5 goes; single weights do not matter
     given = tokens(ratio=[1.0] * 5, weight=[4.0, 2.0, 0.25, 1.0, 0.5], ids=[2, 0, 2, 0, 1])
@@ -175,6 +156,11 @@ def test_the_geometric_mask_by_hand():
     sums, gradient = sums_and_gradient(config, given)
     np.testing.assert_allclose(gradient, [-4.0, 0.0, -0.25, 0.0, 0.0], atol=1e-6)
     assert sums.num_geometric_masked == 3
+    # What is masked still counts in N: the tokens that stay weigh as much as with everybody.
+    assert sums.num_tokens == 5
+    by_five, gradient_by_five = sums_and_gradient(config, given, counts=StepCounts(5.0, 3.0, 9.0))
+    assert by_five.loss == pytest.approx(float(sums.loss) / 5)
+    np.testing.assert_allclose(gradient_by_five, gradient / 5, atol=1e-6)
     wide, _ = sums_and_gradient(replace(config, geometric_low=0.4, geometric_high=1.5), given)
     assert (wide.num_geometric_masked, wide.loss) == pytest.approx((0, -7.75), abs=1e-6)
 
@@ -182,18 +168,18 @@ def test_the_geometric_mask_by_hand():
 def test_clip_higher_only_lets_good_tokens_grow():
     given = tokens(ratio=[1.3, 1.3, 0.7, 0.7], advantage=[1, -1, 1, -1])
     same, same_gradient = sums_and_gradient(PLAIN, given)
-    higher, higher_gradient = sums_and_gradient(replace(PLAIN, clip_high=0.4), given)
+    higher, higher_gradient = sums_and_gradient(replace(PLAIN, numbers={"clip_high": 0.4}), given)
     np.testing.assert_allclose(same_gradient, [0.0, 1.3, -0.7, 0.0], atol=1e-6)
     np.testing.assert_allclose(higher_gradient, [-1.3, 1.3, -0.7, 0.0], atol=1e-6)
-    assert (same.num_clipped, higher.num_clipped) == (2, 1)
+    assert (same.num_clipped_low, same.num_clipped_high) == (1, 1)
+    assert (higher.num_clipped_low, higher.num_clipped_high) == (1, 0)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"clip_low": 0.05},
-        {"clip_high": 0.05},
-        {"ratio": "sequence"},
+        {"numbers": {"clip_low": 0.05}},
+        {"numbers": {"clip_high": 0.05}},
         {"behavior_correction": "truncate"},
         {"behavior_correction": "none"},
         {"behavior_cap": 3.0},
@@ -228,8 +214,8 @@ def test_on_fresh_rollouts_the_gradient_is_that_of_reinforce():
         policy = given["policy_logp"] + jnp.einsum("p,pbt->bt", theta, scores)
         # `prox_logp` is the policy itself, not a copy: only a ratio that is not differentiated through both is useful
         rest = {name: array for name, array in given.items() if name not in ("policy_logp", "prox_logp", "ref_logp")}
-        sums = policy_loss(PLAIN, policy_logp=policy, prox_logp=policy, **rest)
-        return sums.loss / num_tokens
+        counts = StepCounts(float(num_tokens), 1.0, 1.0)
+        return loss_of(PLAIN, dict(policy_logp=policy, prox_logp=policy, **rest), counts=counts).loss
 
     reinforce = -np.einsum("bt,pbt->p", np.where(mask, advantage, 0), np.asarray(scores)) / num_tokens
     np.testing.assert_allclose(jax.grad(loss)(jnp.zeros(5)), reinforce, atol=1e-6)
@@ -246,17 +232,9 @@ def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
         logp = jax.nn.log_softmax(theta)
         probability = jax.lax.stop_gradient(jnp.exp(logp))
         config = LossConfig(kl_coef=1.0, kl_estimator=estimator)
-        zero, one = jnp.zeros(1), jnp.ones(1, bool)
+        rest = {"advantage": jnp.zeros(1), "loss_mask": jnp.ones(1, bool)}
         terms = [
-            policy_loss(
-                config,
-                policy_logp=logp[n : n + 1],
-                prox_logp=logp[n : n + 1],
-                behavior_logp=logp[n : n + 1],
-                ref_logp=ref_logp[n : n + 1],
-                advantage=zero,
-                loss_mask=one,
-            ).loss
+            loss_of(config, dict.fromkeys(LOGPS, logp[n : n + 1]) | {"ref_logp": ref_logp[n : n + 1]} | rest).loss
             for n in range(5)
         ]
         return probability @ jnp.stack(terms)
@@ -284,10 +262,11 @@ def test_k3_averages_to_the_kl_and_keeps_its_digits_when_small(float64):
 def test_an_uneven_split_into_micro_batches_changes_nothing(config, float64):
     given = random_tokens(rows=5, dtype=np.float64)
     parts = [{name: array[part] for name, array in given.items()} for part in (slice(0, 2), slice(2, 5))]
-    found = [sums_and_gradient(config, part, num_sequences=15) for part in parts]
+    counts = StepCounts(float(given["loss_mask"].sum()), 15.0, 64.0)
+    found = [sums_and_gradient(config, part, 15, counts) for part in parts]
     added = LossSums(*(one + other for one, other in zip(*(sums for sums, _ in found), strict=True)))
     split = added, np.concatenate([gradient for _, gradient in found])
-    assert_same(sums_and_gradient(config, given), split, atol=1e-12)
+    assert_same(sums_and_gradient(config, given, 15, counts), split, atol=1e-12)
 
 
 @pytest.mark.parametrize("config", ALL_KINDS)
@@ -340,7 +319,7 @@ def test_a_nan_at_a_token_that_counts_is_not_hidden(name):
     assert math.isnan(sums_and_gradient(LossConfig(), given)[0].loss)
 
 
-@pytest.mark.parametrize("change", [{"ratio": "sequence"}, {"geometric_mask": True}])
+@pytest.mark.parametrize("change", [{"kind": "gspo"}, {"kind": "grpo"}, {"geometric_mask": True}])
 @pytest.mark.parametrize("number", [2, -1])
 def test_a_sequence_number_out_of_range_is_not_hidden(change, number):
     given = tokens(ratio=[1.0, 1.0, 1.0], ids=[0, 1, number])
@@ -349,10 +328,10 @@ def test_a_sequence_number_out_of_range_is_not_hidden(change, number):
 
 def test_only_the_policy_is_differentiated():
     given = random_tokens()
-    config = LossConfig(ratio="sequence", geometric_mask=True, geometric_low=0.5, geometric_high=2.0)
+    config = LossConfig("gspo", geometric_mask=True, geometric_low=0.5, geometric_high=2.0)
 
     def loss(others):
-        return policy_loss(config, **(given | others), num_sequences=9).loss
+        return loss_of(config, given | others, num_sequences=9).loss
 
     others = {name: given[name] for name in ("prox_logp", "behavior_logp", "ref_logp", "advantage")}
     assert not any(gradient.any() for gradient in jax.grad(loss)(others).values())
@@ -374,24 +353,22 @@ def test_kl_in_the_reward_leaves_the_loss_to_the_policy_term_but_is_still_measur
     assert sums.loss == sums.policy and sums.kl_ref > 0
 
 
-def test_the_denominator_by_hand():
-    counts = dict(num_loss_tokens=311, num_episodes=56, max_new_tokens=2048)
-    assert loss_denominator("tokens", **counts) == 311
-    assert loss_denominator("constant", **counts) == 56 * 2048
-    for kind in ("tokens", "constant"):
-        with pytest.raises(ValueError, match=r"0 loss tokens.* skip its update"):
-            loss_denominator(kind, **(counts | {"num_loss_tokens": 0}))
-
-
 def test_mismatch_by_class_by_hand():
     mask = jnp.asarray([True, True, True, False, True])
     prox = jnp.asarray([-1.0, -1.0, -1.0, jnp.nan, -1.0])
     behavior = prox - jnp.log(jnp.asarray([2.0, 0.5, 1.0, 1.0, 0.5]))
     classes = jnp.asarray([0, 2, 0, 99, 2], jnp.int32)
-    found = mismatch_sums(prox_logp=prox, behavior_logp=behavior, loss_mask=mask, token_class=classes, num_classes=4)
+    found = class_sums(
+        prox_logp=prox,
+        behavior_logp=behavior,
+        entropy=jnp.asarray([0.5, 1.0, 0.25, jnp.nan, 3.0]),
+        loss_mask=mask,
+        token_class=classes,
+        num_classes=4,
+    )
     assert found.num_tokens.tolist() == [2, 0, 2, 0]
     np.testing.assert_allclose(found.behavior_kl, [0.3068528, 0, 2 * 0.1931472, 0], atol=1e-6)
-    np.testing.assert_allclose(found.abs_difference, [math.log(2), 0, 2 * math.log(2), 0], atol=1e-6)
+    np.testing.assert_allclose(found.entropy, [0.75, 0, 4.0, 0], atol=1e-6)
 
 
 def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
@@ -399,9 +376,31 @@ def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
     sums, _ = sums_and_gradient(PLAIN, given)
     classes = jnp.asarray(np.random.default_rng(3).integers(0, 5, (3, 7)), jnp.int32)
     names = ("prox_logp", "behavior_logp", "loss_mask")
-    found = mismatch_sums(**{name: given[name] for name in names}, token_class=classes, num_classes=5)
+    arrays = {name: given[name] for name in names}
+    found = class_sums(**arrays, entropy=given["advantage"], token_class=classes, num_classes=5)
     assert found.behavior_kl.sum() == pytest.approx(float(sums.behavior_kl), rel=1e-5)
     assert found.num_tokens.sum() == sums.num_tokens
+
+
+def test_quantiles_of_the_ratio_are_read_off_bins_that_add_up():
+    log_ratio = np.concatenate([np.zeros(900), np.full(60, -0.2), np.full(40, 0.3), [jnp.nan]])
+    mask = jnp.asarray(np.arange(1001) < 1000)
+    given = dict(policy_logp=jnp.asarray(log_ratio - 1), prox_logp=jnp.full(1001, -1.0), loss_mask=mask)
+    whole = ratio_counts(**given)
+    one, other = (
+        ratio_counts(**{name: array[part] for name, array in given.items()}) for part in (np.s_[:950], np.s_[950:])
+    )
+    np.testing.assert_array_equal(whole, one + other)
+    assert whole.sum() == 1000
+    quantiles = [ratio_quantile(np.asarray(whole), quantile) for quantile in (0.01, 0.5, 0.99)]
+    assert quantiles[1] == 1.0
+    np.testing.assert_allclose(np.log(quantiles[::2]), [-0.2, 0.3], rtol=0.125)
+
+
+def test_ratios_of_any_size_are_counted():
+    log_ratio = jnp.asarray([-80.0, 80.0])
+    counts = ratio_counts(policy_logp=log_ratio, prox_logp=jnp.zeros(2), loss_mask=jnp.ones(2, bool))
+    assert [ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [math.exp(-10), math.exp(10)]
 
 
 @pytest.mark.parametrize(
@@ -424,8 +423,13 @@ def test_the_ladder_by_hand(kl, decision):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"clip_low": 1.0}, "loss.clip_low=1.0 must be above 0 and below 1"),
-        ({"clip_high": 0.0}, "loss.clip_high=0.0 must be a finite number above 0"),
+        ({"numbers": {"clip_low": 1.0}}, "loss.numbers.clip_low=1.0 must be above 0 and below 1"),
+        ({"numbers": {"clip_high": 0.0}}, "loss.numbers.clip_high=0.0 must be a finite number above 0"),
+        ({"numbers": {"clip": 0.2}}, "loss.numbers.clip is no number of loss.kind=para_grpo, .* clip_low, clip_high$"),
+        ({"kind": "cispo", "numbers": {"clip_high": 0.2}}, "is no number of loss.kind=cispo, which has max_ratio$"),
+        ({"kind": "cispo", "numbers": {"max_ratio": 0.5}}, "loss.numbers.max_ratio=0.5 must be .* at least 1"),
+        ({"kind": "gspo", "numbers": {"clip_high": 0.2}}, "clip_high=0.2 is a clip for tokens, .* loss.kind=gspo"),
+        ({"kind": "ppo"}, "loss.kind=ppo is none of para_grpo, grpo, dapo, dr_grpo, gspo, cispo, nor path/to/file.py:"),
         ({"behavior_cap": 0.5}, "loss.behavior_cap=0.5 must be at least 1"),
         ({"geometric_low": 1.2, "geometric_high": 1.5}, "loss.geometric_low=1.2 and loss.geometric_high=1.5 must"),
         ({"kl_coef": -0.1}, "loss.kl_coef=-0.1 must be a finite number, 0 or more"),
@@ -445,7 +449,7 @@ def test_a_ladder_out_of_order_is_named(wrong):
 
 def test_what_an_option_needs_is_named_when_it_is_not_given():
     with pytest.raises(ValueError, match=r"loss\.kl_coef=0\.01 with loss.kl_in=loss needs ref_logp"):
-        policy_loss(LossConfig(), **tokens())
-    for config in (replace(PLAIN, ratio="sequence"), replace(PLAIN, geometric_mask=True)):
-        with pytest.raises(ValueError, match="need sequence_ids and num_sequences"):
-            policy_loss(config, **tokens())
+        loss_of(LossConfig(), tokens())
+    for config in (replace(PLAIN, kind="grpo"), replace(PLAIN, geometric_mask=True)):
+        with pytest.raises(ValueError, match="needs sequence_ids and num_sequences"):
+            loss_of(config, tokens())

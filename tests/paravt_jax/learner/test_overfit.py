@@ -13,9 +13,10 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
-from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
@@ -81,7 +82,7 @@ def cold_start(tiny_hf):
         batches += pack(dialogues, shown, model.config, Shape(1, 512, 196))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
     for _ in range(SFT_STEPS):
-        learner.update(batches, num_tokens, 8)
+        learner.update([StepPart(batches, StepCounts(num_tokens, 8.0, num_tokens))], 8)
     return learner.model
 
 

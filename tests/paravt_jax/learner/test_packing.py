@@ -14,7 +14,7 @@ from model_port.inputs import Frame
 from model_port.sharding import make_mesh
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
-from paravt_jax.learner.programs import action_logp
+from paravt_jax.learner.programs import action_scores
 
 SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=32)
 TEMPERATURE = 0.7
@@ -64,7 +64,7 @@ def value_and_gradient(graphdef, params, batch):
     def value(params):
         model = nnx.merge(graphdef, params)
         visual = None if batch.vision is None else model.see(batch.vision)
-        logp = action_logp(model, batch, visual, TEMPERATURE, chunk_tokens=7)
+        logp, _ = action_scores(model, batch, visual, TEMPERATURE, chunk_tokens=7)
         return jnp.where(batch.loss_mask, batch.advantage * logp, 0).sum()
 
     return jax.value_and_grad(value)(params)
@@ -89,6 +89,26 @@ def assert_same(one, other, tolerance):
     (value, gradient), (other_value, other_gradient) = one, other
     assert abs(value - other_value) <= tolerance * abs(value)
     assert np.linalg.norm(gradient - other_gradient) <= tolerance * np.linalg.norm(gradient)
+
+
+@pytest.mark.slow
+def test_the_entropy_of_a_token_is_that_of_the_logits_it_was_drawn_from_and_has_no_gradient(model):
+    dialogues = [dialogue(model, n, frames=(), own=13 + 2 * n) for n in range(4)]
+    batch = placed(pack(dialogues, {}, model.config, SHAPE)[0], None)
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def entropies(params):
+        return action_scores(nnx.merge(graphdef, params), batch, None, TEMPERATURE, chunk_tokens=7)[1]
+
+    logits = nnx.jit(lambda model: model.text.logits(model.hidden(batch.text, None)))(model)
+    logits = np.asarray(logits, np.float64) / TEMPERATURE
+    logits = np.take_along_axis(logits, np.asarray(batch.source)[..., None], 1)
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -(probability * np.log(probability)).sum(-1)
+    np.testing.assert_allclose(entropies(params), expected, rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda params: entropies(params).sum()))(params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.slow

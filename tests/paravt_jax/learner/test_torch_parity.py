@@ -15,9 +15,10 @@ from model_port.sharding import flat_params
 from model_port.tiny import make_tiny
 from model_port.weights import rules
 from paravt_jax.bench.torch_update import TorchLearner, load_reference
-from paravt_jax.learner.learner import LANGUAGE, Learner
+from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +105,7 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     learner.state = replace(learner.state, trainable=nnx.state(model, LANGUAGE))
     batches = pack(case.dialogues, case.frames, model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
     assert len(batches) > 1
-    metrics = learner.update(batches, case.num_loss_tokens, len(case.dialogues))
+    metrics = learner.update([StepPart(batches, StepCounts(case.num_loss_tokens, 6.0, 1.0))], len(case.dialogues))
     return metrics, first_moments(learner)
 
 

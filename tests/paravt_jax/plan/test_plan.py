@@ -23,7 +23,9 @@ from paravt_jax.bench.mesh import (
 )
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, load_config
 from paravt_jax.learner import programs
+from paravt_jax.learner.learner import StepPart
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import DEVICES, make_plan, model_config
 from paravt_jax.plan.tables import plan_of
@@ -165,7 +167,7 @@ def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
     for name in ("see", "add_gradients"):
         monkeypatch.setattr(programs, name, spy(name, getattr(programs, name)))
     with pytest.raises(Traced):
-        learner.update([batch], 1.0, 2)
+        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], 2)
     return found
 
 

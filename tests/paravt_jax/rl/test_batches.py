@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from agents import FakeFrames
@@ -15,6 +16,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
+from paravt_jax.rl.batches import dealt_out
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -38,7 +40,15 @@ def half_right(episode):
     return f"{'I have looked. ' * much}</think><answer>{letter}</answer><|im_end|>"
 
 
-def taught(tiny_hf, *overrides, say=half_right, steps=1):
+def right_at_length(episode):
+    return f"{'I have looked. ' * (1 + int(episode[-1]))}</think><answer>A</answer><|im_end|>"
+
+
+def updated(update, groups):
+    return update.run(groups, geometric_mask=False)
+
+
+def taught(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
     """The learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
@@ -51,7 +61,7 @@ def taught(tiny_hf, *overrides, say=half_right, steps=1):
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)
-        return [update.run(await rollouts.take(step), geometric_mask=False) for step in range(1, steps + 1)]
+        return [do(update, await rollouts.take(step)) for step in range(1, steps + 1)]
 
     return learner, asyncio.run(work())
 
@@ -110,13 +120,64 @@ def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
 
 
 @pytest.mark.slow
-def test_a_constant_denominator_does_not_depend_on_the_lengths(tiny_hf):
-    tokens, constant = (
-        taught(tiny_hf, "loss.kl_coef=0", "rollout.max_new_tokens=64", f"loss.denominator={kind}")[1][0]["loss/policy"]
-        for kind in ("tokens", "constant")
+def test_kl_in_the_reward_is_never_measured_by_a_std_of_its_own(tiny_hf):
+    """Equal rewards, texts of different lengths and so of different KL: an advantage is minus the KL, not ±1."""
+
+    def away_from_the_reference(update, groups):
+        state = update._learner.state
+        further = jax.tree.map(lambda leaf: 1.001 * leaf, state.trainable)
+        update._learner.state = replace(state, trainable=further)
+        return update.parts(groups)
+
+    settings = ("loss.kl_in=reward", "loss.kl_coef=1", "advantage.filter_zero_variance=false", "loss.kl_estimator=k3")
+    ((part,),) = taught(tiny_hf, *settings, say=right_at_length, do=away_from_the_reference)[1]
+    for batch, known in zip(part.batches, part.known, strict=True):
+        to_ref = np.asarray(known.ref_logp - known.prox_logp)
+        kl = np.exp(to_ref) - 1 - to_ref
+        for number in np.unique(batch.dialogue[batch.loss_mask]):
+            own = batch.loss_mask & (batch.dialogue == number)
+            assert 0 < kl[own].sum() < 0.1
+            np.testing.assert_allclose(batch.advantage[own], -kl[own].sum(), rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_what_a_token_of_dr_grpo_weighs_does_not_depend_on_the_lengths(tiny_hf):
+    common = ("loss.kl_coef=0", "advantage.normalise=none", "rollout.max_new_tokens=64")
+    published, dr_grpo = (
+        taught(tiny_hf, *common, f"loss.kind={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
     )
     turns = load_config(None).rollout.tool_turns + 1
-    assert constant == pytest.approx(tokens * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
+    assert dr_grpo == pytest.approx(published * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
+
+
+def parts_of(tiny_hf, *overrides):
+    """What the updates of a step would learn from."""
+    return taught(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups))[1][0]
+
+
+def targets(parts):
+    return sorted(int(one) for part in parts for batch in part.batches for one in batch.target[batch.loss_mask])
+
+
+@pytest.mark.slow
+def test_every_sampled_token_is_in_one_part_of_its_step_and_every_part_has_its_own_n(tiny_hf):
+    (whole,) = parts_of(tiny_hf)
+    parts = parts_of(tiny_hf, "train.updates_per_step=2", "loss.kl_coef=0")
+    assert targets(parts) == targets([whole])
+    for part in parts:
+        assert part.counts.num_tokens == sum(batch.loss_mask.sum() for batch in part.batches) > 0
+        assert (part.counts.num_sequences, part.counts.max_tokens) == (4, whole.counts.max_tokens / 2)
+        assert all(np.isfinite(before.prox_logp).all() for before in part.known)
+    assert len({part.batches[0].text.tokens.shape for part in parts}) == 1  # one program
+    assert whole.known is None
+
+
+def test_groups_are_dealt_out_evenly_by_seed_and_version():
+    parts = [dealt_out(8, 3, seed, version).tolist() for seed, version in ((0, 5), (0, 5), (1, 5), (0, 8))]
+    assert all(sorted(one) == [0, 0, 0, 1, 1, 1, 2, 2] for one in parts)
+    assert parts[0] == parts[1]
+    assert parts[0] != parts[2] and parts[0] != parts[3]
+    assert dealt_out(4, 1, 0, 5).tolist() == [0] * 4
 
 
 def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):

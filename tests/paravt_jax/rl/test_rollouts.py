@@ -192,7 +192,8 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
 
 @pytest.mark.parametrize(("updates", "stale"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 3), (2, 6), (3, 0), (3, 5), (3, 8)])
 def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat):
-    config = load_config(None, *COMMON, f"train.updates_per_step={updates}", f"train.max_staleness={stale}")
+    settings = ["train.prompts_per_step=3", f"train.updates_per_step={updates}", f"train.max_staleness={stale}"]
+    config = load_config(None, *COMMON, *settings)
     ages = []
 
     async def reply(request):
@@ -282,3 +283,35 @@ def test_validation_plays_every_prompt_once(chat):
     assert len({member.id for member in members}) == 6
     metrics = member_metrics(members)
     assert (metrics["num_episodes"], metrics["num_missing"], metrics["accuracy_mean"]) == (5, 1, 1.0)
+
+
+LONG = "I have looked. " * 40 + "</think><answer>A</answer><|im_end|>"
+
+
+def one_cut_off(episode, request):
+    """Members 0 and 1 are wrong and right; of the others one is cut off, and would have been right."""
+    return LONG if episode.endswith("/3") else half_right(episode, request)
+
+
+def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
+    found = {
+        truncated: collect(chat, one_cut_off, "rollout.max_new_tokens=64", f"train.truncated={truncated}")[0][0]
+        for truncated in ("learn", "leave_out", "soft")
+    }
+    rewards = {truncated: [member.terms.total for member in group.members] for truncated, group in found.items()}
+    assert found["learn"].members[3].episode.finish == "length"
+    assert found["learn"].keep.all() and found["soft"].keep.all()
+    assert found["leave_out"].keep.tolist() == [True, True, True, False]
+    # It counts in the mean and std of its group all the same.
+    assert found["leave_out"].advantages.sequence.tolist() == found["learn"].advantages.sequence.tolist()
+    assert rewards["leave_out"] == rewards["learn"]
+    assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
+    assert rollout_metrics([found["soft"]])["rollout/length_penalty_mean"] == -0.25
+    assert [record["reward"]["length"] for record in records([found["soft"]], 1)] == [0, 0, 0, -1]
+    assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1)] == [True, True, True, False]
+
+
+def test_a_group_of_which_all_is_left_out_teaches_nothing(chat):
+    (groups,) = collect(chat, lambda *_: LONG, "rollout.max_new_tokens=64", "train.truncated=leave_out",
+                        "advantage.filter_zero_variance=false")  # fmt: skip
+    assert not any(group.teaches for group in groups)

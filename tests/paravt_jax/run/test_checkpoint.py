@@ -24,9 +24,10 @@ from model_port.export import export
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints, verify
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
@@ -96,7 +97,7 @@ def batches(tiny_hf, num_rows=8):
 
 
 def update(learner, packed) -> dict[str, float]:
-    return learner.update(packed, 96.0, 8)
+    return learner.update([StepPart(packed, StepCounts(96.0, 8.0, 96.0))], 8)
 
 
 @pytest.mark.slow

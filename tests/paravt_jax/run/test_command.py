@@ -68,7 +68,7 @@ SELF_EXPLAINING = {
         "judge.max_concurrent",
     ),
     *("optim.learning_rate", "optim.weight_decay", "optim.beta*", "optim.eps", "optim.max_grad_norm", "mismatch.*_kl"),
-    *("loss.clip_low", "loss.geometric_high", "judge.attempt_deadline_s", "judge.max_backoff_s"),
+    *("loss.geometric_high", "judge.attempt_deadline_s", "judge.max_backoff_s"),
 }
 
 

@@ -1,0 +1,35 @@
+"""What the length of an episode costs, by hand."""
+
+import numpy as np
+import pytest
+
+from paravt_jax.rl.truncation import length_penalty
+from rollout.episode import Episode, Turn
+from rollout.ledger import Ledger, Segment
+from rollout.prompter import Task
+
+
+def episode(*lengths, finish="done") -> Episode:
+    """Turns of so many sampled tokens, each after three forced ones and in the words of two versions."""
+    ledger, turns = Ledger([]), []
+    for length in lengths:
+        begin = len(ledger.ids)
+        ledger.add("forced", np.arange(3))
+        for version, num in enumerate((length // 2, length - length // 2)):
+            logp = np.zeros(num, np.float32)
+            ledger.segments.append(Segment("sampled", np.arange(num, dtype=np.int32), (), logp, version))
+        turns.append(Turn("", "stop", (begin, len(ledger.ids))))
+    return Episode("e/0", Task("e", "?", ("/v.mp4",), 4), ledger, turns, finish)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "penalty"),
+    [((10,), 0), ((80,), 0), ((90,), -0.5), ((100,), -1), ((70, 95, 30), -0.75), ((60, 60), 0)],
+)
+def test_the_last_fifth_of_what_a_turn_may_have_costs_up_to_1(lengths, penalty):
+    assert length_penalty(episode(*lengths), 100) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize("finish", ["length", "context"])
+def test_an_episode_that_was_cut_off_costs_1_however_short(finish):
+    assert length_penalty(episode(5, finish=finish), 100) == -1
