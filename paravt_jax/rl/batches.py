@@ -8,12 +8,11 @@ import numpy as np
 from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from paravt_jax.config import PackConfig, TrainConfig
-from paravt_jax.learner.advantages import batch_normalised, token_moments, with_kl_penalty
-from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
+from paravt_jax.learner.advantages import with_kl_penalty
+from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.losses import loss_denominator
 from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, fitting_row_tokens, pack, used_frac
-from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rl.rollouts import Group
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
@@ -31,12 +30,11 @@ class PolicyUpdate:
         *,
         train: TrainConfig,
         rollout: EpisodeConfig,
-        advantage: AdvantageConfig,
         pack: PackConfig,
         max_pixels: int,
     ):
         self._learner, self._chat, self._contract = learner, chat, contract
-        self._train, self._rollout, self._advantage, self._pack_settings = train, rollout, advantage, pack
+        self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches = max_pixels // contract.patch_px**2
 
     def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
@@ -48,7 +46,7 @@ class PolicyUpdate:
             for _ in range(train.updates_per_step):
                 learner.skip()
             return {"perf/dummy_frac": 0.0, "perf/num_batches": 0.0}
-        batches = self._pack(self._normalised(dialogues), groups)
+        batches = self._pack(dialogues, groups)
         known = None
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if kl_in_reward or train.updates_per_step > 1:
@@ -57,7 +55,7 @@ class PolicyUpdate:
             assert known is not None
             penalties = learner.kl_penalties(batches, known, self._max_dialogues)
             dialogues = self._penalised(dialogues, groups, penalties)
-            batches = self._pack(self._normalised(dialogues), groups)  # the same places, with other advantages
+            batches = self._pack(dialogues, groups)  # the same places, with other advantages
         denominator = loss_denominator(
             loss.denominator,
             num_loss_tokens=sum(int(dialogue.loss_mask.sum()) for dialogue in dialogues),
@@ -93,8 +91,8 @@ class PolicyUpdate:
                 dialogues += dialogues_of(
                     member.episode,
                     first * train.group_size + number,
-                    EpisodeAdvantage(float(earned.sequence[number]), float(earned.anchor[number])),
-                    member.terms.tags,
+                    earned.of(number),
+                    member.terms,
                     self._chat,
                     self._contract.unit_px,
                     anchors=train.anchor_tokens,
@@ -121,16 +119,6 @@ class PolicyUpdate:
                 ),
             )
             for dialogue in dialogues
-        ]
-
-    def _normalised(self, dialogues: Sequence[Dialogue]) -> Sequence[Dialogue]:
-        settings = self._advantage
-        if not settings.batch_normalise:
-            return dialogues
-        moments = [token_moments(dialogue.advantage, dialogue.loss_mask) for dialogue in dialogues]
-        total = sum(moments[1:], moments[0])
-        return [
-            replace(d, advantage=batch_normalised(d.advantage, d.loss_mask, total, settings.epsilon)) for d in dialogues
         ]
 
     def _pack(self, dialogues: Sequence[Dialogue], groups: Sequence[Group]) -> list[TrainBatch]:

@@ -47,6 +47,10 @@ def member_metrics(members: Sequence[Member]) -> dict[str, float]:
         "sampled_tokens_mean": _mean(episode.ledger.num_sampled for episode in episodes),
         "cut_off_frac": _mean(episode.finish != "done" for episode in episodes),
     }
+    own: dict[str, list[float]] = {}  # of a plugin
+    for term in (term for of_episode in terms for term in of_episode.own):
+        own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
+    metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)
     return metrics | {f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES}
 

@@ -12,6 +12,7 @@ from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
@@ -39,6 +40,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
         )
         train, held_out, remarks = _prompts(config, directory.path)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+        plugin = load_plugin(config.reward.plugin, config.reward.plugin_deadline_s) if config.reward.plugin else None
         policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),
@@ -74,7 +76,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
             trainable_vision=config.optim.train_vision,
         )
         stack.push_async_callback(engine.close)
-        player = Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed)
+        player = Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
         cursor = Cursor.from_record(training.begun_with["cursor"])
         rollouts = Rollouts(
             player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
@@ -90,7 +92,6 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
                 policy.contract,
                 train=config.train,
                 rollout=config.rollout,
-                advantage=config.advantage,
                 pack=config.pack,
                 max_pixels=config.video.max_pixels,
             ),

@@ -8,19 +8,19 @@ Nothing that one of them says or does ends a run, unless most of a step's episod
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from paravt_jax.config import TrainConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
-from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
+from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_advantages, group_rewards
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
+from paravt_jax.rewards.plugin import Plugin, PluginError
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from rollout.episode import Agent, Episode, Overview, Task
 
 
@@ -55,12 +55,13 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Player:
-    """Plays episodes and scores them: an agent, a reward, a judge of open answers where it needs one."""
+    """Plays episodes and scores them: an agent, a reward, and what it needs: a judge of open answers, a plugin."""
 
     agent: Agent
     reward: RewardConfig
     judge: Judge | None
     seed: int
+    plugin: Plugin | None = None
 
     async def play(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
         """One episode of a prompt, all of it of one version if one is given."""
@@ -81,7 +82,11 @@ class Player:
             prediction = find_prediction(turns, self.reward)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
         asked = (turns, episode.outcomes, prompt.answer, prompt.question_type)
-        terms = reward_terms(*asked, self.reward, judged, prompt.question)
+        try:
+            own = await self.plugin.terms(episode, prompt.answer, prompt.question_type) if self.plugin else ()
+        except PluginError as problem:
+            return Member(name, episode, problem=f"reward.plugin: {problem}")
+        terms = reward_terms(*asked, self.reward, judged, prompt.question, own)
         fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
         return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
 
@@ -105,7 +110,8 @@ class Player:
         except Exception as problem:
             said = f"overview: {type(problem).__name__}: {problem}"
             return [Member(f"{task.id}/{n}", problem=said) for n in range(num_episodes)]
-        return await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
+        members = await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
+        return scored_together(members, self.reward)
 
 
 class Rollouts:
@@ -156,7 +162,7 @@ class Rollouts:
             async with asyncio.TaskGroup() as tasks:
                 begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
             groups += [task.result() for task in begun]
-        return groups
+        return over_step(groups, self.player.reward, self._advantage)
 
     async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
         # Synchronous rollouts are of one version, or they are missing.
@@ -197,18 +203,30 @@ async def evaluate(
     return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
-def advantages_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
-    def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
-        earned = [None if member.missing or member.terms is None else of(member.terms) for member in members]
-        return np.array([np.nan if value is None else value for value in earned], np.float64)
+def scored_together(members: Sequence[Member], reward: RewardConfig) -> list[Member]:
+    """The episodes of a prompt, with what they earn for what the others did."""
+    terms = with_needed_calls([member.terms for member in members], reward)
+    return [replace(member, terms=earned) for member, earned in zip(members, terms, strict=True)]
 
-    return group_advantages(
-        values(lambda terms: terms.total),
-        values(lambda terms: terms.total_without_anchor),
-        values(lambda terms: terms.anchor),
-        anchor_scale=reward.anchor_weight * reward.format_weight,
-        config=advantage,
-    )
+
+def advantages_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
+    return group_advantages(_rewards_of(members, reward, advantage), advantage)
+
+
+def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
+    """The groups of a step, with advantages in the unit that all of them together give."""
+    if advantage.normalise != "batch":
+        return groups
+    step = [_rewards_of(group.members, reward, advantage) for group in groups]
+    return [
+        replace(group, advantages=group_advantages(rewards, advantage, step))
+        for group, rewards in zip(groups, step, strict=True)
+    ]
+
+
+def _rewards_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
+    terms = [None if member.missing else member.terms for member in members]
+    return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)
 
 
 def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
@@ -222,11 +240,7 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "answer": group.visit.item.answer,
             "question_type": group.visit.item.question_type,
             **member_record(member),
-            "advantage": {
-                "sequence": float(group.advantages.sequence[number]),
-                "anchor": float(group.advantages.anchor[number]),
-                "keep": bool(group.advantages.keep[number]),
-            },
+            "advantage": asdict(group.advantages.of(number)) | {"keep": bool(group.advantages.keep[number])},
         }
         for group in groups
         for number, member in enumerate(group.members)
@@ -240,6 +254,7 @@ def member_record(member: Member) -> dict[str, Any]:
         names = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
         record["reward"] = {name: getattr(member.terms, name) for name in names}
         record["reward"]["credits"] = [asdict(credit) for credit in member.terms.credits]
+        record["reward"]["own"] = [asdict(term) for term in member.terms.own]
     return record
 
 
