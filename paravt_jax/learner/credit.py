@@ -39,9 +39,9 @@ def dialogues_of(
     """The main agent's dialogue, and with `subagent_loss` those of its sub-agents; each at least one sampled token."""
     structural = struct_mask(episode, terms.tags, chat, anchors)
     anchor = np.where(structural, earned.anchor, 0.0)
-    for part in terms.anchors:
-        if part.name in earned.properties:
-            anchor = anchor + earned.properties[part.name] * property_mask(episode, part, structural, chat)
+    for one in terms.anchors:
+        if one.name in earned.properties:
+            anchor = anchor + earned.properties[one.name] * property_mask(episode, one, structural, chat)
     dialogues = []
     for ledger in episode.ledgers if subagent_loss else [episode.ledger]:
         nothing = np.zeros(len(ledger.ids))

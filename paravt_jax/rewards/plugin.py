@@ -16,6 +16,7 @@ from typing import Any
 
 from paravt_jax.own_code import function_at
 from paravt_jax.rewards.grammar import Place
+from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import OwnTerm
 from rollout.episode import Episode
 from rollout.tools import Outcome
@@ -71,14 +72,17 @@ class Plugin:
             raise PluginError(f"{type(problem).__name__}: {problem}") from problem
 
 
-def load_plugin(place: str, deadline_s: float | int) -> Plugin:
-    """The function of the user's own that `place` names, path/to/file.py:function."""
+def load_plugin(reward: RewardConfig) -> Plugin | None:
+    """The function that the settings name; None where they name none."""
+    place = reward.plugin
+    if not place:
+        return None
     function = function_at("reward.plugin", place)
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as problem:
         raise ValueError(f"reward.plugin={place} must take {', '.join(ARGUMENTS)}: {problem}") from None
-    return Plugin(function, float(deadline_s))
+    return Plugin(function, reward.plugin_deadline_s)
 
 
 def played_calls(episode: Episode) -> list[PlayedCall]:

@@ -356,8 +356,8 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     """
     closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
     unclosed = tuple(turn.in_place_of_closing(tag) for turn in turns for tag in turn.unclosed)
-    not_closed = tuple(place for turn in turns if (place := _in_place_of_thinking(turn)) is not None)
-    astray = tuple(place for turn in turns if (place := _in_place_of_flow(turn, turn is turns[-1])) is not None)
+    not_closed = tuple(place for turn in turns for place in _in_place_of_thinking(turn))
+    astray = tuple(place for turn in turns for place in _in_place_of_flow(turn, turn is turns[-1]))
     whole = tuple(place for turn in turns for place in (turn.whole, turn.end))
     for name, value, lost, places in (
         ("think_closing", config.parts.think_closing, not_closed, closings),
@@ -369,21 +369,23 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     yield AnchorProperty("think_unclosed", penalty, not unclosed, unclosed or closings)
 
 
-def _in_place_of_thinking(turn: ParsedTurn) -> Place | None:
-    """What stands where a turn should have closed a thinking that says something; None where it did."""
+def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
+    """What stands where a turn should have closed a thinking that says something; nothing where it did."""
     if turn.think is None or turn.think.closing is None:
-        return turn.fault_place
-    return None if substantive(turn.think) else turn.first_of(turn.think.closing)
+        yield turn.fault_place
+    elif not substantive(turn.think):
+        yield turn.first_of(turn.think.closing)
 
 
-def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Place | None:
-    """What stands where a turn left the way from thinking over calls to an answer; None where it did not."""
+def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
+    """What stands where a turn left the way from thinking over calls to an answer; nothing where it did not."""
     last = turn.last
     if not turn.kind or last is None or last.closing is None:
-        return turn.fault_place
-    if (turn.kind == "answer") != is_last:
-        return turn.first_of(turn.blocks[1].opening)
-    return turn.first_of(last.closing) if is_last and turn.answer is None else None
+        yield turn.fault_place
+    elif (turn.kind == "answer") != is_last:
+        yield turn.first_of(turn.blocks[1].opening)
+    elif is_last and turn.answer is None:
+        yield turn.first_of(last.closing)
 
 
 def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorProperty]) -> Iterator[Credit]:
@@ -426,8 +428,8 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str]) -> _Calls:
 def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
     """What a call is worth, and what it is worth before a right answer.
 
-    DIFFERS from the release but for `any`: only executed calls earn, and overlap with the truth, however small, is no
-    right answer. What `needed` pays is for the group to say.
+    DIFFERS from the release unless tool_right is `any`: only executed calls earn, and overlap with the truth pays no
+    more than it is worth. What `needed` pays is for the group to say.
     """
     if not config.tool_reward:
         return ()

@@ -92,7 +92,7 @@ async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
 
 async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
-    plugin = load_plugin(config.reward.plugin, config.reward.plugin_deadline_s) if config.reward.plugin else None
+    plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
     engine = await open_engine(

@@ -40,7 +40,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
         )
         train, held_out, remarks = _prompts(config, directory.path)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
-        plugin = load_plugin(config.reward.plugin, config.reward.plugin_deadline_s) if config.reward.plugin else None
+        plugin = load_plugin(config.reward)
         policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),

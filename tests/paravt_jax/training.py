@@ -40,8 +40,7 @@ ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
 def rollouts_of(
     agent: Agent, visits: Visits[Prompt], cursor: Cursor, config: Config, judge: Judge | None = None
 ) -> Rollouts:
-    plugin = load_plugin(config.reward.plugin, config.reward.plugin_deadline_s) if config.reward.plugin else None
-    player = Player(agent, config.reward, judge, config.seed, plugin)
+    player = Player(agent, config.reward, judge, config.seed, load_plugin(config.reward))
     return Rollouts(player, visits, cursor, config.train, config.video, config.advantage)
 
 

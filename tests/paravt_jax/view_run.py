@@ -55,7 +55,9 @@ REPORTS = (
     "559 seconds the hands are wiped on a cloth and the shot changes.",
     "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
 )
-PLUGIN = load_plugin(f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'own_reward.py'}:reward", 5)
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_reward.py"
+PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
+assert PLUGIN is not None
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.rewards import OwnTerm, Place
+from paravt_jax.rewards import OwnTerm, Place, RewardConfig
 from paravt_jax.rewards.plugin import PlayedCall, Plugin, PluginError, load_plugin
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger
@@ -28,12 +28,16 @@ def episode(*texts, outcome="ok"):
     return Episode("e", Task("t", "Which one?", ("/a.mp4",), 4), Ledger(), turns)
 
 
+def loaded(place):
+    return load_plugin(RewardConfig(plugin=str(place), plugin_deadline_s=5.0))
+
+
 def said_by(plugin, *texts):
     return asyncio.run(plugin.terms(episode(*texts or (LOOKED, ANSWERED)), "B", "mcq"))
 
 
 def test_the_example_of_the_docs_pays_short_thinking_and_takes_off_for_calls_made_twice():
-    brief, repeated = said_by(load_plugin(f"{EXAMPLE}:reward", 5))
+    brief, repeated = said_by(loaded(f"{EXAMPLE}:reward"))
     # 4 words before the first </think>, which the forced prefix is one of, and 4 before the second
     assert (brief.name, brief.weight, brief.value) == ("brief", 0.2, pytest.approx(1 - 8 / 60))
     spans = [LOOKED.index("</think>"), ANSWERED.index("</think>")]
@@ -44,7 +48,7 @@ def test_the_example_of_the_docs_pays_short_thinking_and_takes_off_for_calls_mad
 
 
 def test_the_example_does_not_pay_for_thinking_that_never_ends():
-    brief, _ = said_by(load_plugin(f"{EXAMPLE}:reward", 5), "<think>\nhm")
+    brief, _ = said_by(loaded(f"{EXAMPLE}:reward"), "<think>\nhm")
     assert brief.value == 0 and brief.places == ()
 
 
@@ -165,8 +169,12 @@ def test_what_is_wrong_with_a_file_is_one_sentence_that_names_it(text, name, com
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=rf"^reward\.plugin={file}:{name}.*{complaint}") as refused:
-        load_plugin(f"{file}:{name}", 5)
+        loaded(f"{file}:{name}")
     assert "\n" not in str(refused.value)
+
+
+def test_without_a_name_nothing_is_loaded():
+    assert load_plugin(RewardConfig()) is None
 
 
 def test_a_file_may_hold_dataclasses_and_take_more_than_is_given(tmp_path):
@@ -175,4 +183,4 @@ def test_a_file_may_hold_dataclasses_and_take_more_than_is_given(tmp_path):
         "from paravt_jax.rewards import OwnTerm\n@dataclass\nclass Mine:\n    x: float = 0.5\n"
         "async def reward(turns, **others):\n    return [OwnTerm('mine', Mine().x)]\n"
     )
-    assert said_by(load_plugin(f"{tmp_path}/mine.py:reward", 5)) == (OwnTerm("mine", 0.5),)
+    assert said_by(loaded(f"{tmp_path}/mine.py:reward")) == (OwnTerm("mine", 0.5),)
