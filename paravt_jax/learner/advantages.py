@@ -3,9 +3,9 @@
     A_seq    = (R without the anchor − mean) / (std + ε)    at every sampled token
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
-DIFFERS, where it is asked for: under `advantage.credit=span` the second part is one for each property of R_anchor, at the
-tokens that answer for that property; they add up to the one above. Under `advantage.terms=apart` the first is a weighted
-sum of such a quotient for each term of R, so that a term has its weight whatever the spread of the others.
+DIFFERS, where it is asked for: under `advantage.credit=span` the second part is one for each property of R_anchor, at
+the tokens that answer for that property; they add up to the one above. Under `advantage.terms=apart` the first is a
+weighted sum of such a quotient for each term of R, so that a term has its weight whatever the spread of the others.
 
 Mean and std are those of the members that have a reward. Every std here is the population's (divided by n, not n − 1):
 a part is then measured in the same unit whether or not members are missing, and a group of two has advantages of ±1.

@@ -23,8 +23,8 @@ from typing import NamedTuple
 TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
 STRUCTURAL = ("think", "tool_call", "answer")
 FOLLOWS = {"": ("think",), "think": ("tool_call", "answer"), "tool_call": ("tool_call",), "answer": ()}
-MIN_THINK_CHARS = 10  # published; white space at both ends not counted: the forced prefix brings some
-NOT_WORDS = re.compile(r"[\W_]+")
+MIN_THINK_CHARS = 10  # published
+WORD = re.compile(r"[^\W_]+")
 
 
 class Place(NamedTuple):
@@ -196,8 +196,13 @@ def parseable(turns: Sequence[ParsedTurn]) -> bool:
 def substantive(thinking: Block) -> bool:
     """Whether a thinking block says something: ten dots do not.
 
-    DIFFERS from the release, which counts every character: what is no letter or digit counts once where it stands
-    between words, and without a letter there are none.
+    DIFFERS from the release, which counts every character: here words count, and one space between two of them. There
+    must be a letter in them.
     """
-    words = NOT_WORDS.sub(" ", thinking.body).strip()
-    return len(words) >= MIN_THINK_CHARS and any(char.isalpha() for char in words)
+    num_chars, has_letter = -1, False
+    for word in WORD.finditer(thinking.body):
+        num_chars += 1 + len(word[0])
+        has_letter = has_letter or any(map(str.isalpha, word[0]))
+        if num_chars >= MIN_THINK_CHARS and has_letter:
+            return True
+    return False
