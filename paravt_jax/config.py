@@ -21,7 +21,7 @@ from paravt_jax.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
-from paravt_jax.rewards.terms import RewardConfig
+from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
 from rollout.video.reader import Decoder
 
@@ -228,12 +228,13 @@ class Config:
 
     def _contradictions(self) -> Iterable[str]:
         yield from _lone_judge(self.reward, self.judge)
-        if self.advantage.credit == "sequence" and not self.reward.anchor_weight:
-            yield "advantage.credit=sequence does nothing with reward.anchor_weight=0; leave it at token"
-        if self.loss.kind == "dr_grpo" and self.advantage.normalise == "std":
+        if self.advantage.credit != "token" and not self.reward.anchor_weight:
+            credit = self.advantage.credit
+            yield f"advantage.credit={credit} does nothing with reward.anchor_weight=0; leave it at token"
+        if self.loss.kind == "dr_grpo" and self.advantage.normalise in ("std", "batch"):
             yield (
-                "loss.kind=dr_grpo divides by no std of the group, advantage.normalise=std does: set "
-                "advantage.normalise=none, or loss.kind=para_grpo"
+                f"loss.kind=dr_grpo divides by no std, advantage.normalise={self.advantage.normalise} does: set "
+                f"advantage.normalise=none, or loss.kind=para_grpo"
             )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"

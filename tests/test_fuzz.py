@@ -30,7 +30,8 @@ from paravt_jax.data.rows import BadRow
 from paravt_jax.data.traces import read_trace
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from paravt_jax.rewards.terms import RewardConfig, reward_terms
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.run.checkpoint import RECORD_FILE, Checkpoints, verify
 from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Fingerprint, generation_of

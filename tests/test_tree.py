@@ -27,9 +27,8 @@ TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only th
     "paravt_jax/bench/video.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
-    "own_code": "",
     "rewards": "",
-    "learner": "own_code rewards",
+    "learner": "rewards",
     "keys": "",
     "config": "keys rewards learner",
     "run": "config keys learner",
@@ -48,6 +47,8 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
 }
 PURE = (  # no config, no I/O, no logger
     "rewards/terms",
+    "rewards/grammar",
+    "rewards/settings",
     "rewards/answers",
     "learner/advantages",
     "learner/packing",

@@ -155,7 +155,7 @@ def config_of(
     """A run whose batches have so many rows for every part of the mesh that rows are split over."""
     from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
     from paravt_jax.learner.settings import LossConfig
-    from paravt_jax.rewards.terms import RewardConfig
+    from paravt_jax.rewards.settings import RewardConfig
     from rollout.episode import EpisodeConfig
 
     mesh = MeshConfig(*shape)

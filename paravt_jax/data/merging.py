@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paravt_jax.rewards.terms import TAG
+from paravt_jax.rewards.grammar import TAG
 from rollout.tools import BadCall, find_calls, window_of
 
 ERROR = "follows an error"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BadRow
 from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, NoReply
-from paravt_jax.rewards.terms import TAG
+from paravt_jax.rewards.grammar import TAG
 from rollout.prompts import Prompts
 from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader

@@ -14,7 +14,7 @@ from PIL import Image
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.learner.credit import EpisodeAdvantage, dialogue_of
+from paravt_jax.learner.credit import dialogue_of
 from paravt_jax.learner.packing import Dialogue
 from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
@@ -26,7 +26,6 @@ from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
 
-IMITATED = EpisodeAdvantage(1.0)
 # By name, since Pillow opens some formats, such as EPS, by starting a program.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_IMAGE_PIXELS = 2**26  # photos of telephones have 50 million; decoded, a pixel takes up to 8 bytes
@@ -62,8 +61,9 @@ class TraceRenderer:
             number = following
 
     def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
+        advantage = ledger.sampled_mask.astype(np.float32)  # imitation is an advantage of 1
         structural = np.zeros(len(ledger.ids), bool)
-        return dialogue_of(ledger, number, IMITATED, structural, self._chat, self._contract.unit_px)
+        return dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
 
     async def _prompt(
         self, trace: Trace, messages: list[Message], frame_budget: int

@@ -3,19 +3,57 @@
     A_seq    = (R without the anchor − mean) / (std + ε)    at every sampled token
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
+DIFFERS, where it is asked for: under `advantage.credit=span` the second part is one for each property of R_anchor, at
+the tokens that answer for that property; they add up to the one above. Under `advantage.terms=apart` the first is a
+weighted sum of such a quotient for each term of R, so that a term has its weight whatever the spread of the others.
+
 Mean and std are those of the members that have a reward. Every std here is the population's (divided by n, not n − 1):
 a part is then measured in the same unit whether or not members are missing, and a group of two has advantages of ±1.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.rewards.terms import RewardTerms
 
 ROUNDING = 1e-8  # rewards closer than this are equal: the same credits added up in another order
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRewards:
+    """What the members of a group earned, by term of R and by property of R_anchor."""
+
+    present: Bool[np.ndarray, " G"]  # False = missing
+    terms: Mapping[str, Float[np.ndarray, " G"]]  # unweighted
+    weights: Mapping[str, Float[np.ndarray, " G"]]
+    anchors: Mapping[str, Float[np.ndarray, " G"]]
+    anchor_scale: float  # λ · w_fmt
+
+    def __post_init__(self) -> None:
+        for name, values in (*self.terms.items(), *self.anchors.items()):
+            if not np.isfinite(values[self.present]).all():
+                raise ValueError(f"{name} must be finite in every episode with a reward, got {values.tolist()}")
+
+    @property
+    def total(self) -> Float[np.ndarray, " G"]:
+        return sum((self.weights[name] * values for name, values in self.terms.items()), np.zeros(len(self.present)))
+
+    @property
+    def anchor(self) -> Float[np.ndarray, " G"]:
+        return sum(self.anchors.values(), np.zeros(len(self.present)))
+
+
+@dataclass(frozen=True)
+class EpisodeAdvantage:
+    """What an episode earned relative to its group."""
+
+    sequence: float  # for every sampled token
+    anchor: float = 0.0  # more for structural ones
+    properties: Mapping[str, float] = field(default_factory=dict)  # more for those that answer for a property
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,44 +61,70 @@ class GroupAdvantages:
     """What each episode earned relative to its group; zero for a missing one and in a part without spread."""
 
     sequence: Float[np.ndarray, " G"]
-    anchor: Float[np.ndarray, " G"]  # λ · w_fmt included
+    anchor: Float[np.ndarray, " G"]  # λ · w_fmt included; of all structural tokens
+    properties: Mapping[str, Float[np.ndarray, " G"]]  # likewise, of the tokens that answer for a property
     keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens; the others give no gradient and do not count in N
     num_missing: int
     has_spread: bool
     unit: float  # of advantage in a reward of 1
 
+    def of(self, number: int) -> EpisodeAdvantage:
+        properties = {name: float(values[number]) for name, values in self.properties.items()}
+        return EpisodeAdvantage(float(self.sequence[number]), float(self.anchor[number]), properties)
+
+
+def group_rewards(
+    members: Sequence[RewardTerms | None], *, anchor_scale: float, config: AdvantageConfig
+) -> GroupRewards:
+    """None is a missing member. `anchor_scale` is λ · w_fmt.
+
+    DIFFERS: the reward without the anchor is not formed as R − λ · w_fmt · R_anchor. The two differ where R_fmt has
+    reached its bound of 1; there the difference would punish the episodes with the best structure.
+    """
+    within = config.credit == "sequence"  # the anchor is part of R
+    size = len(members)
+    terms, weights, anchors = {}, {}, {}
+    for number, earned in enumerate(members):
+        if earned is None:
+            continue
+        for name, value, weight in earned.summands if within else earned.summands_without_anchor:
+            terms.setdefault(name, np.zeros(size))[number] = value
+            weights.setdefault(name, np.full(size, float(weight)))[number] = weight
+        for anchor in earned.anchors:
+            anchors.setdefault(anchor.name, np.zeros(size))[number] = anchor.value
+    present = np.array([earned is not None and not earned.missing for earned in members])
+    return GroupRewards(present, terms, weights, anchors, 0.0 if within else anchor_scale)
+
 
 def group_advantages(
-    rewards: Float[np.ndarray, " G"],
-    rewards_without_anchor: Float[np.ndarray, " G"],
-    anchors: Float[np.ndarray, " G"],
-    *,
-    anchor_scale: float,
-    config: AdvantageConfig,
+    group: GroupRewards, config: AdvantageConfig, step: Sequence[GroupRewards] = ()
 ) -> GroupAdvantages:
-    """The advantages of a group; NaN among `rewards` marks a missing episode; `anchor_scale` is λ · w_fmt.
+    """The advantages of a group. `step` are all groups of its step, which only normalise=batch looks at.
 
-    Under token credit a group is without spread when neither part has any: where all anchors differ but not the rest,
-    it still teaches its structure.
-
-    DIFFERS: the reward without the anchor is passed in, not formed as R − λ · w_fmt · R_anchor. The two differ where
-    R_fmt has reached its bound of 1; there the difference would punish the episodes with the best structure.
+    Unless the anchor is within R, a group is without spread when no part has any: where all anchors differ but not the
+    rest, it still teaches its structure.
     """
-    present = ~np.isnan(rewards)
-    by_token = config.credit == "token"
-    base = rewards_without_anchor if by_token else rewards
-    anchor_scale = anchor_scale if by_token else 0.0
-    for name, values in (("rewards", base), ("anchors", anchors)):
-        if not np.isfinite(values[present]).all():
-            raise ValueError(f"{name} of episodes that have a reward must be finite, got {values[present].tolist()}")
-    has_spread = _spread(base, present) or (anchor_scale != 0 and _spread(anchors, present))
+    has_spread, peers = _has_spread(group, config), [group]
+    if config.normalise == "batch" and step:
+        peers = [peer for peer in step if _has_spread(peer, config) or not config.filter_zero_variance]
+    sequence = np.zeros(len(group.present))
+    for name, (values, weights) in _summands(group, config).items():
+        own = [(peer.present, summands[name][0]) for peer in peers if name in (summands := _summands(peer, config))]
+        sequence += weights * _relative(values, group.present, _scale(own, config), config)
+    by_property = config.credit == "span"
+    anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
+
+    def of_anchor(values: np.ndarray) -> np.ndarray:
+        return group.anchor_scale * _relative(values, group.present, anchor_unit, config)
+
     return GroupAdvantages(
-        sequence=_relative(base, present, config),
-        anchor=anchor_scale * _relative(anchors, present, config),
-        keep=present & (has_spread or not config.filter_zero_variance),
-        num_missing=int(np.count_nonzero(~present)),
+        sequence=sequence,
+        anchor=of_anchor(np.zeros_like(sequence) if by_property else group.anchor),
+        properties={name: of_anchor(values) for name, values in group.anchors.items()} if by_property else {},
+        keep=group.present & (has_spread or not config.filter_zero_variance),
+        num_missing=int(np.count_nonzero(~group.present)),
         has_spread=has_spread,
-        unit=1 / _scale(base, present, config),
+        unit=1 / _scale([(peer.present, peer.total) for peer in peers], config),
     )
 
 
@@ -76,45 +140,24 @@ def with_kl_penalty(
 
 
 def token_advantages(
-    sequence: float, anchor: float, sampled_mask: Bool[np.ndarray, " n"], struct_mask: Bool[np.ndarray, " n"]
+    sequence: float, anchor: Float[np.ndarray, " n"], sampled_mask: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
     """The advantages of an episode's tokens; those that the policy did not sample have none."""
-    return np.where(sampled_mask, sequence + anchor * struct_mask, 0.0).astype(np.float32)
+    return np.where(sampled_mask, sequence + anchor, 0.0).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class TokenMoments:
-    """Sums over loss tokens, which hosts and parts of a step add up before anyone normalises."""
-
-    num_tokens: int
-    total: float
-    total_squared: float
-
-    def __add__(self, other: "TokenMoments") -> "TokenMoments":
-        return TokenMoments(
-            self.num_tokens + other.num_tokens, self.total + other.total, self.total_squared + other.total_squared
-        )
+def _summands(group: GroupRewards, config: AdvantageConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What is normalised for itself, and the weight that each then has: R as a whole, or its terms."""
+    if config.terms == "together":
+        return {"R": (group.total, np.ones(len(group.present)))}
+    return {name: (values, group.weights[name]) for name, values in group.terms.items()}
 
 
-def token_moments(advantage: Float[np.ndarray, " n"], loss_mask: Bool[np.ndarray, " n"]) -> TokenMoments:
-    """The moments of the advantages of the tokens that count."""
-    kept = advantage[loss_mask].astype(np.float64)
-    return TokenMoments(len(kept), float(kept.sum()), float(np.square(kept).sum()))
-
-
-def batch_normalised(
-    advantage: Float[np.ndarray, " n"], loss_mask: Bool[np.ndarray, " n"], moments: TokenMoments, epsilon: float
-) -> Float[np.ndarray, " n"]:
-    """(A − mean) / (std + ε) at loss tokens, zero elsewhere; `moments` are those of the whole step.
-
-    The mean is over tokens, so that it is not zero where long episodes did better or worse than short ones. A group
-    without spread therefore gets a gradient from it, unless its tokens are no loss tokens (`filter_zero_variance`).
-    """
-    if not moments.num_tokens:
-        return np.zeros(advantage.shape, np.float32)
-    mean = moments.total / moments.num_tokens
-    std = math.sqrt(max(moments.total_squared / moments.num_tokens - mean**2, 0.0))
-    return np.where(loss_mask, (advantage - mean) / (std + epsilon), 0.0).astype(np.float32)
+def _has_spread(group: GroupRewards, config: AdvantageConfig) -> bool:
+    parts = [values for values, weights in _summands(group, config).values() if weights.any()]
+    if group.anchor_scale:
+        parts += [*group.anchors.values()] if config.credit == "span" else [group.anchor]
+    return any(_spread(values, group.present) for values in parts)
 
 
 def _spread(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"]) -> bool:
@@ -122,16 +165,21 @@ def _spread(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"]) ->
 
 
 def _relative(
-    values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], config: AdvantageConfig
+    values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], scale: float, config: AdvantageConfig
 ) -> Float[np.ndarray, " G"]:
     """Each member against its group; exactly zero without spread, where the rest would be rounding over ε."""
     if not _spread(values, present):
         return np.zeros(values.shape)
-    return np.where(present, (values - values[present].mean()) / _scale(values, present, config), 0.0)
+    num_present = np.count_nonzero(present)
+    # The mean of the others is further away than that of all, by this factor.
+    further = num_present / (num_present - 1) if config.normalise == "loo" else 1.0
+    return np.where(present, further * (values - values[present].mean()) / scale, 0.0)
 
 
-def _scale(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
-    """What a distance from the mean is divided by: no spread, no std."""
-    if config.normalise == "none" or not _spread(values, present):
+def _scale(of_groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
+    """What a distance from the mean is divided by: the std of such distances in these groups; no spread, no std."""
+    if config.normalise in ("none", "loo"):
         return 1.0
-    return float(values[present].std()) + config.epsilon
+    distances = [values[present] - values[present].mean() for present, values in of_groups if present.any()]
+    every = np.concatenate([np.zeros(0), *distances])
+    return float(every.std()) + config.epsilon if np.any(np.abs(every) > ROUNDING) else 1.0

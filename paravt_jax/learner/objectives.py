@@ -17,7 +17,7 @@ from paravt_jax.learner.losses import ClassSums, LossSums, class_sums, policy_lo
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import LossConfig, check_names
 from paravt_jax.learner.variants import VARIANTS, StepCounts, Variant
-from paravt_jax.own_code import function_at
+from rollout.own_code import function_at
 
 Scalar = Float[Array, ""]
 # The loss, and sums to report, of log-probs and entropies.

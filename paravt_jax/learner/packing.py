@@ -96,7 +96,7 @@ def pack(
     """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(key for d in dialogues for key in d.frames))}
     dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues)}
-    placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens)]
+    placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens, config)]
     rows = _first_fit(placed, shape.row_tokens)
     num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP, shape.sizes_per_doubling)
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
@@ -151,7 +151,7 @@ def _groups(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
     return list(groups.values())
 
 
-def _split(group: list[Dialogue], numbers: Mapping[str, int], row_tokens: int) -> list[_Placed]:
+def _split(group: list[Dialogue], numbers: Mapping[str, int], row_tokens: int, config: ModelConfig) -> list[_Placed]:
     """The sequences of a group: one, unless its branches do not fit into a row; then each repeats the trunk."""
     pieces: list[list[Dialogue]] = []
     room = 0
@@ -167,12 +167,18 @@ def _split(group: list[Dialogue], numbers: Mapping[str, int], row_tokens: int) -
             room = row_tokens - dialogue.num_shared
         pieces[-1].append(dialogue)
         room -= own
-    return [_placed(piece, numbers) for piece in pieces]
+    return [_placed(piece, numbers, config) for piece in pieces]
 
 
-def _placed(dialogues: list[Dialogue], numbers: Mapping[str, int]) -> _Placed:
+def _placed(dialogues: list[Dialogue], numbers: Mapping[str, int], config: ModelConfig) -> _Placed:
+    placeholders = (config.image_token_id, config.video_token_id)
+
     def tokens(dialogue: Dialogue, part: slice, shown: slice) -> Tokens:
-        return Tokens(dialogue.ids[part], tuple(numbers[key] for key in dialogue.frames[shown]))
+        # A placeholder that was sampled is to be predicted and has no frame to show. It ends its dialogue, so what
+        # stands there as an input changes nothing.
+        sampled = dialogue.loss_mask & np.isin(dialogue.ids, placeholders)
+        ids = np.where(sampled, 0, dialogue.ids)
+        return Tokens(ids[part], tuple(numbers[key] for key in dialogue.frames[shown]))
 
     first = dialogues[0]
     if len(dialogues) == 1:

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 Anchor = Literal["closings", "openings", "turn_end"]
 ANCHORS = get_args(Anchor)
-CreditKind = Literal["token", "sequence"]
-Normalise = Literal["std", "none"]
+CreditKind = Literal["span", "token", "sequence"]
+Normalise = Literal["std", "batch", "none", "loo"]
 BehaviorCorrection = Literal["mask", "truncate", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlIn = Literal["loss", "reward"]
@@ -19,15 +19,24 @@ Schedule = Literal["constant", "cosine"]
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    credit: CreditKind = "token"  # sequence: the anchor stays inside R, as in the public release
-    normalise: Normalise = "std"  # none: Dr. GRPO; std weighs up groups that are nearly all right or all wrong
+    # token: the anchor is of all structural tokens; span: each of its properties is of its own tags, and a missing one
+    # of the token that stands in its place; sequence: the anchor stays inside R, as in the public release.
+    credit: CreditKind = "token"
+    # std: of the group, which weighs up groups that are nearly all right or all wrong; batch: of the step; none: Dr.
+    # GRPO; loo: none, and the mean is that of the others.
+    normalise: Normalise = "std"
+    terms: Literal["together", "apart"] = "together"  # apart: each term of R is normalised, then weighted and added
     epsilon: float = 1e-6  # far below the std of any group with spread
     filter_zero_variance: bool = True  # such groups have nothing to say but KL, and would count in N
-    batch_normalise: bool = False  # over the loss tokens of the step; optional in the paper
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"advantage.epsilon={self.epsilon} must be a finite number above 0, such as 1e-6")
+        if self.terms == "apart" and self.normalise in ("none", "loo"):
+            raise ValueError(
+                f"advantage.terms=apart does nothing with advantage.normalise={self.normalise}, which divides by "
+                f"nothing; set std or batch"
+            )
 
 
 MAX_SEQUENCE_CLIP = 0.05  # ours: far above what GSPO publishes, far below any clip of tokens

@@ -1,17 +1,8 @@
 """The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool, every credit with the characters that earned it.
 
-A turn is parsed once, by one grammar over the tags:
-
-    turn      := <think> text </think> ( tool_call+ | <answer> text </answer> )
-    tool_call := <tool_call> text </tool_call>
-
-with white space between the parts. A text has no tags in it, those of `<tool_response>` and `<tool_code>` included: the
-first is the environment's to write; the second, though the dispatcher carries such calls out, is a leak of the base
-model's prior and not in the trained grammar, so it breaks the format and earns only what was truly executed.
-
-The parse is the longest part of the turn, from its first character, that the grammar contains. What follows the first
-fault (a tag out of place, doubled or nested, or text outside the parts) earns nothing, and neither does an answer or a
-turn that does not end where the grammar ends. Every turn but the last must be a tool turn, the last an answer turn.
+Every credit is read off one parse of the turns (`paravt_jax/rewards/grammar.py`). What follows the first fault earns
+nothing, and neither does an answer or a turn that does not end where the grammar ends. A leaked `<tool_code>` breaks
+the format and earns only what was truly executed.
 
 What the text of the specification leaves open is decided at the lines marked `Choice:`.
 """
@@ -19,62 +10,52 @@ What the text of the specification leaves open is decided at the lines marked `C
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
+from paravt_jax.rewards.grammar import (
+    STRUCTURAL,
+    TAG,
+    ParsedTurn,
+    Place,
+    Tag,
+    parse_episode,
+    parseable,
+    substantive,
+)
+from paravt_jax.rewards.settings import RewardConfig
 from rollout.tools import Outcome, find_calls
 
-TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
-STRUCTURAL = ("think", "tool_call", "answer")
-FOLLOWS = {"": ("think",), "think": ("tool_call", "answer"), "tool_call": ("tool_call",), "answer": ()}
-THINK_CLOSING, FLOW = 0.4, 0.3  # what R_anchor is made of
-MIN_THINK_CHARS = 10  # white space at both ends not counted: the forced prefix brings some
+THINK_FIRST, BALANCED = 0.3, 0.1  # what R_fmt has beside R_base and R_anchor
+WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
 OUTCOMES = get_args(Outcome)
 CARRIED_OUT = ("ok", "error", "timeout")  # outcomes that only a well-formed call of a known tool can have
 
 Term = Literal["accuracy", "base", "anchor", "think_first", "balanced", "tool"]
+TERMS = get_args(Term)
+OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+LENGTH = "length"  # the name of the term that train.truncated=soft adds
+TAKEN_NAMES = (*TERMS, "format", "tool_call", "tool_right", "total", "prediction", "credits", "own")
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    oe_mode: Literal["f1", "exact", "llm"] = "f1"
-    require_answer_block: bool = True  # off: without one, what follows the thinking is the answer
-    answer_suffix: bool = True  # the prompt asks for <answer>, which is then worth more
-    format_weight: float = 1.0  # w_fmt
-    anchor_weight: float = 0.5  # λ; 0 is the arm without anchoring
-    unclosed_penalty: float = 0.3  # γ; 0 is the arm without it
-    tool_reward: bool = True  # off is the arm without R_tool
+class OwnTerm:
+    """A term of a reward of your own: weight · value is added to R. `places` are the characters that earned it."""
+
+    name: str
+    value: float | int
+    places: tuple[Place, ...] = ()
+    weight: float | int = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("format_weight", "anchor_weight", "unclosed_penalty"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"reward.{name}={getattr(self, name)} must be a finite number, 0 or more")
-        if self.oe_mode not in ("f1", "exact", "llm"):
-            raise ValueError(f"reward.oe_mode={self.oe_mode!r} must be f1, exact or llm")
-
-
-class Place(NamedTuple):
-    """Characters of one turn, from `start` up to and without `end`."""
-
-    turn: int
-    start: int
-    end: int
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.start, self.end
-
-
-@dataclass(frozen=True)
-class Tag:
-    """An opening or closing of one of the three pairs, wherever it stands."""
-
-    turn: int
-    name: str
-    closing: bool
-    span: tuple[int, int]
+        if not OWN_NAME.fullmatch(self.name) or self.name in TAKEN_NAMES:
+            raise ValueError(
+                f"a term cannot be called {self.name!r}: small letters, digits and _, and none of "
+                f"{', '.join(TAKEN_NAMES)}"
+            )
+        if not math.isfinite(self.value) or not math.isfinite(self.weight):
+            raise ValueError(f"the term {self.name} has value {self.value} and weight {self.weight}, expected numbers")
 
 
 @dataclass(frozen=True)
@@ -82,13 +63,39 @@ class Credit:
     """One reason for a reward, in the units of its term: the credits of a term add up to it.
 
     A property that every turn must have has a place in every turn. `places` is empty only where the dispatcher reports
-    an outcome for which the turns hold no call.
+    an outcome for which the turns hold no call. The term is one of ours, or has the name of an `OwnTerm`.
     """
 
     name: str
-    term: Term
+    term: Term | str
     value: float
     places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class AnchorProperty:
+    """One property of R_anchor: what it is worth to this episode, and which characters are to answer for that.
+
+    Where it is met, the structural tags in `places` made it so. Where it is not, each place is that of the one token
+    that stands where something else should.
+    """
+
+    name: str
+    value: float
+    met: bool
+    places: tuple[Place, ...]
+
+
+class Summand(NamedTuple):
+    """What R is the sum of: weight · value."""
+
+    name: str
+    value: float
+    weight: float
+
+    @property
+    def reward(self) -> float:
+        return self.weight * self.value
 
 
 @dataclass(frozen=True)
@@ -101,9 +108,12 @@ class RewardTerms:
     think_first: float
     balanced: float
     format: float  # R_fmt
-    tool: float | None  # R_tool
-    total: float | None  # R
-    total_without_anchor: float | None  # R − λ · w_fmt · R_anchor wherever neither part of R_fmt reaches its bound
+    unanchored_format: float  # R_fmt − λ · R_anchor wherever neither part of R_fmt reaches its bound
+    summands: tuple[Summand, ...]  # that R is the sum of; none while a judged score is missing
+    anchors: tuple[AnchorProperty, ...]  # the credits of R_anchor, also those that were not earned
+    own: tuple[OwnTerm, ...]
+    num_calls: int
+    executed: tuple[Place, ...] | None  # the calls that were; None: there was none
     parseable: bool  # the whole episode is in the grammar
     prediction: str | None  # the answer that was scored
     credits: tuple[Credit, ...]
@@ -112,85 +122,28 @@ class RewardTerms:
     @property
     def missing(self) -> bool:
         """The episode must be left out of its group: its answer awaits a judge that gave no score."""
-        return self.total is None
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A tag as it stands in the text."""
-
-    name: str
-    closing: bool
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A part of the grammar. Without `closing`, the turn was cut off in it."""
-
-    opening: _Mark
-    closing: _Mark | None
-    body: str
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One turn as the grammar reads it: its tags, the parse from its first character, whether that is all of it."""
-
-    number: int
-    text: str
-    marks: tuple[_Mark, ...]
-    blocks: tuple[_Block, ...]  # the parse
-    ends: bool  # no fault: all of the turn is in the parse
+        return self.accuracy is None
 
     @property
-    def think(self) -> _Block | None:
-        return self.blocks[0] if self.blocks and self.blocks[0].closing is not None else None
+    def tool(self) -> float | None:
+        """R_tool. Its weights add up to at most 1, so that its bound of 1 needs no line."""
+        of_tool = [one.reward for one in self.summands if one.name in ("tool_call", "tool_right")]
+        return None if self.missing else math.fsum(of_tool)
 
     @property
-    def calls(self) -> tuple[_Block, ...]:
-        return tuple(block for block in self.blocks if block.opening.name == "tool_call" and block.closing is not None)
+    def total(self) -> float | None:
+        """R."""
+        return None if self.missing else math.fsum(one.reward for one in self.summands)
 
     @property
-    def answer(self) -> _Block | None:
-        """The answer, if it says something and is where the turn ends; it may be cut off."""
-        last = self.blocks[-1] if self.ends and self.blocks else None
-        return last if last is not None and last.opening.name == "answer" and last.body.strip() else None
-
-    @property
-    def kind(self) -> str:
-        """What this is in the grammar: "tool_call" or "answer", or "" where it is not, or not yet, a turn."""
-        last = self.blocks[-1] if self.ends and self.blocks else None
-        return last.opening.name if last is not None and last.closing and last.opening.name != "think" else ""
-
-    @property
-    def unclosed(self) -> tuple[_Mark, ...]:
-        """Choice: a `<think>` is never closed if the next tag of its kind is not its closing; a doubled one so too."""
-        thinks = [mark for mark in self.marks if mark.name == "think"]
+    def summands_without_anchor(self) -> tuple[Summand, ...]:
         return tuple(
-            mark
-            for mark, following in zip_longest(thinks, thinks[1:])
-            if not mark.closing and (following is None or not following.closing)
+            one._replace(value=self.unanchored_format) if one.name == "format" else one for one in self.summands
         )
 
     @property
-    def balanced(self) -> bool:
-        """Choice: all tags come in pairs and no pair is inside another."""
-        openings, closings = self.marks[::2], self.marks[1::2]
-        return len(openings) == len(closings) and all(
-            not opening.closing and closing.closing and opening.name == closing.name
-            for opening, closing in zip(openings, closings, strict=True)
-        )
-
-    def place(self, start: int, end: int) -> Place:
-        return Place(self.number, start, end)
-
-    def place_of(self, block: _Block) -> Place:
-        return self.place(block.opening.start, len(self.text) if block.closing is None else block.closing.end)
-
-    def place_of_mark(self, mark: _Mark) -> Place:
-        return self.place(mark.start, mark.end)
+    def total_without_anchor(self) -> float | None:
+        return None if self.missing else math.fsum(one.reward for one in self.summands_without_anchor)
 
 
 def reward_terms(
@@ -201,8 +154,9 @@ def reward_terms(
     config: RewardConfig | None = None,
     judged: float | None = None,
     question: str = "",
+    own: Sequence[OwnTerm] = (),
 ) -> RewardTerms:
-    """Every term of the reward of one episode.
+    """Every term of the reward of one episode, but for what its group decides: see `with_needed_calls`.
 
     `turns` are the assistant's turns in full, the forced prefix included and the token that ended each left out;
     `outcomes` are the dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`,
@@ -210,66 +164,82 @@ def reward_terms(
     text of the model raises; a ground truth that cannot be read does.
     """
     config = config or RewardConfig()
-    parsed = _parse_episode(turns)
-    for outcome in outcomes:
-        if outcome not in OUTCOMES:
-            raise ValueError(f"outcome {outcome!r} is none of the dispatcher's, expected one of {', '.join(OUTCOMES)}")
-    if judged is not None and (question_type != "oe" or config.oe_mode != "llm"):
-        raise ValueError(
-            f"a judged score was given for a question of type {question_type!r} with reward.oe_mode={config.oe_mode}; "
-            "only open questions (oe) with oe_mode llm are judged"
-        )
-    if judged is not None and not 0 <= judged <= 1:
-        raise ValueError(f"judged={judged} must be between 0 and 1")
+    parsed = parse_episode(turns)
+    _check(outcomes, question_type, config, judged)
     place = _place_of_prediction(parsed, config)
     prediction = None if place is None else _prediction_at(place, turns)
     accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
-
-    credits = list(_format_credits(parsed, config))
-    if accuracy and place is not None:
-        credits.append(Credit("accuracy", "accuracy", accuracy, (place,)))
-    if config.tool_reward:
-        credits += _tool_credits(parsed, outcomes, bool(accuracy))
-    base, anchor, think_first, balanced, tool = (
+    anchors = tuple(_anchor_properties(parsed, config))
+    calls = _calls(parsed, outcomes)
+    tool = _tool_parts(calls, accuracy or 0.0, config)
+    credits = (
+        *_format_credits(parsed, config),
+        *_anchor_credits(parsed, anchors),
+        *((Credit("accuracy", "accuracy", accuracy, (place,)),) if accuracy and place else ()),
+        *_tool_credits(calls, tool),
+        *(Credit(one.name, one.name, one.weight * one.value, one.places) for one in own if one.weight * one.value),
+    )
+    base, anchor, think_first, balanced = (
         math.fsum(credit.value for credit in credits if credit.term == term)
-        for term in ("base", "anchor", "think_first", "balanced", "tool")
+        for term in ("base", "anchor", "think_first", "balanced")
     )
     unanchored = math.fsum((base, think_first, balanced))
     format_reward = min(1.0, unanchored + config.anchor_weight * anchor)
-    total = total_without_anchor = None
-    if accuracy is not None:
-        # tool is at most 0.3 + 0.5, so that its own bound of 1 needs no line
-        total = math.fsum((accuracy, config.format_weight * format_reward, tool))
-        # The anchor's share of the bound stays the anchor's. Else a well-formed call, paid for thinking first, would be
-        # worth 0.2 more than a well-formed answer, while R_fmt is 1 for both; and an anchor subtracted after the bound
-        # would punish the better structure.
-        bound = max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
-        total_without_anchor = math.fsum((accuracy, config.format_weight * min(bound, unanchored), tool))
-    return RewardTerms(
-        accuracy,
-        base,
-        anchor,
-        think_first,
-        balanced,
-        format_reward,
-        None if accuracy is None else tool,
-        total,
-        total_without_anchor,
-        _parseable(parsed),
-        prediction,
-        tuple(credits),
-        tuple(
-            Tag(turn.number, mark.name, mark.closing, (mark.start, mark.end))
-            for turn in parsed
-            for mark in turn.marks
-            if mark.name in STRUCTURAL
-        ),
+    summands = (
+        Summand("accuracy", accuracy or 0.0, 1.0),
+        Summand("format", format_reward, config.format_weight),
+        *tool,
+        *(Summand(term.name, term.value, term.weight) for term in own),
     )
+    return RewardTerms(
+        accuracy=accuracy,
+        base=base,
+        anchor=anchor,
+        think_first=think_first,
+        balanced=balanced,
+        format=format_reward,
+        unanchored_format=min(_bound_without_anchor(config), unanchored),
+        summands=() if accuracy is None else summands,
+        anchors=anchors,
+        own=tuple(own),
+        num_calls=len(outcomes),
+        executed=calls.executed,
+        parseable=parseable(parsed),
+        prediction=prediction,
+        credits=credits,
+        tags=tuple(tag for turn in parsed for tag in turn.tags if tag.name in STRUCTURAL),
+    )
+
+
+def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig) -> list[RewardTerms | None]:
+    """A group's terms with what tool_right=needed pays to a right answer after an executed call.
+
+    That is in proportion to the share of the episodes without a call that were wrong; nothing where nobody did without
+    one. None, or terms without a score, is a missing episode.
+    """
+    scored = [terms for terms in group if terms is not None and terms.accuracy is not None]
+    alone = [terms for terms in scored if not terms.num_calls]
+    if config.tool_right != "needed" or not alone:
+        return list(group)
+    share = sum(not _right(terms, config) for terms in alone) / len(alone)
+    return [None if terms is None else _paid(terms, share, config) for terms in group]
+
+
+def _paid(terms: RewardTerms, share: float, config: RewardConfig) -> RewardTerms:
+    if terms.executed is None or not _right(terms, config) or not share * config.tool_right_weight:
+        return terms
+    summands = tuple(one._replace(value=share) if one.name == "tool_right" else one for one in terms.summands)
+    credit = Credit("tool_right", "tool", share * config.tool_right_weight, terms.executed)
+    return replace(terms, summands=summands, credits=(*terms.credits, credit))
+
+
+def _right(terms: RewardTerms, config: RewardConfig) -> bool:
+    return terms.accuracy is not None and terms.accuracy >= config.tool_right_threshold
 
 
 def find_prediction(turns: Sequence[str], config: RewardConfig | None = None) -> str | None:
     """The answer that an episode gives, for a judge to score; None where there is none, which is worth 0 unjudged."""
-    place = _place_of_prediction(_parse_episode(turns), config or RewardConfig())
+    place = _place_of_prediction(parse_episode(turns), config or RewardConfig())
     return None if place is None else _prediction_at(place, turns)
 
 
@@ -287,45 +257,33 @@ def check_ground_truth(answer: str, question_type: str) -> None:
         raise ValueError(f"the ground truth {answer!r} of an oe question has no word that an answer could have")
 
 
-def _parse_episode(turns: Sequence[str]) -> list[_Turn]:
-    if isinstance(turns, str):
-        raise ValueError("turns is one string, expected a list with the text of every turn")
-    return [_parse(number, text) for number, text in enumerate(turns)]
+def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, judged: float | None) -> None:
+    """Arguments that can only be mistakes."""
+    for outcome in outcomes:
+        if outcome not in OUTCOMES:
+            raise ValueError(f"outcome {outcome!r} is none of the dispatcher's, expected one of {', '.join(OUTCOMES)}")
+    if judged is not None and (question_type != "oe" or config.oe_mode != "llm"):
+        raise ValueError(
+            f"a judged score was given for a question of type {question_type!r} with reward.oe_mode={config.oe_mode}; "
+            "only open questions (oe) with oe_mode llm are judged"
+        )
+    if judged is not None and not 0 <= judged <= 1:
+        raise ValueError(f"judged={judged} must be between 0 and 1")
 
 
-def _parse(number: int, text: str) -> _Turn:
-    marks = tuple(_Mark(match[2], match[1] == "/", *match.span()) for match in TAG.finditer(text))
-    blocks: list[_Block] = []
-    reached = 0  # characters, two marks to a block
-    for opening, closing in zip_longest(marks[::2], marks[1::2]):
-        allowed = FOLLOWS[blocks[-1].opening.name if blocks else ""]
-        if opening.closing or opening.name not in allowed or text[reached : opening.start].strip():
-            break
-        if closing is not None and not (closing.closing and closing.name == opening.name):
-            break
-        body_end, reached = (len(text), len(text)) if closing is None else (closing.start, closing.end)
-        blocks.append(_Block(opening, closing, text[opening.end : body_end]))
-    ends = 2 * len(blocks) >= len(marks) and not text[reached:].strip()
-    return _Turn(number, text, marks, tuple(blocks), ends)
-
-
-def _parseable(turns: Sequence[_Turn]) -> bool:
-    return [turn.kind for turn in turns] == ["tool_call"] * (len(turns) - 1) + ["answer"]
-
-
-def _place_of_prediction(turns: Sequence[_Turn], config: RewardConfig) -> Place | None:
+def _place_of_prediction(turns: Sequence[ParsedTurn], config: RewardConfig) -> Place | None:
     """The body of the last `<answer>…</answer>` of the episode, with no tag in it.
 
     Choice: it counts even where the turn is not in the grammar, which costs the format and not the accuracy.
     """
     for turn in reversed(turns):
-        for opening, closing in reversed(list(zip(turn.marks, turn.marks[1:], strict=False))):
+        for opening, closing in reversed(list(zip(turn.tags, turn.tags[1:], strict=False))):
             if opening.name == closing.name == "answer" and not opening.closing and closing.closing:
-                return turn.place(opening.end, closing.start)
+                return turn.place(opening.place.end, closing.place.start)
     if config.require_answer_block or not turns or turns[-1].unclosed:
         return None
     last = turns[-1]
-    thinks = [mark.end for mark in last.marks if mark.name == "think"]
+    thinks = [tag.place.end for tag in last.tags if tag.name == "think"]
     return last.place(max(thinks, default=0), len(last.text))
 
 
@@ -355,61 +313,146 @@ def _accuracy(
     return (token_f1 if config.oe_mode == "f1" else exact_match)(prediction, answer)
 
 
-def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Credit]:
-    """Choice: thinking is a property of every turn, the answer one of the last, as in the grammar of an episode."""
+def _bound_without_anchor(config: RewardConfig) -> float:
+    """Of R_fmt: the anchor's share of the bound of 1 stays the anchor's.
+
+    Else a well-formed call, paid for thinking first, would be worth 0.2 more than a well-formed answer, while R_fmt is
+    1 for both; and an anchor subtracted after the bound would punish the better structure.
+    """
+    return max(0.0, 1.0 - config.anchor_weight * (config.parts.think_closing + config.parts.flow))
+
+
+def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[Credit]:
+    """Those of R_fmt without the anchor's.
+
+    Choice: thinking is a property of every turn, the answer one of the last, as in the grammar of an episode.
+    """
     if not turns:
         return
-    think_value, opening_value, closing_value = (0.2, 0.3, 0.2) if config.answer_suffix else (0.3, 0.2, 0.1)
-    base = 0.0
+    worth, base = config.parts, 0.0
     thinks = [(turn, turn.think) for turn in turns if turn.think is not None]
-    if len(thinks) == len(turns) and all(len(think.body.strip()) >= MIN_THINK_CHARS for _, think in thinks):
-        base += think_value
-        yield Credit("think", "base", think_value, tuple(turn.place_of(think) for turn, think in thinks))
-        closings = tuple(turn.place_of_mark(think.closing) for turn, think in thinks if think.closing is not None)
-        yield Credit("think_closing", "anchor", THINK_CLOSING, closings)
-    last, answer = turns[-1], turns[-1].answer
+    if len(thinks) == len(turns) and all(substantive(think) for _, think in thinks):
+        base += worth.think
+        yield Credit("think", "base", worth.think, tuple(turn.place_of(think) for turn, think in thinks))
+    answer = turns[-1].answer
     if answer is not None:
-        base += opening_value
-        yield Credit("answer_opening", "base", opening_value, (last.place_of_mark(answer.opening),))
+        base += worth.answer_opening
+        yield Credit("answer_opening", "base", worth.answer_opening, (answer.opening.place,))
         if answer.closing is not None:
-            base += closing_value
-            yield Credit("answer_closing", "base", closing_value, (last.place_of_mark(answer.closing),))
-            # Choice: a flow ends in an answer that says something; how much was thought is credited above.
-            if _parseable(turns):
-                yield Credit("flow", "anchor", FLOW, tuple(turn.place(0, len(turn.text)) for turn in turns))
-    unclosed = tuple(turn.place_of_mark(mark) for turn in turns for mark in turn.unclosed)
-    if unclosed and config.unclosed_penalty:
-        # Choice: once an episode, so that R_fmt is at least −λγ
-        yield Credit("think_unclosed", "anchor", -config.unclosed_penalty, unclosed)
+            base += worth.answer_closing
+            yield Credit("answer_closing", "base", worth.answer_closing, (answer.closing.place,))
     # Choice: without a call there is nothing to precede; a turn with a call must be a tool turn from end to end.
-    calling = [turn for turn in turns if any(mark.name == "tool_call" for mark in turn.marks)]
+    calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
     if len(thinks) == len(turns) and calling and all(turn.kind == "tool_call" for turn in calling):
         before_calls = tuple(turn.place_of(think) for turn, think in thinks if turn in calling)
-        yield Credit("think_first", "think_first", 0.3, before_calls)
+        yield Credit("think_first", "think_first", THINK_FIRST, before_calls)
     if base > 0 and all(turn.balanced for turn in turns):
-        marks = tuple(turn.place_of_mark(mark) for turn in turns for mark in turn.marks)
-        yield Credit("balanced", "balanced", 0.1, marks)
+        yield Credit("balanced", "balanced", BALANCED, tuple(tag.place for turn in turns for tag in turn.tags))
 
 
-def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool) -> Iterator[Credit]:
-    """0.3 for an executed call, else 0.1 for a well-formed one; to either, and only to these, 0.5 for a right answer.
+def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[AnchorProperty]:
+    """Choice: a flow ends in an answer that says something; how much was thought is a property of its own.
 
-    That a call was executed is the dispatcher's word alone. So is that it was well-formed, unless it is in the grammar
-    and can be read: `invalid` is the outcome of a bad window as well as of bad JSON.
+    Choice: γ is paid once an episode, so that R_fmt is at least −λγ.
+    """
+    closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
+    unclosed = tuple(turn.in_place_of_closing(tag) for turn in turns for tag in turn.unclosed)
+    not_closed = tuple(place for turn in turns for place in _in_place_of_thinking(turn))
+    astray = tuple(place for turn in turns for place in _in_place_of_flow(turn, turn is turns[-1]))
+    whole = tuple(place for turn in turns for place in (turn.whole, turn.end))
+    for name, value, lost, places in (
+        ("think_closing", config.parts.think_closing, not_closed, closings),
+        ("flow", config.parts.flow, astray, whole),
+    ):
+        met = bool(turns) and not lost
+        yield AnchorProperty(name, value if met else 0.0, met, places if met else lost)
+    penalty = -config.unclosed_penalty if unclosed else 0.0
+    yield AnchorProperty("think_unclosed", penalty, not unclosed, unclosed or closings)
+
+
+def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
+    """What stands where a turn should have closed a thinking that says something; nothing where it did."""
+    if turn.think is None or turn.think.closing is None:
+        yield turn.fault_place
+    elif not substantive(turn.think):
+        yield turn.first_of(turn.think.closing)
+
+
+def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
+    """What stands where a turn left the way from thinking over calls to an answer; nothing where it did not."""
+    last = turn.last
+    if not turn.kind or last is None or last.closing is None:
+        yield turn.fault_place
+    elif (turn.kind == "answer") != is_last:
+        yield turn.first_of(turn.blocks[1].opening)
+    elif is_last and turn.answer is None:
+        yield turn.first_of(last.closing)
+
+
+def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorProperty]) -> Iterator[Credit]:
+    """Of those that are worth something, in characters. For a `<think>` that is never closed it is that tag."""
+    unclosed = tuple(tag.place for turn in turns for tag in turn.unclosed)
+    for anchor in anchors:
+        if anchor.value:
+            spelled = tuple(place for place in anchor.places if place.start < place.end)
+            yield Credit(anchor.name, "anchor", anchor.value, spelled if anchor.met else unclosed)
+
+
+class _Calls(NamedTuple):
+    """Where calls stand that were executed, and those that were at least well-formed; None: there is none."""
+
+    executed: tuple[Place, ...] | None
+    well_formed: tuple[Place, ...] | None
+
+
+def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str]) -> _Calls:
+    """That a call was executed is the dispatcher's word alone.
+
+    So is that it was well-formed, unless it is in the grammar and can be read: `invalid` is the outcome of a bad window
+    as well as of bad JSON.
     """
     calls = [(turn, call) for turn in turns for call in find_calls(turn.text)]
-    executed = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
-    carried_out = [number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT]
+    executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
-    well_formed = [
+    well_formed = {number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT} | {
         number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place(*call.span) in blocks
-    ]
-    earning = executed or sorted({*carried_out, *well_formed})
-    if not earning:
-        return
-    # Several statements of one <tool_code> share a place.
-    spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(calls) if number in earning)
-    places = tuple(spans)
-    yield Credit("tool_executed" if executed else "tool_call", "tool", 0.3 if executed else 0.1, places)
-    if right:
-        yield Credit("tool_right", "tool", 0.5, places)
+    }
+
+    def places(numbers: set[int]) -> tuple[Place, ...] | None:
+        # Several statements of one <tool_code> share a place.
+        spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(calls) if number in numbers)
+        return tuple(spans) if numbers else None
+
+    return _Calls(places(executed), places(well_formed))
+
+
+def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
+    """What a call is worth, and what it is worth before a right answer.
+
+    DIFFERS from the release unless tool_right is `any`: only executed calls earn, and overlap with the truth pays no
+    more than it is worth. What `needed` pays is for the group to say.
+    """
+    if not config.tool_reward:
+        return ()
+    executed = float(calls.executed is not None)
+    right = {
+        "any": accuracy > 0,
+        "scaled": accuracy,
+        "threshold": accuracy >= config.tool_right_threshold,
+        "needed": 0.0,
+    }[config.tool_right]
+    called = executed
+    if config.tool_right == "any" and calls.executed is None and calls.well_formed is not None:
+        called = WELL_FORMED_SHARE
+    return (
+        Summand("tool_call", called, config.tool_call_weight),
+        Summand("tool_right", float(right) if called else 0.0, config.tool_right_weight),
+    )
+
+
+def _tool_credits(calls: _Calls, tool: Sequence[Summand]) -> Iterator[Credit]:
+    places = calls.well_formed if calls.executed is None else calls.executed
+    names = {"tool_call": "tool_call" if calls.executed is None else "tool_executed", "tool_right": "tool_right"}
+    for part in tool:
+        if part.reward:
+            yield Credit(names[part.name], "tool", part.reward, places or ())

@@ -8,11 +8,10 @@ import numpy as np
 from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from paravt_jax.config import PackConfig, TrainConfig
-from paravt_jax.learner.advantages import batch_normalised, token_moments, with_kl_penalty
-from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
+from paravt_jax.learner.advantages import with_kl_penalty
+from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, used_frac
-from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rl.rollouts import Group
 from paravt_jax.sampling.frames import frame_of
@@ -40,13 +39,12 @@ class PolicyUpdate:
         *,
         train: TrainConfig,
         rollout: EpisodeConfig,
-        advantage: AdvantageConfig,
         pack: PackConfig,
         max_pixels: int,
         seed: int,
     ):
         self._learner, self._chat, self._contract = learner, chat, contract
-        self._train, self._rollout, self._advantage, self._pack_settings = train, rollout, advantage, pack
+        self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
 
     def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
@@ -67,13 +65,13 @@ class PolicyUpdate:
         groups = [group for group in groups if group.teaches]
         dialogues, version = self._dialogues(groups), int(learner.state.step)
         part_of = dealt_out(len(groups), self._train.updates_per_step, self._seed, version)
-        parts = self._packed(self._normalised(dialogues), groups, part_of)
+        parts = self._packed(dialogues, groups, part_of)
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if kl_in_reward or len(parts) > 1:
             parts = [replace(part, known=[learner.known(batch) for batch in part.batches]) for part in parts]
         if kl_in_reward:
             dialogues = self._penalised(dialogues, groups, part_of, parts)
-            again = self._packed(self._normalised(dialogues), groups, part_of)
+            again = self._packed(dialogues, groups, part_of)
             # The same places, with other advantages.
             parts = [replace(part, known=before.known) for part, before in zip(again, parts, strict=True)]
         return parts
@@ -114,8 +112,8 @@ class PolicyUpdate:
                 dialogues += dialogues_of(
                     member.episode,
                     first * train.group_size + number,
-                    EpisodeAdvantage(float(earned.sequence[number]), float(earned.anchor[number])),
-                    member.terms.tags,
+                    earned.of(number),
+                    member.terms,
                     self._chat,
                     self._contract.unit_px,
                     anchors=train.anchor_tokens,
@@ -145,16 +143,6 @@ class PolicyUpdate:
                 ),
             )
             for dialogue in dialogues
-        ]
-
-    def _normalised(self, dialogues: Sequence[Dialogue]) -> Sequence[Dialogue]:
-        settings = self._advantage
-        if not settings.batch_normalise or not dialogues:
-            return dialogues
-        moments = [token_moments(dialogue.advantage, dialogue.loss_mask) for dialogue in dialogues]
-        total = sum(moments[1:], moments[0])
-        return [
-            replace(d, advantage=batch_normalised(d.advantage, d.loss_mask, total, settings.epsilon)) for d in dialogues
         ]
 
     def _shape(self, dialogues: Sequence[Dialogue]) -> Shape:

@@ -12,6 +12,7 @@ from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.metrics import member_metrics
 from paravt_jax.rl.rollouts import Member, Player, evaluate, member_record
 from paravt_jax.run.directory import SETTINGS_FILE, held, write_settings
@@ -91,6 +92,7 @@ async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
 
 async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
     engine = await open_engine(
@@ -104,7 +106,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
         max_pixels=config.video.max_pixels,
     )
     stack.push_async_callback(engine.close)
-    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed)
+    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
 def _cell_file(directory: Path, dispatch: str, budget: int) -> Path:

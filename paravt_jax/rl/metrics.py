@@ -45,9 +45,12 @@ def member_metrics(members: Sequence[Member]) -> dict[str, float]:
         "tool_use_frac": _mean("ok" in episode.outcomes for episode in episodes),
         "turns_mean": _mean(len(episode.turns) for episode in episodes),
         "sampled_tokens_mean": _mean(episode.ledger.num_sampled for episode in episodes),
-        "length_penalty_mean": _mean(member.length_penalty for member in whole),
         "cut_off_frac": _mean(episode.finish != "done" for episode in episodes),
     }
+    own: dict[str, list[float]] = {}  # of a plugin, and of the length
+    for term in (term for of_episode in terms for term in of_episode.own):
+        own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
+    metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)
     return metrics | {f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES}
 

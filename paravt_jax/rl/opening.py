@@ -13,6 +13,7 @@ from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
@@ -41,6 +42,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
         )
         train, held_out, remarks = _prompts(config, directory.path)
         judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+        plugin = load_plugin(config.reward)
         policy = await policy_of(config, directory.path)
         learner = Learner(
             await in_thread(policy.load),
@@ -77,7 +79,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
         )
         stack.push_async_callback(engine.close)
         agent = Agent(engine, frames, policy.chat, config.rollout)
-        player = Player(agent, config.reward, judge, config.seed, config.train.truncated)
+        player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
         cursor = Cursor.from_record(training.begun_with["cursor"])
         rollouts = Rollouts(
             player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
@@ -93,7 +95,6 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
                 policy.contract,
                 train=config.train,
                 rollout=config.rollout,
-                advantage=config.advantage,
                 pack=config.pack,
                 max_pixels=config.video.max_pixels,
                 seed=config.seed,

@@ -18,11 +18,13 @@ from paravt_jax.config import TrainConfig, Truncated, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
-from paravt_jax.learner.advantages import GroupAdvantages, group_advantages
+from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_advantages, group_rewards
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rewards.terms import RewardConfig, RewardTerms, find_prediction, reward_terms
-from paravt_jax.rl.truncation import is_cut_off, length_penalty
+from paravt_jax.rewards.plugin import Plugin, PluginError
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
+from paravt_jax.rl.truncation import is_cut_off, length_term
 from rollout.episode import Agent, Episode, Overview, Task
 
 
@@ -35,7 +37,6 @@ class Member:
     terms: RewardTerms | None = None
     format_reward: float = 0.0  # R_fmt by the default rules, so that arms with other rewards compare
     problem: str = ""  # why it is missing
-    length_penalty: float = 0.0  # part of R with train.truncated=soft
     left_out: bool = False  # counts in its group's statistics, and is not learnt from
 
     @property
@@ -64,12 +65,13 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Player:
-    """Plays episodes and scores them: an agent, a reward, a judge of open answers where it needs one."""
+    """Plays episodes and scores them: an agent, a reward, and what it needs: a judge of open answers, a plugin."""
 
     agent: Agent
     reward: RewardConfig
     judge: Judge | None
     seed: int
+    plugin: Plugin | None = None
     truncated: Truncated = "learn"
 
     async def play(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
@@ -91,19 +93,17 @@ class Player:
             prediction = find_prediction(turns, self.reward)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
         asked = (turns, episode.outcomes, prompt.answer, prompt.question_type)
-        terms = reward_terms(*asked, self.reward, judged, prompt.question)
+        try:
+            own = await self.plugin.terms(episode, prompt.answer, prompt.question_type) if self.plugin else ()
+        except PluginError as problem:
+            return Member(name, episode, problem=f"reward.plugin: {problem}")
+        if self.truncated == "soft":
+            own = (*own, length_term(episode, self.agent.config.max_new_tokens))
+        terms = reward_terms(*asked, self.reward, judged, prompt.question, own)
         fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
-        soft = self.truncated == "soft"
-        penalty = length_penalty(episode, self.agent.config.max_new_tokens) if soft else 0.0
-        return Member(
-            name,
-            episode,
-            _with_penalty(terms, penalty),
-            fixed.format,
-            problem="no verdict of the judge" if terms.missing else "",
-            length_penalty=penalty,
-            left_out=self.truncated == "leave_out" and is_cut_off(episode),
-        )
+        problem = "no verdict of the judge" if terms.missing else ""
+        left_out = self.truncated == "leave_out" and is_cut_off(episode)
+        return Member(name, episode, terms, fixed.format, problem, left_out)
 
     async def play_all(
         self,
@@ -125,7 +125,8 @@ class Player:
         except Exception as problem:
             said = f"overview: {type(problem).__name__}: {problem}"
             return [Member(f"{task.id}/{n}", problem=said) for n in range(num_episodes)]
-        return await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
+        members = await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
+        return scored_together(members, self.reward)
 
 
 class Rollouts:
@@ -176,7 +177,7 @@ class Rollouts:
             async with asyncio.TaskGroup() as tasks:
                 begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
             groups += [task.result() for task in begun]
-        return groups
+        return over_step(groups, self.player.reward, self._advantage)
 
     async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
         # Synchronous rollouts are of one version, or they are missing.
@@ -217,25 +218,30 @@ async def evaluate(
     return [member for members in await asyncio.gather(*map(one, prompts)) for member in members]
 
 
-def _with_penalty(terms: RewardTerms, penalty: float) -> RewardTerms:
-    """The same with a part of R that no text earns."""
-    if terms.total is None or terms.total_without_anchor is None:
-        return terms
-    return replace(terms, total=terms.total + penalty, total_without_anchor=terms.total_without_anchor + penalty)
+def scored_together(members: Sequence[Member], reward: RewardConfig) -> list[Member]:
+    """The episodes of a prompt, with what they earn for what the others did."""
+    terms = with_needed_calls([member.terms for member in members], reward)
+    return [replace(member, terms=earned) for member, earned in zip(members, terms, strict=True)]
 
 
 def advantages_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
-    def values(of: Callable[[RewardTerms], float | None]) -> np.ndarray:
-        earned = [None if member.missing or member.terms is None else of(member.terms) for member in members]
-        return np.array([np.nan if value is None else value for value in earned], np.float64)
+    return group_advantages(_rewards_of(members, reward, advantage), advantage)
 
-    return group_advantages(
-        values(lambda terms: terms.total),
-        values(lambda terms: terms.total_without_anchor),
-        values(lambda terms: terms.anchor),
-        anchor_scale=reward.anchor_weight * reward.format_weight,
-        config=advantage,
-    )
+
+def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
+    """The groups of a step, with advantages in the unit that all of them together give."""
+    if advantage.normalise != "batch":
+        return groups
+    step = [_rewards_of(group.members, reward, advantage) for group in groups]
+    return [
+        replace(group, advantages=group_advantages(rewards, advantage, step))
+        for group, rewards in zip(groups, step, strict=True)
+    ]
+
+
+def _rewards_of(members: Sequence[Member], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
+    terms = [None if member.missing else member.terms for member in members]
+    return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)
 
 
 def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
@@ -249,11 +255,7 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "answer": group.visit.item.answer,
             "question_type": group.visit.item.question_type,
             **member_record(member),
-            "advantage": {
-                "sequence": float(group.advantages.sequence[number]),
-                "anchor": float(group.advantages.anchor[number]),
-                "keep": bool(group.keep[number]),
-            },
+            "advantage": asdict(group.advantages.of(number)) | {"keep": bool(group.keep[number])},
         }
         for group in groups
         for number, member in enumerate(group.members)
@@ -266,8 +268,8 @@ def member_record(member: Member) -> dict[str, Any]:
     if member.terms is not None:
         names = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
         record["reward"] = {name: getattr(member.terms, name) for name in names}
-        record["reward"]["length"] = member.length_penalty
         record["reward"]["credits"] = [asdict(credit) for credit in member.terms.credits]
+        record["reward"]["own"] = [asdict(term) for term in member.terms.own]
     return record
 
 

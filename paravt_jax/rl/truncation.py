@@ -1,5 +1,6 @@
 """Episodes that were cut off, by the length of a turn or by the context, and what length costs."""
 
+from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.episode import Episode
 
 SOFT_FRAC = 0.2  # of a turn's tokens, in which soft takes effect; DAPO's 4096 of 20480 (arXiv 2503.14476)
@@ -7,6 +8,11 @@ SOFT_FRAC = 0.2  # of a turn's tokens, in which soft takes effect; DAPO's 4096 o
 
 def is_cut_off(episode: Episode) -> bool:
     return episode.finish != "done"
+
+
+def length_term(episode: Episode, max_new_tokens: int) -> OwnTerm:
+    """What an episode's length costs, as a term of its reward."""
+    return OwnTerm(LENGTH, length_penalty(episode, max_new_tokens))
 
 
 def length_penalty(episode: Episode, max_new_tokens: int) -> float:

@@ -76,7 +76,6 @@ MISMATCH = (
     Quantity("mismatch/behavior_kl_plain", "plain", SKY),
     Quantity("mismatch/behavior_kl_structural", "structural", RED),
     Quantity("mismatch/behavior_kl_first_of_turn", "first of turn", ORANGE),
-    Quantity("mismatch/behavior_kl_first_after_image", "first after image", GREEN),
 )
 LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
 LOSSES = {

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from model_port.progress import counted
 from paravt_jax.rewards.answers import interval
-from paravt_jax.rewards.terms import TAG
+from paravt_jax.rewards.grammar import TAG
 from paravt_jax.run.log import EPISODES_DIR, load_jsonl
 from rollout.prompts import Prompts
 from rollout.tools import find_calls
@@ -31,6 +31,7 @@ MAX_TURNS = 40  # shown of an episode, and calls of a turn
 FRAME = re.compile(r"<(\d+(?:\.\d+)?) seconds>(?=<\|vision_start\|>)")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
+OWN = ("name", "value", "weight")  # of a term that a plugin gave
 
 
 class Mark(NamedTuple):
@@ -132,6 +133,7 @@ class _Reader:
             "missing": bool(record.get("missing")),
             "problem": _shown(str(record.get("problem", "")), limit_chars),
             "reward": None if reward is None else {name: reward.get(name) for name in TERMS} | _prediction(reward),
+            "own": [] if reward is None else [{name: term[name] for name in OWN} for term in reward.get("own", [])],
             "credits": [{name: credit[name] for name in ("name", "term", "value")} for credit in credits],
             "advantage": record.get("advantage"),
             "videos": videos,

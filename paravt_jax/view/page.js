@@ -5,6 +5,8 @@
   const SVG = "http://www.w3.org/2000/svg";
   const TERM_COLOURS = { accuracy: "blue", base: "red", anchor: "pink", think_first: "orange", balanced: "sky", tool: "green" };
   const TERM_NAMES = { accuracy: "accuracy", base: "base", anchor: "anchor", think_first: "think first", balanced: "balanced", tool: "tool" };
+  const colourOf = (term) => TERM_COLOURS[term] ?? "neutral"; // of a plugin's
+  const spelled = (name) => name.replaceAll("_", " ");
   const OUTCOME_COLOURS = { ok: "green", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
   const NARROW_CHARS = 24; // a credit of no more characters stands out from the text it is in, as tags do
 
@@ -518,7 +520,7 @@
     return host;
   };
 
-  const creditLine = (credit) => `${credit.name.replaceAll("_", " ")}: ${signed(credit.value)} of ${TERM_NAMES[credit.term] ?? credit.term}`;
+  const creditLine = (credit) => `${spelled(credit.name)}: ${signed(credit.value)} of ${TERM_NAMES[credit.term] ?? spelled(credit.term)}`;
 
   const readTurn = (episode, turn, n, numbers) => {
     const sizes = new Map();
@@ -533,7 +535,7 @@
       if ("call" in piece) classes.push("call", `call-${numbers.get(turn.calls[piece.call])}`);
       if (credits.length) {
         const lead = episode.credits[credits[0]];
-        classes.push("credit", `c-${TERM_COLOURS[lead.term] ?? "neutral"}`, ...credits.map((credit) => `credit-${credit}`));
+        classes.push("credit", `c-${colourOf(lead.term)}`, ...credits.map((credit) => `credit-${credit}`));
         if ("tag" in piece || sizes.get(credits[0]) <= NARROW_CHARS) classes.push("narrow");
         says.push(...credits.map((credit) => creditLine(episode.credits[credit])));
       }
@@ -578,7 +580,7 @@
       const chips = (term) => {
         const own = episode.credits.map((credit, n) => [credit, n]).filter(([credit]) => credit.term === term);
         if (!own.length) return null;
-        return h("div", { class: `credits c-${TERM_COLOURS[term]}` }, own.map(([credit, n]) => {
+        return h("div", { class: `credits c-${colourOf(term)}` }, own.map(([credit, n]) => {
           const button = h("button", {
             type: "button", "aria-pressed": "false",
             onmouseenter: () => highlight(n), onmouseleave: () => highlight(pinned), onfocus: () => highlight(n), onblur: () => highlight(pinned),
@@ -588,17 +590,18 @@
               button.setAttribute("aria-pressed", pinned === n);
               highlight(pinned);
             },
-          }, `${credit.name.replaceAll("_", " ")} ${signed(credit.value)}`);
+          }, `${spelled(credit.name)} ${signed(credit.value)}`);
           return button;
         }));
       };
-      const row = (name, value, kind, term) => h("div", { class: `term ${kind} ${term ? `c-${TERM_COLOURS[term]}` : ""}` }, h("span", {}, term ? h("i") : null, name), h("span", { class: "num" }, fixed(value)));
+      const row = (name, value, kind, term) => h("div", { class: `term ${kind} ${term ? `c-${colourOf(term)}` : ""}` }, h("span", {}, term ? h("i") : null, name), h("span", { class: "num" }, fixed(value)));
       host.append(h("div", { class: "terms" }, h("h4", {}, "Reward"),
         row("accuracy", reward.accuracy, "", "accuracy"), chips("accuracy"),
         row("format", reward.format, "", null),
         row("base", reward.base, "sub", "base"), chips("base"), row("anchor", reward.anchor, "sub", "anchor"), chips("anchor"),
         row("think first", reward.think_first, "sub", "think_first"), chips("think_first"), row("balanced", reward.balanced, "sub", "balanced"), chips("balanced"),
         row("tool", reward.tool, "", "tool"), chips("tool"),
+        episode.own.map((term) => [row(spelled(term.name), term.weight * term.value, "", term.name), chips(term.name)]),
         row("total", reward.total, "total", null),
         episode.credits.length ? h("p", { class: "hint" }, "Point at a credit to see the characters that earned it; press to keep them lit.") : null));
     }
@@ -606,6 +609,7 @@
     if (advantage) {
       const row = (name, value) => h("div", { class: "term" }, h("span", {}, name), h("span", { class: "num" }, typeof value === "number" ? signed(+value.toFixed(3)) : "–"));
       host.append(h("div", { class: "terms" }, h("h4", {}, "Advantage"), row("every token", advantage.sequence), row("on the tags, anchor", advantage.anchor),
+        Object.entries(advantage.properties ?? {}).map(([name, value]) => row(`where ${spelled(name)} is decided`, value)),
         advantage.keep ? null : h("p", { class: "hint" }, "Not trained on.")));
     }
     return host;

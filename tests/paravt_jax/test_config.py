@@ -50,6 +50,15 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.loss.kind, config.loss.all_numbers) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2})
     assert (config.loss.kl_coef, config.loss.behavior_cap) == (0.01, 5.0)
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
+    reward = config.reward
+    assert (reward.tool_right, reward.tool_call_weight, reward.tool_right_weight) == ("any", 0.3, 0.5)
+
+
+@pytest.mark.parametrize("name", ["grpo_8b", "paragrpo_8b", "paragrpo_8b_recommended"])
+def test_open_questions_are_scored_by_exact_match_unless_there_is_a_judge(name):
+    assert load_config(CONFIGS / f"{name}.yaml").reward.oe_mode == "exact"
+    judge = ("reward.oe_mode=llm", "judge.url=http://a/v1", "judge.model=m")
+    assert load_config(CONFIGS / f"{name}.yaml", *judge).judge is not None
 
 
 def settings_of(file: str) -> dict:
@@ -95,6 +104,14 @@ ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_p
 def test_an_ablation_differs_from_the_full_method_in_what_it_leaves_out(file, differs):
     full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
     assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
+
+
+def test_the_recommended_file_differs_from_the_published_one_in_what_its_header_says():
+    full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
+    differ = {key for key, value in full.items() if other[key] != value}
+    assert differ == {"run_dir", "reward.tool_right", "reward.tool_call_weight", "advantage.terms"}
+    head = (CONFIGS / "paragrpo_8b_recommended.yaml").read_text().partition("\nrun_dir:")[0]
+    assert all(f"#   {key}=" in head for key in differ - {"run_dir"})
 
 
 @pytest.mark.parametrize(
@@ -193,6 +210,11 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["rollout.dispatch=none"], r"rollout\.dispatch=none leaves reward\.tool_reward=true nothing"),
         (["loss.kl_in=reward", "loss.kl_coef=0"], r"loss\.kl_in=reward does nothing with loss\.kl_coef=0"),
         (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence does nothing"),
+        (["advantage.credit=span", "reward.anchor_weight=0"], r"advantage\.credit=span does nothing"),
+        (["advantage.terms=apart", "advantage.normalise=none"], r"advantage\.terms=apart does nothing with"),
+        (["reward.tool_right=needed", "reward.tool_reward=false"], r"reward\.tool_right=needed does nothing with"),
+        (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' is no FILE\.py:FUNCTION, such as"),
+        (["reward.answer_suffix=false"], r"reward\.answer_suffix is no setting"),
         (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss pulls nowhere"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
         (["checkpoint.keep=0"], r"checkpoint\.keep=0 must be at least 1"),

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from training import QUICK, episodes_of, metrics_of, train, train_forked, train_here
+from training import QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here
 
 import model_port
 from model_port.export import export
@@ -71,14 +71,20 @@ def test_every_option_of_the_update_runs(tmp_path):
         "train.max_resamples=1",
         "loss.kl_in=reward",
         "loss.geometric_mask=true",
-        "advantage.batch_normalise=true",
+        "advantage.normalise=batch",
+        "advantage.terms=apart",
+        "advantage.credit=span",
+        "reward.tool_right=needed",
+        f"reward.plugin={ROOT}/docs/examples/own_reward.py:reward",
         "optim.train_vision=true",
         "video.stratified=true",
         "mesh.fsdp=2",
         "mesh.tensor=2",
         "pack.num_rows=2",
     )
-    assert [line["policy_version"] for line in metrics_of(tmp_path / "run")] == [2, 4]
+    metrics = metrics_of(tmp_path / "run")
+    assert [line["policy_version"] for line in metrics] == [2, 4]
+    assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in metrics)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,7 @@ def test_every_option_of_the_update_runs(tmp_path):
         (["model.path=/nowhere"], "/nowhere is not a directory"),
         (["data.train=/nowhere.parquet"], "/nowhere.parquet"),
         (["loss.kind=/nowhere.py:mine"], r"loss\.kind=/nowhere\.py:mine: there is no file /nowhere\.py"),
+        (["reward.plugin=/nowhere.py:reward"], "reward.plugin=/nowhere.py:reward: there is no file"),
         (["rollout.token_px=28"], "rollout.token_px=28, but a token of .* shows 32 px"),
         (["mesh.data=16", "pack.num_rows=16"], "needs 16 devices"),
     ],

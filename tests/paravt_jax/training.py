@@ -16,6 +16,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
 from rollout.chat import Chat
@@ -39,7 +40,8 @@ ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
 def rollouts_of(
     agent: Agent, visits: Visits[Prompt], cursor: Cursor, config: Config, judge: Judge | None = None
 ) -> Rollouts:
-    player = Player(agent, config.reward, judge, config.seed, config.train.truncated)
+    plugin = load_plugin(config.reward)
+    player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
     return Rollouts(player, visits, cursor, config.train, config.video, config.advantage)
 
 
@@ -50,7 +52,6 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
         contract,
         train=config.train,
         rollout=config.rollout,
-        advantage=config.advantage,
         pack=config.pack,
         max_pixels=config.video.max_pixels,
         seed=config.seed,

@@ -4,6 +4,7 @@
 do in a run that goes well.
 """
 
+import asyncio
 import json
 import re
 import sys
@@ -17,7 +18,9 @@ from tokenizers.models import WordLevel
 from paravt_jax.config import Config, LogConfig, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Visit
-from paravt_jax.rewards.terms import RewardConfig, reward_terms
+from paravt_jax.rewards.plugin import load_plugin
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.rl.metrics import member_metrics, rollout_metrics
 from paravt_jax.rl.rollouts import Group, Member, advantages_of, records
 from paravt_jax.run.directory import write_settings
@@ -52,6 +55,9 @@ REPORTS = (
     "559 seconds the hands are wiped on a cloth and the shot changes.",
     "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
 )
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_reward.py"
+PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
+assert PLUGIN is not None
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 
@@ -150,7 +156,8 @@ def _group_of(
             members.append(Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s"))
             continue
         episode = _episode(f"{name}/{member}", task, turns, config, prompts, chance)
-        terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward)
+        own = asyncio.run(PLUGIN.terms(episode, answer, question_type))
+        terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward, own=own)
         fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
         members.append(Member(episode.id, episode, terms, fixed.format))
     return Group(

@@ -19,7 +19,7 @@ from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl.opening import opened
-from paravt_jax.rl.rollouts import Group, Member, Player, advantages_of
+from paravt_jax.rl.rollouts import Group, Member, Player, advantages_of, scored_together
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.episode import Call, Episode, Task, Turn
@@ -47,6 +47,7 @@ async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tup
             for number, of_visit in itertools.groupby(records, lambda record: record["visit"]):
                 visit, of_group = visits[number], list(of_visit)
                 members = [await _member(record, visit.item, player) for record in of_group]
+                members = scored_together(members, player.reward)
                 advantages = advantages_of(members, player.reward, config.advantage)
                 groups.append(Group(visit, of_group[0]["frame_budget"], members, advantages))
             sampled.update(_sampled(groups, run.policy.chat.image_id))

@@ -6,26 +6,40 @@ import numpy as np
 import pytest
 
 from paravt_jax.learner.advantages import (
-    TokenMoments,
-    batch_normalised,
+    GroupRewards,
     group_advantages,
+    group_rewards,
     token_advantages,
-    token_moments,
     with_kl_penalty,
 )
 from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import OwnTerm, reward_terms
 
 NAN = float("nan")
 EXACT = AdvantageConfig(epsilon=1e-12)
+APART = replace(EXACT, terms="apart")
 REWARDS = np.array([2.0, 1.0, 0.0, 2.0, 0.5])
 ANCHORS = np.array([0.7, 0.4, -0.3, 0.0, 0.7])
 SCALE = 0.5  # λ · w_fmt
 
 
+def of_terms(present=None, anchors=(), scale=SCALE, **terms):
+    """A group's rewards by (weight, values)."""
+    size = len(next(iter(terms.values()))[1])
+    present = np.ones(size, bool) if present is None else np.array(present)
+    values = {name: np.array(row, float) for name, (_, row) in terms.items()}
+    weights = {name: np.full(size, float(weight)) for name, (weight, _) in terms.items()}
+    return GroupRewards(present, values, weights, {n: np.array(row, float) for n, row in dict(anchors).items()}, scale)
+
+
 def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
+    """NaN marks a missing episode."""
     rewards, anchors = np.array(rewards, float), np.array(anchors, float)
     without = rewards - scale * anchors if without is None else np.array(without, float)
-    return group_advantages(rewards, without, anchors, anchor_scale=scale, config=config)
+    within = config.credit == "sequence"
+    base, scale = (rewards, 0.0) if within else (without, scale)
+    return group_advantages(of_terms(~np.isnan(rewards), {"anchor": anchors}, scale, R=(1, base)), config)
 
 
 def same(one, other) -> bool:
@@ -101,7 +115,10 @@ def test_the_bound_of_the_format_reward_does_not_enter_the_sequence_part():
     assert found.anchor[0] > 0 > found.anchor[1]
 
 
-@pytest.mark.parametrize("change", [{"credit": "sequence"}, {"normalise": "none"}, {"epsilon": 0.1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"credit": "sequence"}, {"credit": "span"}, {"normalise": "none"}, {"normalise": "loo"}, {"epsilon": 0.1}],
+)
 def test_each_option_changes_the_advantages(change):
     assert not same(advantages(REWARDS, ANCHORS), advantages(REWARDS, ANCHORS, replace(EXACT, **change)))
 
@@ -123,6 +140,7 @@ def test_the_order_of_a_group_does_not_matter():
     [
         ([1.0, 0.0], "std", 2.0),  # the std is 0.5
         ([1.0, 0.0], "none", 1.0),
+        ([1.0, 0.0], "loo", 1.0),
         ([1.0, 1.0], "std", 1.0),  # no spread, no std
     ],
 )
@@ -146,49 +164,127 @@ def test_a_kl_penalty_is_measured_by_the_spread_of_the_rewards_without_it():
     )
 
 
-@pytest.mark.parametrize("name", ["rewards", "anchors"])
+@pytest.mark.parametrize("name", ["R", "anchor"])
 def test_a_number_that_is_none_is_refused(name):
-    given = {"rewards": [1.0, 2.0], "anchors": [0.0, 0.1]}
-    given[name][1] = np.inf if name == "rewards" else NAN
-    with pytest.raises(ValueError, match=f"^{name} .* finite"):
-        advantages(given["rewards"], given["anchors"], without=given["rewards"])
+    given = {"R": [1.0, 2.0], "anchor": [0.0, 0.1]}
+    given[name][1] = np.inf if name == "R" else NAN
+    with pytest.raises(ValueError, match=f"^{name} must be finite in every episode with a reward"):
+        of_terms(anchors={"anchor": given["anchor"]}, R=(1, given["R"]))
 
 
-def test_the_anchor_reaches_structural_tokens_only_and_only_sampled_ones_have_an_advantage():
+def test_only_sampled_tokens_have_an_advantage():
     sampled = np.array([False, False, True, True, True, False, True])
-    struct = np.array([False, True, False, True, False, False, True])
-    found = token_advantages(-1.0, 0.25, sampled, struct)
+    anchor = 0.25 * np.array([False, True, False, True, False, False, True])
+    found = token_advantages(-1.0, anchor, sampled)
     assert found.tolist() == [0.0, 0.0, -1.0, -0.75, -1.0, 0.0, -0.75]
     assert found.dtype == np.float32
 
 
-def test_batch_normalisation_by_hand():
-    advantage = np.array([3.0, 99.0, 1.0, -1.0, 1.0, NAN], np.float32)
-    mask = np.array([True, False, True, True, True, False])
-    moments = token_moments(advantage, mask)
-    assert moments == TokenMoments(4, 4.0, 12.0)  # 3 + 1 − 1 + 1; 9 + 1 + 1 + 1
-    # mean 1, std √(12 / 4 − 1) = √2
-    expected = [2**0.5, 0.0, 0.0, -(2**0.5), 0.0, 0.0]
-    np.testing.assert_allclose(batch_normalised(advantage, mask, moments, 1e-12), expected, rtol=1e-6)
+def test_leave_one_out_measures_against_the_mean_of_the_others():
+    found = advantages([1.0, 0.0, 0.5, NAN], [0.0, 0.6, 0.0, NAN], replace(EXACT, normalise="loo"), scale=0.0)
+    np.testing.assert_allclose(found.sequence, [0.75, -0.75, 0.0, 0.0])  # 1 − 0.25, 0 − 0.75, 0.5 − 0.5
 
 
-def test_an_uneven_split_of_the_tokens_does_not_change_their_normalisation():
-    random = np.random.default_rng(0)
-    advantage, mask = random.standard_normal(29).astype(np.float32) + 3, random.random(29) < 0.7
-    whole = batch_normalised(advantage, mask, token_moments(advantage, mask), 1e-6)
-    parts = [(advantage[:5], mask[:5]), (advantage[5:], mask[5:])]
-    moments = token_moments(*parts[0]) + token_moments(*parts[1])
-    split = np.concatenate([batch_normalised(*part, moments, 1e-6) for part in parts])
-    np.testing.assert_allclose(split, whole, atol=1e-6)
-    assert abs(whole[mask].mean()) < 1e-6 and whole[mask].std() == pytest.approx(1.0, abs=1e-5)
-    alone = batch_normalised(*parts[0], token_moments(*parts[0]), 1e-6)
-    assert np.abs(alone - whole[:5]).max() > 1e-2
+def test_the_unit_of_a_step_is_the_spread_within_its_groups():
+    wide, narrow, equal = (of_terms(R=(1, row)) for row in ([2.0, 0.0], [5.1, 4.9], [3.0, 3.0]))
+    config = replace(EXACT, normalise="batch")
+    found = [group_advantages(group, config, [wide, narrow, equal]) for group in (wide, narrow, equal)]
+    # distances ±1 and ±0.1, the group that teaches nothing left out: std √(2.02 / 4) = 0.7106
+    np.testing.assert_allclose([group.sequence[0] for group in found], [1.4072, 0.14072, 0.0], rtol=1e-4)
+    assert [group.unit for group in found] == pytest.approx([1.4072] * 3, rel=1e-4)
+    kept = replace(config, filter_zero_variance=False)
+    all_count = group_advantages(wide, kept, [wide, narrow, equal])
+    assert all_count.sequence[0] == pytest.approx((6 / 2.02) ** 0.5)  # 1 / √(2.02 / 6)
 
 
-def test_a_step_without_loss_tokens_or_spread_is_normalised_to_zero():
-    advantage = np.full(3, 0.1, np.float32)
-    for mask in (np.zeros(3, bool), np.ones(3, bool)):
-        assert np.abs(batch_normalised(advantage, mask, token_moments(advantage, mask), 1e-6)).max() < 1e-6
+def test_a_group_alone_is_its_own_step():
+    batch, std = (advantages(REWARDS, ANCHORS, replace(EXACT, normalise=kind)) for kind in ("batch", "std"))
+    assert same(batch, std)
+
+
+CALLED = [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("config", "worth"), [(EXACT, 1.0), (APART, 0.3)])
+def test_the_weight_of_a_small_bonus_in_a_group_that_is_otherwise_equal(config, worth):
+    """Together, 0.3 · R_tool has the advantages of R_tool: the std takes every weight out again."""
+    small, full = (
+        group_advantages(of_terms(accuracy=(1, [1.0] * 4), tool=(weight, CALLED)), config) for weight in (0.3, 1)
+    )
+    np.testing.assert_allclose(small.sequence, worth * full.sequence)
+    np.testing.assert_allclose(full.sequence, [3**0.5, *3 * [-(3**-0.5)]])  # 0.75 and −0.25 over √3 / 4
+
+
+def test_terms_apart_by_hand():
+    found = group_advantages(of_terms(accuracy=(1, [1.0, 0.0]), tool=(0.3, [0.0, 0.2]), format=(2, [0.7, 0.7])), APART)
+    np.testing.assert_allclose(found.sequence, [0.7, -0.7])  # ±1 and ∓0.3; a term without spread says nothing
+
+
+def test_terms_apart_that_cancel_out_still_teach():
+    rewards = of_terms(accuracy=(0.5, [1.0, 0.0]), tool=(1, [0.0, 0.5]))
+    assert not group_advantages(rewards, EXACT).has_spread
+    np.testing.assert_allclose(group_advantages(rewards, APART).sequence, [-0.5, 0.5])
+
+
+def test_apart_the_unit_of_a_step_is_that_of_each_term():
+    first = of_terms(accuracy=(1, [1.0, 0.0]), tool=(0.5, [0.0, 0.0]))
+    second = of_terms(accuracy=(1, [0.0, 0.0]), tool=(0.5, [0.1, 0.0]), own=(1, [0.0, 3.0]))
+    config = replace(APART, normalise="batch", filter_zero_variance=False)
+    found = [group_advantages(group, config, [first, second]) for group in (first, second)]
+    # of four distances two are ±d: std d / √2; of the own term there are two only
+    np.testing.assert_allclose(found[0].sequence, [2**0.5, -(2**0.5)])
+    np.testing.assert_allclose(found[1].sequence, [0.5 * 2**0.5 - 1, 1 - 0.5 * 2**0.5])
+
+
+def test_properties_of_the_anchor_add_up_to_its_advantage():
+    parts = {"think_closing": [0.4, 0.4, 0.0], "flow": [0.3, 0.0, 0.0], "think_unclosed": [0.0, 0.0, -0.3]}
+    rewards = of_terms(anchors=parts, R=(1, [1.0, 1.0, 0.0]))
+    together, apart = (group_advantages(rewards, replace(EXACT, credit=credit)) for credit in ("token", "span"))
+    assert not together.properties and not apart.anchor.any()
+    np.testing.assert_allclose(sum(apart.properties.values()), together.anchor)
+    np.testing.assert_allclose(apart.sequence, together.sequence)
+    # R_anchor is 0.7, 0.4, −0.3: variance 0.74 / 3 − 0.8² / 9 = 0.17556; the flow is 0.2 above its mean of 0.1
+    assert apart.properties["flow"][0] == pytest.approx(0.5 * 0.2 / 0.17556**0.5, rel=1e-4)
+
+
+def test_properties_that_cancel_out_still_teach():
+    rewards = of_terms(anchors={"one": [0.4, 0.0], "other": [0.0, 0.4]}, R=(1, [1.0, 1.0]))
+    assert not group_advantages(rewards, EXACT).has_spread
+    found = group_advantages(rewards, replace(EXACT, credit="span"))
+    assert found.keep.all()
+    np.testing.assert_allclose(found.properties["one"], [0.1, -0.1])  # 0.5 · ±0.2, and no std
+
+
+THINK = "<think>\nlet me look</think>"
+
+
+def test_what_members_earned_becomes_rows_and_what_one_lacks_is_worth_nothing_to_it():
+    config, own = RewardConfig(tool_call_weight=0.2), (OwnTerm("brief", 0.5, weight=2.0),)
+    one = reward_terms([f"{THINK}<answer>B</answer>"], [], "B", "mcq", config, own=own)
+    two = reward_terms([f"{THINK}<answer>C"], ["ok"], "B", "mcq", config)
+    found = group_rewards([one, None, two], anchor_scale=0.5, config=EXACT)
+    assert found.present.tolist() == [True, False, True]
+    assert found.terms["accuracy"].tolist() == [1, 0, 0] and found.terms["tool_call"].tolist() == [0, 0, 1]
+    assert found.terms["brief"].tolist() == [0.5, 0, 0] and found.weights["brief"].tolist() == [2, 2, 2]
+    assert found.weights["tool_call"].tolist() == [0.2] * 3
+    np.testing.assert_allclose(found.total[[0, 2]], [one.total_without_anchor, two.total_without_anchor])
+    np.testing.assert_allclose(found.anchor, [0.7, 0.0, 0.4])
+    within = group_rewards([one, None, two], anchor_scale=0.5, config=replace(EXACT, credit="sequence"))
+    np.testing.assert_allclose(within.total[[0, 2]], [one.total, two.total])
+    assert within.anchor_scale == 0
+
+
+def test_a_group_of_missing_members_has_no_advantage():
+    found = group_advantages(group_rewards([None, None], anchor_scale=0.5, config=EXACT), EXACT)
+    assert not (found.keep.any() or found.sequence.any()) and found.num_missing == 2
+
+
+@pytest.mark.parametrize("normalise", ["none", "loo"])
+def test_terms_apart_without_a_std_are_refused(normalise):
+    with pytest.raises(
+        ValueError, match=rf"^advantage\.terms=apart does nothing with advantage\.normalise={normalise}"
+    ):
+        AdvantageConfig(terms="apart", normalise=normalise)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1e-6, NAN, float("inf")])

@@ -12,11 +12,13 @@ from model_port.processing import VisionContract
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
-from paravt_jax.learner.credit import EpisodeAdvantage, dialogues_of
+from paravt_jax.learner.advantages import EpisodeAdvantage
+from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
+from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
@@ -77,7 +79,10 @@ def cold_start(tiny_hf):
     batches = []
     for number_of_frames in (2, 4):
         played = asyncio.run(episodes(number_of_frames))
-        dialogues = [d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), (), chat, 32)]
+        terms = reward_terms([], [], "A", "mcq")  # of no use with the same advantage everywhere
+        dialogues = [
+            d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat, 32)
+        ]
         shown = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
         batches += pack(dialogues, shown, model.config, Shape(1, 512, 196))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))

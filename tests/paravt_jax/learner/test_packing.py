@@ -176,6 +176,18 @@ def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(mode
             assert batch.text.segment_ids[b, source] > 0
 
 
+def test_a_sampled_placeholder_is_to_be_predicted_and_asks_for_no_frame(model, group, frames):
+    first = group[0]
+    ids, mask = first.ids.copy(), first.loss_mask.copy()
+    ids[-1], mask[-1] = model.config.image_token_id, True
+    (expected,) = pack([replace(first, loss_mask=mask), *group[1:]], frames, model.config, SHAPE)
+    (found,) = pack([replace(first, ids=ids, loss_mask=mask), *group[1:]], frames, model.config, SHAPE)
+    (changed,) = np.flatnonzero(found.target[0] != expected.target[0])
+    assert found.target[0, changed] == model.config.image_token_id
+    np.testing.assert_array_equal(found.text.visual_index, expected.text.visual_index)
+    np.testing.assert_array_equal(found.source, expected.source)
+
+
 def test_the_first_token_of_a_branch_is_predicted_by_the_last_of_the_prompt(model, frames):
     twins = [dialogue(model, n) for n in range(2)]
     for twin in twins:

@@ -3,12 +3,23 @@
 import math
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.rewards.terms import OUTCOMES, TAG, RewardConfig, check_ground_truth, find_prediction, reward_terms
+from paravt_jax.config import load_config
+from paravt_jax.rewards.grammar import TAG, Place
+from paravt_jax.rewards.settings import FormatParts, RewardConfig
+from paravt_jax.rewards.terms import (
+    OUTCOMES,
+    OwnTerm,
+    check_ground_truth,
+    find_prediction,
+    reward_terms,
+    with_needed_calls,
+)
 
 CALL = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 2, "end_time": 5}}'
 THINK = "<think>\nlet me look</think>"  # 11 characters
@@ -38,8 +49,12 @@ def parts(found):
         (f"{THINK}<answer>", (0.2, 0.4, 0.0, 0.0, 0.4)),
         (f"{THINK}<answer> </answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # says nothing
         ("<think>\n short   </think><answer>B</answer>", (0.5, 0.3, 0.0, 0.1, 0.75)),  # 5 characters of thinking
-        ("<think>\n123456789</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
-        ("<think>\n1234567890</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),
+        ("<think>\nit is late</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # 10 characters
+        ("<think>\nit is big</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
+        ("<think>\n..........</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),  # dots are no words, digits say nothing alone
+        ("<think>\n... no ... no</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
+        ("<think>\n12 34 56 78 90</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
+        ("<think>\nein Mädchen, 我看</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),
         ("<think>\nlet me look", (0.0, -0.3, 0.0, 0.0, -0.15)),
         ("", (0.0, 0.0, 0.0, 0.0, 0.0)),
         ("let me look. B", (0.0, 0.0, 0.0, 0.0, 0.0)),
@@ -57,8 +72,16 @@ def test_format_by_hand(text, by_hand):
         ("<think>\nshort</think><answer>B</answer>", (0.3, 0.3, 0.0, 0.1, 0.55)),
     ],
 )
-def test_format_without_the_answer_suffix_by_hand(text, by_hand):
-    assert parts(terms(text, answer_suffix=False)) == pytest.approx(by_hand)
+def test_format_with_other_parts_by_hand(text, by_hand):
+    """Those that the release has for prompts that do not ask for <answer>."""
+    worth = FormatParts(think=0.3, answer_opening=0.2, answer_closing=0.1)
+    assert parts(terms(text, parts=worth)) == pytest.approx(by_hand)
+
+
+def test_the_parts_of_the_anchor_are_worth_what_is_set():
+    found = terms(THINK + "<answer>B", parts=FormatParts(think_closing=0.6, flow=0.0))
+    assert found.anchor == pytest.approx(0.6) and found.format == pytest.approx(0.5 + 0.3)
+    assert terms(ANSWER_TURN, parts=FormatParts(flow=0.1)).anchor == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +154,143 @@ def test_a_call_that_is_none_earns_nothing_even_with_a_right_answer():
     assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool_reward=False).tool == 0.0
 
 
+NOT_PUBLISHED = ("scaled", "threshold", "needed")
+
+
+def called(said, true, question_type="tvg", outcome="ok", **config):
+    """R of an episode that looks once and then says something, in the right format."""
+    turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{said}<")
+    return terms(*turns, outcomes=[outcome], answer=true, question_type=question_type, **config).total
+
+
+def guessed(windows, **config):
+    """The mean of R over where the event may be, when one of the windows is given as the answer."""
+    return sum(called(windows[0], true, **config) for true in windows) / len(windows)
+
+
+QUARTERS = ["[0, 10]", "[10, 20]", "[20, 30]", "[30, 40]"]
+THIRTIETHS = [f"[{start}, {start + 10}]" for start in range(0, 300, 10)]
+
+
+@pytest.mark.parametrize(
+    ("tool_right", "covering", "committing"),
+    [
+        ("any", 2.05, 1.675),  # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
+        ("scaled", 1.675, 1.675),  # 0.25 + 1 + 0.3 + 0.125 against the same
+        ("threshold", 1.55, 1.675),  # 0.25 + 1 + 0.3 against the same
+        ("needed", 1.55, 1.55),  # what the group adds pays for right answers only
+    ],
+)
+def test_covering_all_candidates_against_committing_to_one_of_four(tool_right, covering, committing):
+    assert called("[0, 40]", QUARTERS[0], tool_right=tool_right) == pytest.approx(covering)
+    assert guessed(QUARTERS, tool_right=tool_right) == pytest.approx(committing)
+
+
+def test_the_whole_video_beats_a_guess_where_any_overlap_pays_and_nowhere_else():
+    def both(tool_right):
+        whole = called("[0, 300]", THIRTIETHS[0], tool_right=tool_right)
+        return whole, guessed(THIRTIETHS, tool_right=tool_right)
+
+    assert both("any") == pytest.approx((1.8333, 1.35), abs=1e-4)  # 1/30 + 1.8; (2.8 + 29 · 1.3) / 30
+    for tool_right in NOT_PUBLISHED:
+        whole, guess = both(tool_right)
+        assert whole <= guess + SLACK
+
+
+def test_a_sliver_of_overlap_earns_as_much_of_r_tool_as_the_truth_where_any_pays():
+    def tool(said, tool_right):
+        turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{said}<")
+        given = dict(outcomes=["ok"], answer="[0, 10]", question_type="tvg", tool_right=tool_right)
+        return terms(*turns, **given).tool
+
+    sliver = "[9.997, 10]"  # an IoU of 0.0003
+    assert tool(sliver, "any") == tool("[0, 10]", "any") == pytest.approx(0.8)
+    assert tool(sliver, "scaled") == pytest.approx(0.3 + 0.5 * 0.0003)
+    assert tool(sliver, "threshold") == pytest.approx(0.3)
+    assert tool("[0, 10]", "scaled") == tool("[0, 10]", "threshold") == pytest.approx(0.8)
+
+
+def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
+    def total(said, mode):
+        turn = ANSWER_TURN.replace(">B<", f">{said}<")
+        return terms(turn, answer="red", question_type="oe", oe_mode=mode).total
+
+    def both(mode):
+        colours = ["red", "blue", "green", "grey"]
+        return total(" ".join(colours), mode), sum(total(colour, mode) for colour in colours) / 4
+
+    assert both("f1") == pytest.approx((1.40, 1.25))  # 2 · 1 / (4 + 1) + 1; 1 / 4 + 1
+    assert both("exact") == pytest.approx((1.0, 1.25))
+
+
+@pytest.mark.parametrize("outcome", ["invalid", "error", "timeout"])
+def test_a_call_that_was_not_executed_earns_only_by_the_published_formula(outcome):
+    alone = terms(ANSWER_TURN).total
+    assert alone == pytest.approx(2.0)
+    assert called("B", "B", "mcq", outcome) == pytest.approx(2.6)  # 0.1 and 0.5
+    for tool_right in NOT_PUBLISHED:
+        assert called("B", "B", "mcq", outcome, tool_right=tool_right) == pytest.approx(alone)
+
+
+def test_the_weights_of_r_tool_are_those_that_are_set():
+    assert called("B", "B", "mcq", tool_call_weight=0.0, tool_right_weight=0.2) == pytest.approx(2.2)
+    assert called("C", "B", "mcq", tool_call_weight=0.7, tool_right_weight=0.0) == pytest.approx(1.7)
+    assert called("B", "B", "mcq", "error", tool_call_weight=0.6, tool_right_weight=0.3) == pytest.approx(2.5)
+
+
+def test_the_recommended_reward_cannot_be_raised_by_calling_covering_or_naming_several():
+    file = Path(__file__).parents[3] / "configs" / "paragrpo_8b_recommended.yaml"
+    reward = {field.name: getattr(load_config(file).reward, field.name) for field in fields(RewardConfig)}
+    alone = terms(ANSWER_TURN, **reward).total
+    assert alone == called("B", "B", "mcq", "invalid", **reward) == called("B", "B", "mcq", **reward)
+    assert called("[0, 40]", QUARTERS[0], **reward) <= guessed(QUARTERS, **reward) + SLACK
+    assert called("[0, 300]", THIRTIETHS[0], **reward) <= guessed(THIRTIETHS, **reward) + SLACK
+    four, one = (called(said, "red", "oe", **reward) for said in ("red blue green grey", "red"))
+    assert four < one / 4 + 3 * called("blue", "red", "oe", **reward) / 4
+
+
+ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool_right="needed", answer=letter) for letter in "BC"]
+CALLED_RIGHT, CALLED_WRONG, REFUSED_RIGHT = [
+    terms(TOOL_TURN, ANSWER_TURN, outcomes=[outcome], tool_right="needed", answer=letter)
+    for outcome, letter in (("ok", "B"), ("ok", "C"), ("invalid", "B"))
+]
+
+
+@pytest.mark.parametrize(
+    ("others", "paid"),
+    [
+        ([ALONE_WRONG, ALONE_WRONG], 0.5),
+        ([ALONE_WRONG, ALONE_RIGHT, ALONE_WRONG, None, ALONE_RIGHT], 0.25),
+        ([ALONE_RIGHT], 0.0),  # nobody needed it
+        ([CALLED_WRONG, REFUSED_RIGHT, None], 0.0),  # nobody did without
+    ],
+)
+def test_a_needed_call_is_paid_by_how_many_were_wrong_without_one(others, paid):
+    group = with_needed_calls([CALLED_RIGHT, *others], RewardConfig(tool_right="needed"))
+    assert group[0].tool == pytest.approx(0.3 + paid)
+    assert group[0].total == pytest.approx(2.3 + paid) and group[0].total_without_anchor == pytest.approx(1.95 + paid)
+    assert math.fsum(c.value for c in group[0].credits if c.term == "tool") == pytest.approx(0.3 + paid)
+    assert group[1:] == others
+
+
+def test_a_wrong_answer_and_a_refused_call_are_no_needed_ones():
+    group = [CALLED_WRONG, REFUSED_RIGHT, ALONE_WRONG]
+    assert with_needed_calls(group, RewardConfig(tool_right="needed")) == group
+
+
+def test_committing_beats_covering_where_calls_are_needed():
+    config = RewardConfig(tool_right="needed")
+
+    def total(said, true, config=config):
+        answered = ANSWER_TURN.replace(">B<", f">{said}<")
+        looked = reward_terms([TOOL_TURN, answered], ["ok"], true, "tvg", config)
+        alone = reward_terms([ANSWER_TURN], [], true, "tvg", config)
+        return with_needed_calls([looked, alone], config)[0].total
+
+    assert total("[0, 40]", QUARTERS[0]) == pytest.approx(1.55)
+    assert sum(total(QUARTERS[0], true) for true in QUARTERS) / 4 == pytest.approx(1.675)
+
+
 def test_a_leaked_call_earns_by_its_execution_only():
     leak = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
     assert terms(leak, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
@@ -176,16 +336,16 @@ def test_the_exploits_of_the_release_score_below_the_correct_response():
     ],
 )
 def test_accuracy_by_question_type(question_type, answer, said, accuracy):
-    found = terms(ANSWER_TURN.replace(">B<", f">{said}<"), answer=answer, question_type=question_type)
+    found = terms(ANSWER_TURN.replace(">B<", f">{said}<"), answer=answer, question_type=question_type, oe_mode="f1")
     assert found.accuracy == pytest.approx(accuracy)
     assert found.total == pytest.approx(accuracy + 1.0)
     assert found.prediction == said
 
 
-def test_exact_mode_wants_all_words():
+def test_without_a_judge_an_open_answer_has_all_words_and_no_others():
     turn = ANSWER_TURN.replace(">B<", ">the red truck<")
-    assert terms(turn, answer="Red truck.", question_type="oe", oe_mode="exact").accuracy == 1.0
-    assert terms(turn, answer="red car", question_type="oe", oe_mode="exact").accuracy == 0.0
+    assert terms(turn, answer="Red truck.", question_type="oe").accuracy == 1.0
+    assert terms(turn, answer="red car", question_type="oe").accuracy == 0.0
 
 
 def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
@@ -255,8 +415,28 @@ def test_arguments_that_can_only_be_mistakes_are_errors():
         terms(TOOL_TURN, outcomes=["done"])
     with pytest.raises(ValueError, match="turns is one string"):
         reward_terms(ANSWER_TURN, [], "B", "mcq")
-    with pytest.raises(ValueError, match=r"reward.anchor_weight=-1.0 must be a finite number"):
-        RewardConfig(anchor_weight=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ({"anchor_weight": -1.0}, r"^reward.anchor_weight=-1.0 must be a finite number"),
+        ({"tool_call_weight": 0.6}, r"^reward.tool_call_weight=0.6 and reward.tool_right_weight=0.5 add up to more"),
+        ({"tool_right_threshold": 0.0}, r"^reward.tool_right_threshold=0.0 must be above 0"),
+        ({"tool_right": "needed", "tool_reward": False}, r"^reward.tool_right=needed does nothing with .*tool_reward"),
+        ({"plugin": "mine.py"}, r"^reward.plugin='mine.py' is no FILE.py:FUNCTION"),
+        ({"plugin": "mine:reward"}, r"^reward.plugin='mine:reward' is no FILE.py:FUNCTION"),
+        ({"plugin_deadline_s": math.inf}, r"^reward.plugin_deadline_s=inf must be a finite number above 0"),
+    ],
+)
+def test_an_impossible_setting_is_named(setting, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        RewardConfig(**setting)
+
+
+def test_an_impossible_part_is_named():
+    with pytest.raises(ValueError, match=r"^reward.parts.flow=-0.1 must be a finite number"):
+        FormatParts(flow=-0.1)
 
 
 def test_weights_and_arms():
@@ -307,6 +487,60 @@ def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them(
     assert executed.places[0].start == turns[0].rindex("<tool_call>")
 
 
+@pytest.mark.parametrize(
+    ("turns", "closing", "flow", "unclosed"),
+    [
+        # what stands in place of each property; None: it is met; "": the end of the turn
+        ([ANSWER_TURN], None, None, None),
+        ([TOOL_TURN, ANSWER_TURN], None, None, None),
+        (["<think>\nlet me look<answer>B</answer>"], "<answer>", "<answer>", "<answer>"),
+        (["<think>\nlet me look"], "", "", ""),
+        (["<think>\n<think>let me look</think><answer>B</answer>"], *3 * ["<think>let"]),
+        (["<think>hm</think><answer>B</answer>"], "</think>", None, None),  # it closes nothing worth closing
+        ([THINK], None, "", None),  # neither a call nor an answer came
+        ([f"{THINK}so: <answer>B</answer>"], None, "so:", None),
+        ([f"{THINK}<answer> </answer>"], None, "</answer>", None),  # it closes nothing
+        ([f"{THINK}<answer>B"], None, "", None),
+        ([TOOL_TURN], None, "<tool_call>", None),  # the last turn must answer
+        ([f"so: {ANSWER_TURN}"], "so: ", "so: ", None),
+        ([""], "", "", None),
+    ],
+)
+def test_a_property_that_is_missing_has_the_place_of_what_stands_there(turns, closing, flow, unclosed):
+    for one, expected in zip(terms(*turns).anchors, (closing, flow, unclosed), strict=True):
+        assert one.met == (expected is None)
+        if expected is not None:
+            (place,) = one.places
+            text = turns[place.turn]
+            assert text[place.start :].startswith(expected) and place.end == place.start + bool(expected)
+            assert expected or place.start == len(text)
+
+
+def test_properties_add_up_to_the_anchor_met_or_not():
+    for turns in ([ANSWER_TURN], [THINK], ["<think>\nlook"], [TOOL_TURN, "<think>\nhm</think>"], []):
+        found = terms(*turns)
+        assert math.fsum(one.value for one in found.anchors) == pytest.approx(found.anchor)
+        assert [one.name for one in found.anchors] == ["think_closing", "flow", "think_unclosed"]
+
+
+def test_own_terms_are_added_to_r_with_their_weight():
+    own = (OwnTerm("brief", 0.5, weight=0.2), OwnTerm("polite", -1, (Place(0, 1, 4),)))
+    found = reward_terms([ANSWER_TURN], [], "B", "mcq", own=own)
+    assert found.total == pytest.approx(2.0 + 0.1 - 1) and found.total_without_anchor == pytest.approx(1.65 + 0.1 - 1)
+    assert [(c.name, c.term, c.value) for c in found.credits[-2:]] == [
+        ("brief", "brief", 0.1),
+        ("polite", "polite", -1),
+    ]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "total", "tool_right", "", "Brief", "a b", "1st", "x-y"])
+def test_an_own_term_has_a_name_of_its_own(name):
+    with pytest.raises(ValueError, match=r"^a term cannot be called"):
+        OwnTerm(name, 1.0)
+    with pytest.raises(ValueError, match=r"^the term brief has value nan"):
+        OwnTerm("brief", math.nan)
+
+
 def test_every_structural_tag_has_a_span_whatever_the_grammar_says():
     turns = ["</answer><think>x<tool_call>", "<tool_code></tool_code><tool_response></think>"]
     found = terms(*turns)
@@ -339,9 +573,9 @@ answer_turns = st.builds("{}<answer>{}</answer>".format, thinking, answers)
 episodes = st.builds(lambda before, last: [*before, last], st.lists(tool_turns, max_size=2), answer_turns)
 configs = st.builds(
     RewardConfig,
-    answer_suffix=st.booleans(),
+    parts=st.sampled_from([FormatParts(), FormatParts(0.3, 0.2, 0.1), FormatParts(0.1, 0.1, 0.1, 0.9, 0.0)]),
     require_answer_block=st.booleans(),
-    tool_reward=st.booleans(),
+    tool_right=st.sampled_from(["any", "scaled", "threshold", "needed"]),
     unclosed_penalty=st.sampled_from([0.0, 0.3]),
     anchor_weight=st.sampled_from([0.0, 0.5, 1.0]),
 )
@@ -381,13 +615,16 @@ def played_with(draw, turns, plays=("delete", "double", "reorder", "insert")):
 @given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
 def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):
     found = reward_terms(turns, outcomes, *truth, config)
-    low, high = -config.anchor_weight * config.unclosed_penalty, 2.8 if config.tool_reward else 2.0
+    low, high = -config.anchor_weight * config.unclosed_penalty, 2.8
     assert low - SLACK <= found.total <= high + SLACK
     assert low - SLACK <= found.format <= 1.0
     assert found.total_without_anchor >= 0.0
     for credit in found.credits:
         for place in credit.places:
             assert 0 <= place.start <= place.end <= len(turns[place.turn])
+    for one in found.anchors:
+        assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in one.places)
+        assert one.met or not turns or one.places
     assert [turns[tag.turn][slice(*tag.span)] for tag in found.tags] == [
         tag for turn in turns for tag in tags_of(turn) if "tool_res" not in tag and "tool_code" not in tag
     ]
@@ -446,7 +683,6 @@ def test_the_tool_reward_of_executed_calls_is_the_same_whatever_the_text(turns, 
 def test_terms_are_frozen_and_complete():
     found = terms(ANSWER_TURN)
     with pytest.raises(AttributeError):
-        found.total = 3.0
-    assert {"accuracy", "base", "anchor", "think_first", "balanced", "format", "tool", "total", "parseable"} <= {
-        field.name for field in fields(found)
-    }
+        found.accuracy = 3.0
+    names = ("accuracy", "base", "anchor", "think_first", "balanced", "format", "tool", "total", "parseable")
+    assert all(getattr(found, name) is not None for name in names)

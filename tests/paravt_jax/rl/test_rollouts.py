@@ -4,6 +4,7 @@ import asyncio
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from agents import FakeFrames, call, is_subagent
 from training import rollouts_of
@@ -268,6 +269,72 @@ def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):
     assert len({metrics["rollout/reward_mean"] for metrics in found}) == 3
 
 
+OWN_REWARD = """
+from paravt_jax.rewards import OwnTerm, Place
+
+def reward(question, answer, question_type, turns, calls, outcomes):
+    if "B" in turns[-1]:
+        raise KeyError("no letter but A")
+    return [OwnTerm("looked", len(calls), (Place(0, 0, 5),), weight=0.5)]
+"""
+
+
+@pytest.fixture
+def own_reward(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_REWARD)
+    return f"reward.plugin={tmp_path}/mine.py:reward"
+
+
+def test_terms_of_a_plugin_are_in_r_in_the_log_and_in_the_metrics(chat, own_reward):
+    def say(episode, request):
+        begins = "A report" not in chat.decode(request.ids)
+        return CALL if begins and episode.endswith(("/0", "/1")) else RIGHT
+
+    (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool_reward=false")
+    assert [member.terms.total for member in groups[0].members] == [2.5, 2.5, 2.0, 2.0]
+    assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
+    reward = records(groups, 1)[0]["reward"]
+    assert reward["own"] == [{"name": "looked", "value": 1.0, "places": ((0, 0, 5),), "weight": 0.5}]
+    assert reward["credits"][-1] == {"name": "looked", "term": "looked", "value": 0.5, "places": ((0, 0, 5),)}
+    assert rollout_metrics(groups)["rollout/reward_looked_mean"] == 0.5
+
+
+def test_an_episode_whose_plugin_fails_is_missing_and_stays_in_the_log(chat, own_reward):
+    (groups,) = collect(chat, half_right, own_reward)
+    for group in groups:
+        assert [member.missing for member in group.members] == [True, False, True, False]
+        assert group.members[0].problem == "reward.plugin: KeyError: 'no letter but A'"
+        assert group.members[0].episode is not None
+    assert rollout_metrics(groups)["rollout/num_missing"] == 4
+
+
+def test_needed_calls_are_paid_within_their_group(chat):
+    def say(episode, request):
+        begins = "A report" not in chat.decode(request.ids)
+        return CALL if begins and episode.endswith("/0") else RIGHT if episode.endswith(("/0", "/1")) else WRONG
+
+    def tools(kind):
+        (groups,) = collect(chat, say, f"reward.tool_right={kind}", "train.prompts_per_step=1")
+        return [member.terms.tool for member in groups[0].members]
+
+    assert tools("any") == pytest.approx([0.8, 0, 0, 0])
+    assert tools("needed") == pytest.approx([0.3 + 0.5 * 2 / 3, 0, 0, 0])
+
+
+def test_the_advantages_of_a_step_have_one_unit_where_that_is_asked_for(chat):
+    def say(episode, request):
+        return half_right(episode, request) if "p1" in episode else RIGHT if episode.endswith("/0") else WRONG
+
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    alone, together = (
+        collect(chat, say, f"advantage.normalise={kind}", prompts=prompts)[0] for kind in ("std", "batch")
+    )
+    spread = [[float(group.advantages.sequence.std()) for group in groups] for groups in (alone, together)]
+    assert spread[0] == pytest.approx([1, 1], abs=1e-4)
+    assert np.sqrt(np.mean(np.square(spread[1]))) == pytest.approx(1, abs=1e-4)
+    assert sorted(spread[1]) == pytest.approx([0.9258, 1.0690], abs=1e-3)  # √0.75 and 1 over √0.875
+
+
 def test_validation_plays_every_prompt_once(chat):
     config = load_config(None, *COMMON)
 
@@ -306,8 +373,8 @@ def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
     assert found["leave_out"].advantages.sequence.tolist() == found["learn"].advantages.sequence.tolist()
     assert rewards["leave_out"] == rewards["learn"]
     assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
-    assert rollout_metrics([found["soft"]])["rollout/length_penalty_mean"] == -0.25
-    assert [record["reward"]["length"] for record in records([found["soft"]], 1)] == [0, 0, 0, -1]
+    assert rollout_metrics([found["soft"]])["rollout/reward_length_mean"] == -0.25
+    assert [record["reward"]["own"][0]["value"] for record in records([found["soft"]], 1)] == [0, 0, 0, -1]
     assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1)] == [True, True, True, False]
 
 

@@ -128,6 +128,17 @@ def test_lit_characters_are_those_that_earned_the_credit(run_dir, page):
     assert num_checked > 200
 
 
+def test_terms_of_a_plugin_are_shown_and_their_characters_lit(page):
+    shown = [episode for episode in page.episodes if not episode["missing"]]
+    assert all([term["name"] for term in episode["own"]] == ["brief", "repeated"] for episode in shown)
+    credits = [(n, credit, episode) for episode in shown for n, credit in enumerate(episode["credits"])]
+    brief = [(number, episode) for number, credit, episode in credits if credit["term"] == "brief"]
+    assert brief
+    for number, episode in brief:
+        lit = [piece for turn in episode["turns"] for piece in turn["pieces"] if number in piece.get("credits", [])]
+        assert {piece["text"] for piece in lit} == {"</think>"}
+
+
 def test_spans_count_characters_and_not_utf16_units():
     found = pieces("\U0001f3fa\U0001f3fa</think>", [Mark(2, 10, "credit", 3)], 100)
     assert found == [{"text": "\U0001f3fa\U0001f3fa"}, {"text": "</think>", "credits": [3]}]

@@ -1,0 +1,45 @@
+"""Code of the user's own, from the file that a setting names. Nothing else is ever loaded, and nothing by itself.
+
+A place is path/to/file.py:NAME, `setting` what errors call it by. Whatever is wrong with the file is one sentence, and
+one place gives the same object for as long as the process lives.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def object_at(setting: str, place: str) -> Any:
+    path, _, name = place.rpartition(":")
+    module = _module_at(setting, place, path)
+    if not hasattr(module, name):
+        raise ValueError(f"{setting}={place}: the file has no {name}")
+    return getattr(module, name)
+
+
+def function_at(setting: str, place: str) -> Callable[..., Any]:
+    path, _, name = place.rpartition(":")
+    found = getattr(_module_at(setting, place, path), name, None)
+    if not callable(found):
+        raise ValueError(f"{setting}={place}: the file has no function {name}")
+    return found
+
+
+@cache
+def _module_at(setting: str, place: str, path: str) -> ModuleType:
+    told, file = f"{setting}={place}", Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise ValueError(f"{told}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(str(file.resolve()), file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{told}: {file} is no Python file, its name must end in .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as problem:
+        raise ValueError(f"{told} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    return module
