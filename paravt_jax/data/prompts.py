@@ -3,7 +3,8 @@
 A row of a parquet or JSON-lines file has
 
     prompt      [{role, content}], with a `<video>` in the text where a video belongs
-    videos      [{"video": path}]: absolute, relative, or a file:// URI
+    videos      [{"video": path}]: absolute, relative, or a file:// URI; "subtitles" beside it, the path of its SRT
+                file, where that is not the video's with .srt in place of its ending
     extra_info  {answer, question_type}, as an object or as its JSON
 
 The question is the text of the last user message, with its `<video>`s, which the agent takes out. Other messages are
@@ -43,6 +44,7 @@ class Prompt:
     videos: tuple[str, ...]  # absolute paths
     answer: str
     question_type: str  # mcq, tvg or oe
+    subtitles: tuple[str, ...] = ()  # absolute paths, of each video; empty where it has none
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     except ValueError as problem:
         raise BadRow("unreadable ground truth", str(problem)) from None
     videos = tuple(map(find, names))
+    subtitles = tuple(_subtitles(*pair, find) for pair in zip(row["videos"], videos, strict=True))
     content_id = _content_id(question, names, answer, question_type)
-    return Prompt(own_id(row) or content_id, question, videos, answer, question_type)
+    return Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
 
 
 def _question(messages: Any) -> str:
@@ -112,6 +115,19 @@ def _video_names(videos: Any) -> list[str]:
     if not all(isinstance(name, str) and name for name in names):
         raise BadRow("wrong schema", f"videos has a path that is no text: {names}")
     return names
+
+
+def _subtitles(video: dict[str, Any], path: str, find: Callable[[str], str]) -> str:
+    """The SRT file that the row names, or the one beside the video, if it may be read."""
+    named = video.get("subtitles")
+    if named:
+        if not isinstance(named, str):
+            raise BadRow("wrong schema", f"subtitles of a video is {type(named).__name__}, expected a path")
+        return find(named)
+    try:
+        return find(str(Path(path).with_suffix(".srt")))
+    except (BadRow, ValueError):
+        return ""
 
 
 def _answer(value: Any) -> str:

@@ -24,7 +24,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
 from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
-from rollout.tools import Outcome, find_calls
+from rollout.tools import CROP_VIDEO_ALONE, Outcome, Tools, find_calls
 
 TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
 STRUCTURAL = ("think", "tool_call", "answer")
@@ -201,13 +201,14 @@ def reward_terms(
     config: RewardConfig | None = None,
     judged: float | None = None,
     question: str = "",
+    tools: Tools = CROP_VIDEO_ALONE,
 ) -> RewardTerms:
     """Every term of the reward of one episode.
 
     `turns` are the assistant's turns in full, the forced prefix included and the token that ended each left out;
     `outcomes` are the dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`,
-    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such. No
-    text of the model raises; a ground truth that cannot be read does.
+    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such.
+    `tools` are those that could be called. No text of the model raises; a ground truth that cannot be read does.
     """
     config = config or RewardConfig()
     parsed = _parse_episode(turns)
@@ -229,7 +230,7 @@ def reward_terms(
     if accuracy and place is not None:
         credits.append(Credit("accuracy", "accuracy", accuracy, (place,)))
     if config.tool_reward:
-        credits += _tool_credits(parsed, outcomes, bool(accuracy))
+        credits += _tool_credits(parsed, outcomes, bool(accuracy), tools)
     base, anchor, think_first, balanced, tool = (
         math.fsum(credit.value for credit in credits if credit.term == term)
         for term in ("base", "anchor", "think_first", "balanced", "tool")
@@ -391,13 +392,13 @@ def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Cr
         yield Credit("balanced", "balanced", 0.1, marks)
 
 
-def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool) -> Iterator[Credit]:
+def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool, tools: Tools) -> Iterator[Credit]:
     """0.3 for an executed call, else 0.1 for a well-formed one; to either, and only to these, 0.5 for a right answer.
 
     That a call was executed is the dispatcher's word alone. So is that it was well-formed, unless it is in the grammar
     and can be read: `invalid` is the outcome of a bad window as well as of bad JSON.
     """
-    calls = [(turn, call) for turn in turns for call in find_calls(turn.text)]
+    calls = [(turn, call) for turn in turns for call in find_calls(turn.text, tools)]
     executed = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
     carried_out = [number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT]
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}

@@ -35,7 +35,8 @@ class PolicyUpdate:
         pack: PackConfig,
         max_pixels: int,
     ):
-        self._learner, self._chat, self._contract = learner, chat, contract
+        self._learner, self._chat = learner, chat
+        self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._advantage, self._pack_settings = train, rollout, advantage, pack
         self._row_patches = max_pixels // contract.patch_px**2
 

@@ -81,8 +81,9 @@ class Player:
             prediction = find_prediction(turns, self.reward)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
         asked = (turns, episode.outcomes, prompt.answer, prompt.question_type)
-        terms = reward_terms(*asked, self.reward, judged, prompt.question)
-        fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
+        tools = self.agent.signatures
+        terms = reward_terms(*asked, self.reward, judged, prompt.question, tools)
+        fixed = reward_terms(*asked, RewardConfig(), question=prompt.question, tools=tools)
         return Member(name, episode, terms, fixed.format, problem="no verdict of the judge" if terms.missing else "")
 
     async def play_all(
@@ -244,4 +245,4 @@ def member_record(member: Member) -> dict[str, Any]:
 
 
 def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
-    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)))
+    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)

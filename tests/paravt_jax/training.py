@@ -52,7 +52,7 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
         rollout=config.rollout,
         advantage=config.advantage,
         pack=config.pack,
-        max_pixels=config.video.max_pixels,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
     )
 
 
