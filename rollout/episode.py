@@ -239,8 +239,8 @@ class Agent:
             if turn is None:
                 episode.finish = "context"
                 break
-            said_enough = last or turn.finish == "abort" or run.said_a_picture
-            calls = [] if said_enough else find_calls(turn.text, self.signatures)
+            ends = last or turn.finish == "abort" or run.said_a_picture
+            calls = [] if ends else find_calls(turn.text, self.signatures)
             if not calls:
                 episode.finish = "done" if turn.finish == "stop" else turn.finish
                 break
@@ -354,8 +354,7 @@ class _Run:
         answer = await _carried_out(tool, wanted, desk)
         if not isinstance(answer, str):
             raise TypeError(f"{result.call.name} gave {type(answer).__name__}, expected text")
-        max_chars = MAX_ANSWER_CHARS + sum(map(len, reports))
-        return answer if len(answer) <= max_chars else f"{answer[: max_chars - 1]}…"
+        return _cut(answer, MAX_ANSWER_CHARS + sum(map(len, reports)))
 
     async def _report(self, result: Call, closeup: Closeup, about: str, turn_number: int, number: int) -> str:
         """A sub-agent's report on what it is shown. `about` is equal where several members of a group look at it."""
@@ -423,9 +422,13 @@ class _Run:
         ended = len(generation.ids) > 0 and int(generation.ids[-1]) in self.agent.chat.stop_ids
         return generation.ids[:-1] if ended else generation.ids
 
-    def _fail(self, result: Call, outcome: Outcome, message: str, problem: Exception) -> None:
-        result.outcome, result.problem = outcome, f"{type(problem).__name__}: {problem}"
-        result.response = self.agent.config.prompts.error.format(message=message)
+    def _fail(self, result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:
+        result.outcome, result.problem = outcome, _cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
+        result.response = self.agent.config.prompts.error.format(message=_cut(message, MAX_ANSWER_CHARS))
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 async def _carried_out(tool: Tool, wanted: Wanted, desk: Desk) -> str:

@@ -1,6 +1,7 @@
 """Code of the user's own, from the file that a setting names. Nothing else is ever loaded, and nothing by itself."""
 
 import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ def object_at(setting: str, place: str) -> Any:
     told = f"{setting}={place}"
     if not Path(path).is_file():
         raise ValueError(f"{told}: there is no file {Path(path).absolute()}")
-    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(str(Path(path).resolve()), path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{told}: {path} is no Python file, its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:

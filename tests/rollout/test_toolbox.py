@@ -275,6 +275,24 @@ def test_a_list_of_tools_that_cannot_be_is_refused_by_name(own, tmp_path, tools,
         EpisodeConfig(tools=[tool.format(**places) for tool in tools])
 
 
+def test_a_tool_that_is_here_can_have_other_words(chat, task, tmp_path):
+    (tmp_path / "words.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from rollout.toolbox.zoom_frame import ZoomFrame\n"
+        "@dataclass(frozen=True)\n"
+        "class Reads(ZoomFrame):\n"
+        "    instruction: str = 'Read the {sign}.'\n"
+    )
+    engine = script(chat, [f"x</think>{call_of('zoom_frame', time=1, box=BOX)}<|im_end|>", ANSWER])
+    play(engine, chat, task, tools=[f"{tmp_path / 'words.py'}:Reads"])
+    shown = chat.decode(engine.requests[1].ids)
+    assert (
+        "frame at 1.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its height:" in shown
+    )
+    assert "Read the {sign}." in shown
+
+
 def test_a_call_has_one_report(chat, task, tmp_path):
     (tmp_path / "greedy.py").write_text(
         "from rollout.toolbox.crop_video import CropVideo\n"

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from agents import FakeFrames, call, is_subagent
+from agents import FakeFrames, call, call_of, is_subagent
 from training import rollouts_of
 
 from paravt_jax.config import load_config
@@ -282,3 +282,27 @@ def test_validation_plays_every_prompt_once(chat):
     assert len({member.id for member in members}) == 6
     metrics = member_metrics(members)
     assert (metrics["num_episodes"], metrics["num_missing"], metrics["accuracy_mean"]) == (5, 1, 1.0)
+
+
+@pytest.mark.parametrize(("tools", "earned"), [("crop_video,zoom_frame", 0.1), ("crop_video", 0.0)])
+def test_the_tools_of_a_run_are_those_its_reward_knows(chat, tools, earned):
+    late = f"I look closer.</think>{call_of('zoom_frame', time=99, box=[0, 0, 1, 1])}<|im_end|>"
+
+    def say(episode, request):
+        return WRONG if "Error: " in chat.decode(request.ids) else late
+
+    (groups,) = collect(chat, say, f"rollout.tools=[{tools}]")
+    terms = [(member.terms.tool, member.terms.parseable) for group in groups for member in group.members]
+    assert terms == [(earned, True)] * 8
+
+
+def test_subtitles_of_a_row_are_searched_in_its_episodes(chat, tmp_path):
+    (tmp_path / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nA heron.\n")
+    prompts = [replace(prompt, subtitles=(str(tmp_path / "a.srt"),)) for prompt in PROMPTS]
+    search = f"I search.</think>{call_of('search_subtitles', query='heron')}<|im_end|>"
+
+    def say(episode, request):
+        return RIGHT if "1.0 to 2.0 seconds: A heron." in chat.decode(request.ids) else search
+
+    (groups,) = collect(chat, say, "rollout.tools=[search_subtitles]", prompts=prompts)
+    assert [member.terms.accuracy for group in groups for member in group.members] == [1.0] * 8
