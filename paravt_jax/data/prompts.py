@@ -66,7 +66,9 @@ def load_prompts(
     find = file_finder(source, video_root, allow_outside)
     loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
     ids: set[str] = set()
-    prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in loaded)
+    prompts = tuple(
+        replace(prompt, id=unique_id(prompt.id, ids), subtitles=_all_subtitles(prompt, find)) for prompt in loaded
+    )
     return PromptSet(prompts, bad)
 
 
@@ -88,7 +90,7 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     except ValueError as problem:
         raise BadRow("unreadable ground truth", str(problem)) from None
     videos = tuple(map(find, names))
-    subtitles = tuple(_subtitles(*pair, find) for pair in zip(row["videos"], videos, strict=True))
+    subtitles = tuple(_named_subtitles(video, find) for video in row["videos"])
     content_id = _content_id(question, names, answer, question_type)
     return Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
 
@@ -117,16 +119,23 @@ def _video_names(videos: Any) -> list[str]:
     return names
 
 
-def _subtitles(video: dict[str, Any], path: str, find: Callable[[str], str]) -> str:
-    """The SRT file that the row names, or the one beside the video, if it may be read."""
+def _named_subtitles(video: dict[str, Any], find: Callable[[str], str]) -> str:
     named = video.get("subtitles")
-    if named:
-        if not isinstance(named, str):
-            raise BadRow("wrong schema", f"subtitles of a video is {type(named).__name__}, expected a path")
-        return find(named)
+    if not isinstance(named, str | None):
+        raise BadRow("wrong schema", f"subtitles of a video is {type(named).__name__}, expected a path")
+    return find(named) if named else ""
+
+
+def _all_subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
+    """Those that the row names, and for other videos those beside them, if they may be read."""
+    pairs = zip(prompt.videos, prompt.subtitles, strict=True)
+    return tuple(named or _beside(video, find) for video, named in pairs)
+
+
+def _beside(video: str, find: Callable[[str], str]) -> str:
     try:
-        return find(str(Path(path).with_suffix(".srt")))
-    except (BadRow, ValueError):
+        return find(str(Path(video).with_suffix(".srt")))
+    except BadRow:
         return ""
 
 

@@ -94,7 +94,7 @@ def test_every_way_of_an_evaluation_is_looked_at_before_it_begins(release):
         (
             "driver.py",
             "direct",
-            r"driver.py: DIRECT_SYSTEM cannot be read: line 16, .*WORDS.*, is no text that can be read",
+            r"driver.py: DIRECT_SYSTEM cannot be read: line 15, .*WORDS.*, is no text that can be read",
         ),
         (
             "other.py",
