@@ -31,7 +31,7 @@ from rollout.prompts import Prompts, prompts_of
 from rollout.seeds import derived_seed
 from rollout.threads import abandonable
 from rollout.toolbox import Desk, Tool, Videos, Wanted, signatures, tools_of
-from rollout.tools import CROP_VIDEO, BadCall, Outcome, ToolCall, Tools, Window, find_calls
+from rollout.tools import CROP_VIDEO, BadCall, Outcome, Signatures, ToolCall, Window, find_calls
 from rollout.video.box import Box
 from rollout.video.reader import VideoError, VideoTimeout
 
@@ -91,7 +91,7 @@ class EpisodeConfig:
         return tools_of(tuple(self.tools))
 
     @property
-    def signatures(self) -> Tools:
+    def signatures(self) -> Signatures:
         """What may be called, as the calls in a text are read."""
         return signatures(self.toolbox)
 

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from rollout.video.box import Box
@@ -28,7 +29,8 @@ OPENING = re.compile(r"<tool_(call|code)>")
 
 Outcome = Literal["ok", "invalid", "unknown_tool", "error", "timeout"]
 
-Tools = Mapping[str, Sequence[str]]  # that may be called: their names, and parameters in the order of positional ones
+Signatures = Mapping[str, Sequence[str]]  # of tools that may be called: name -> parameters, in their order
+_Read = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ CROP_VIDEO_OFFER = Offer(
     use=f"{CROP_VIDEO} on the parts of the video that matter",
     gives="each part is looked at closely and reported on",
 )
-PARAMETERS = CROP_VIDEO_OFFER.parameters
-CROP_VIDEO_ALONE: Tools = {CROP_VIDEO: PARAMETERS}
+CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_OFFER.parameters}
 
 
 class BadCall(ValueError):
@@ -101,7 +102,7 @@ class Window:
     clamped: bool = False  # the end that was asked for lies beyond the video
 
 
-def find_calls(text: str, tools: Tools = CROP_VIDEO_ALONE) -> list[ToolCall]:
+def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall]:
     """The calls of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
     begin = text.find("</think>") + 1  # 0 without one
     calls: list[ToolCall] = []
@@ -115,30 +116,27 @@ def find_calls(text: str, tools: Tools = CROP_VIDEO_ALONE) -> list[ToolCall]:
             calls.append(ToolCall((opening.start(), begin), problem=problem))
             continue
         begin = closing + len(f"</tool_{kind}>")
-        read = _read_json if kind == "call" else _read_python
+        read = _read_json if kind == "call" else partial(_read_python, tools=tools)
         calls.extend(_read(text[opening.end() : closing], (opening.start(), begin), read, tools))
     return calls[:MAX_CALLS]
 
 
-_Read = list[tuple[str, dict[str, Any]]]  # names and arguments
-
-
-def _read(body: str, span: tuple[int, int], read: Callable[[str, Tools], _Read], tools: Tools) -> Iterator[ToolCall]:
+def _read(body: str, span: tuple[int, int], read: Callable[[str], _Read], tools: Signatures) -> Iterator[ToolCall]:
     try:
         if len(body) > MAX_CALL_CHARS:
             raise BadCall(f"the call is longer than {MAX_CALL_CHARS} characters")
-        for name, arguments in read(body, tools):
+        for name, arguments in read(body):
             yield ToolCall(span, name, arguments, None if name in tools else _unknown(tools))
     except BadCall as problem:
         yield ToolCall(span, problem=problem)
 
 
-def _unknown(tools: Tools) -> BadCall:
+def _unknown(tools: Signatures) -> BadCall:
     there_are = "the only tool is" if len(tools) == 1 else "the tools are"
     return BadCall(f"there is no tool of this name, {there_are} {', '.join(tools)}", "unknown_tool")
 
 
-def _read_json(body: str, tools: Tools) -> _Read:
+def _read_json(body: str) -> _Read:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):
@@ -150,7 +148,7 @@ def _read_json(body: str, tools: Tools) -> _Read:
     return [(call["name"], call["arguments"])]
 
 
-def _read_python(body: str, tools: Tools) -> _Read:
+def _read_python(body: str, tools: Signatures) -> _Read:
     """One call a statement, each possibly inside print(…); arguments must be literals."""
     expected = _signature(next(iter(tools)), tools)
     try:
@@ -163,11 +161,11 @@ def _read_python(body: str, tools: Tools) -> _Read:
     return [_read_statement(statement, tools) for statement in statements]
 
 
-def _signature(name: str, tools: Tools) -> str:
+def _signature(name: str, tools: Signatures) -> str:
     return f"{name}({', '.join(tools[name])})"
 
 
-def _read_statement(statement: ast.stmt, tools: Tools) -> tuple[str, dict[str, Any]]:
+def _read_statement(statement: ast.stmt, tools: Signatures) -> tuple[str, dict[str, Any]]:
     call: Any = statement.value if isinstance(statement, ast.Expr) else None
     if _is_named_call(call) and call.func.id == "print" and len(call.args) == 1 and not call.keywords:
         call = call.args[0]

@@ -24,7 +24,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
 from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
-from rollout.tools import CROP_VIDEO_ALONE, Outcome, Tools, find_calls
+from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 TAG = re.compile(r"<(/?)(think|tool_call|answer|tool_response|tool_code)>")
 STRUCTURAL = ("think", "tool_call", "answer")
@@ -201,7 +201,7 @@ def reward_terms(
     config: RewardConfig | None = None,
     judged: float | None = None,
     question: str = "",
-    tools: Tools = CROP_VIDEO_ALONE,
+    tools: Signatures = CROP_VIDEO_ALONE,
 ) -> RewardTerms:
     """Every term of the reward of one episode.
 
@@ -392,7 +392,7 @@ def _format_credits(turns: Sequence[_Turn], config: RewardConfig) -> Iterator[Cr
         yield Credit("balanced", "balanced", 0.1, marks)
 
 
-def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool, tools: Tools) -> Iterator[Credit]:
+def _tool_credits(turns: Sequence[_Turn], outcomes: Sequence[str], right: bool, tools: Signatures) -> Iterator[Credit]:
     """0.3 for an executed call, else 0.1 for a well-formed one; to either, and only to these, 0.5 for a right answer.
 
     That a call was executed is the dispatcher's word alone. So is that it was well-formed, unless it is in the grammar

@@ -10,7 +10,7 @@ from rollout.toolbox.crop_video import CropVideo
 from rollout.toolbox.search_subtitles import SearchSubtitles
 from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
 from rollout.toolbox.zoom_frame import ZoomFrame
-from rollout.tools import Offer, Tools
+from rollout.tools import Offer, Signatures
 
 __all__ = ["Desk", "Tool", "Videos", "Wanted", "signatures", "tools_of"]
 
@@ -18,7 +18,7 @@ SHIPPED: dict[str, Tool] = {tool.offer.name: tool for tool in (CropVideo(), Zoom
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-def signatures(tools: Iterable[Tool]) -> Tools:
+def signatures(tools: Iterable[Tool]) -> Signatures:
     return {tool.offer.name: tool.offer.parameters for tool in tools}
 
 
