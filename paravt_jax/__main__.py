@@ -15,6 +15,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "checkpoint": ("paravt_jax.run.checkpoint", "compares checkpoints of a run with what was written: verify"),
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
     "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split, parallelize"),
+    "prompts": ("paravt_jax.prompts", "makes a file of prompts from the released repository: import-release"),
     "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
     "bench": (
         "paravt_jax.bench",

@@ -8,7 +8,7 @@ are that module's own dataclass, which checks itself.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -358,6 +358,8 @@ class EvalConfig:
             raise ValueError(problem)
         if not self.data.validation:
             raise ValueError("data.validation is empty; give the prompts to evaluate on")
+        for dispatch in self.eval.dispatches:
+            replace(self.rollout, dispatch=dispatch)  # which says what it cannot be with
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
                 f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "

@@ -31,6 +31,7 @@ from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.ledger import Ledger
 from rollout.picture import Picture
+from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
 
 # Height and width of videos as they are found: 16:9, 4:3, 1:1, upright, cinema, and a very small one.
@@ -258,7 +259,9 @@ class TestCard:
     async def info(self, path: str, deadline_s: float | int) -> VideoInfo:
         return VideoInfo("test card", DURATION_S, int(DURATION_S), *self.size_px)
 
-    async def frames(self, path: str, times_s: Sequence[float | int], deadline_s: float | int) -> list[TimedPicture]:
+    async def frames(
+        self, path: str, times_s: Sequence[float | int], deadline_s: float | int, box: Box | None = None
+    ) -> list[TimedPicture]:
         return [TimedPicture(time_s, Picture.of(self._pixels(int(time_s * 10)))) for time_s in times_s]
 
     def _pixels(self, seed: int) -> np.ndarray:

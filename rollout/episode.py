@@ -1,13 +1,15 @@
 """One question about a video, from the overview to the answer: turns, parallel sub-agents, and what they cost.
 
-The main agent's calls of a turn are carried out at the same time, each by a sub-agent: the same policy in a fresh
-context with the frames of one window. Whatever goes wrong with a call becomes its tool response and its outcome, and
-its siblings do not notice. What goes wrong with the main agent's own request is raised: such an episode is missing,
-not bad.
+The main agent's calls of a turn are carried out at the same time, each by its tool, most by a sub-agent: the same
+policy in a fresh context with the frames that the call asks for. Whatever goes wrong with a call becomes its tool
+response and its outcome, and its siblings do not notice. What goes wrong with the main agent's own request is raised:
+such an episode is missing, not bad.
 """
 
 import asyncio
+import inspect
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,14 +26,18 @@ from rollout.engine.protocol import (
     Sampling,
 )
 from rollout.ledger import Ledger
-from rollout.prompter import Frames, Overview, Prompter, Task
-from rollout.prompts import Prompts
+from rollout.prompter import Closeup, Frames, Overview, Prompter, Task
+from rollout.prompts import Prompts, prompts_of
 from rollout.seeds import derived_seed
-from rollout.tools import BadCall, Outcome, ToolCall, Window, find_calls, video_of, window_of
+from rollout.threads import abandonable
+from rollout.toolbox import Desk, Tool, Videos, Wanted, signatures, tools_of
+from rollout.tools import CROP_VIDEO, BadCall, Outcome, Signatures, ToolCall, Window, find_calls
+from rollout.video.box import Box
 from rollout.video.reader import VideoError, VideoTimeout
 
 Dispatch = Literal["parallel", "sequential", "none"]
 MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not begun
+MAX_ANSWER_CHARS = 8_000  # of what a tool says beside a report; no engine bounds it
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class EpisodeConfig:
     dispatch: Dispatch = "parallel"  # sequential: one call a turn and as many calls in all; none: no tool
     max_turns: int = 3  # turns with calls; one more follows to answer
     max_parallel: int = 5  # calls of a turn
+    # that may be called: crop_video, zoom_frame, search_subtitles, or path/to/file.py:NAME of one's own
+    tools: list[str] = field(default_factory=lambda: [CROP_VIDEO])
     forced_prefix: str = "<think>\n"  # begins every turn of the main agent, given and not sampled
     max_new_tokens: int = 2048  # of a turn
     max_context_tokens: int = 32_768  # of a dialogue, pictures included
@@ -53,8 +61,11 @@ class EpisodeConfig:
     call_deadline_s: float = 300.0  # of a call, its frames and its report
     video_deadline_s: float = 60.0  # of the frames of a video
     prompts: Prompts = field(default_factory=Prompts)
+    prompts_file: str = ""  # YAML with keys of prompts, in place of settings of them; empty: none
 
     def __post_init__(self) -> None:
+        if self.prompts_file:
+            object.__setattr__(self, "prompts", prompts_of(self.prompts_file, self.prompts))
         for name in ("max_turns", "max_parallel", "max_new_tokens", "subagent_new_tokens", "subagent_max_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
@@ -63,6 +74,31 @@ class EpisodeConfig:
                 f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
                 f"rollout.max_new_tokens={self.max_new_tokens}"
             )
+        unsaid = [tool.offer.name for tool in self.toolbox if tool.offer.name not in self.prompts.system]
+        if self.prompts.system_has_tools and self.dispatch == "none":
+            raise ValueError(
+                "rollout.dispatch=none offers no tool, but with rollout.prompts.system_has_tools=true the system text "
+                "does; give a text without tools, or set system_has_tools=false"
+            )
+        if self.prompts.system_has_tools and unsaid:
+            raise ValueError(
+                f"rollout.tools has {', '.join(unsaid)}, of which rollout.prompts.system says nothing; with "
+                f"rollout.prompts.system_has_tools=true that text must name every tool"
+            )
+
+    @property
+    def toolbox(self) -> tuple[Tool, ...]:
+        return tools_of(tuple(self.tools))
+
+    @property
+    def signatures(self) -> Signatures:
+        """What may be called, as the calls in a text are read."""
+        return signatures(self.toolbox)
+
+    @property
+    def detail_factor(self) -> int:
+        """How many times the pixels of a frame one picture may have: a detail as many as all frames of a crop."""
+        return self.subagent_max_frames if any(tool.shows_details for tool in self.toolbox) else 1
 
     @property
     def calls_per_turn(self) -> int:
@@ -76,6 +112,7 @@ class EpisodeConfig:
             calls_per_turn=self.calls_per_turn,
             subagent_max_frames=self.subagent_max_frames,
             deadline_s=self.video_deadline_s,
+            offers=[tool.offer for tool in self.toolbox],
         )
 
     @property
@@ -92,7 +129,8 @@ class Call:
     outcome: Outcome
     response: str  # what the main agent is told
     problem: str = ""  # what went wrong, in words that are not for the model
-    window: Window | None = None
+    window: Window | None = None  # what it looked at, where it came that far
+    box: Box | None = None
     report: Ledger | None = None
     latency_s: float = 0.0
 
@@ -104,6 +142,7 @@ class Call:
             "response": self.response,
             "problem": self.problem,
             "window_s": None if self.window is None else [self.window.start_s, self.window.end_s],
+            "box": self.box,
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
         }
@@ -173,11 +212,14 @@ class Agent:
         self.engine, self.frames, self.chat = engine, frames, chat
         self.config = config or EpisodeConfig()
         self.prompter = self.config.prompter(frames, chat)
+        self.tools = {tool.offer.name: tool for tool in self.config.toolbox}
+        self.signatures = self.config.signatures
         self._forced = chat.encode(self.config.forced_prefix)
 
     def with_settings(self, **changed: Any) -> "Agent":
         """The same engine and frames, with other settings of the episode."""
-        return Agent(self.engine, self.frames, self.chat, replace(self.config, **changed))
+        said = replace(self.config, prompts_file="", **changed)  # whatever has become of the file since
+        return Agent(self.engine, self.frames, self.chat, said)
 
     async def look(self, task: Task) -> Overview:
         return await self.prompter.overview(task)
@@ -197,7 +239,8 @@ class Agent:
             if turn is None:
                 episode.finish = "context"
                 break
-            calls = [] if last or turn.finish == "abort" or run.said_a_picture else find_calls(turn.text)
+            ends = last or turn.finish == "abort" or run.said_a_picture
+            calls = [] if ends else find_calls(turn.text, self.signatures)
             if not calls:
                 episode.finish = "done" if turn.finish == "stop" else turn.finish
                 break
@@ -205,7 +248,7 @@ class Agent:
             # One more than can be made is told so; an answer to every further one would only fill the context.
             answered = turn.calls[: self.config.calls_per_turn + 1]
             if turn_number == self.config.tool_turns - 1:
-                answered[-1].response += f"\n{self.config.prompts.last_turn}"
+                answered[-1].response += f"\n{self.config.prompts.last_turn.format()}"
             responses = self.chat.after_turn(episode.ledger.ids, [call.response for call in answered])
             if len(responses) > run.room(episode.ledger):
                 episode.finish = "context"
@@ -270,29 +313,54 @@ class _Run:
     async def _carry_out(self, call: ToolCall, turn_number: int, number: int) -> Call:
         started_s = time.monotonic()
         result = Call(call, "error", "")
+        tool = self.agent.tools.get(call.name, Tool())
         try:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
-                await self._inspect(result, turn_number, number)
+                result.response = await self._answer(tool, result, turn_number, number)
+            result.outcome = "ok"
         except BadCall as problem:
             self._fail(result, problem.outcome, str(problem), problem)
         except (TimeoutError, VideoTimeout, DeadlineExceeded) as problem:
-            self._fail(result, "timeout", "looking at this part took too long", problem)
+            self._fail(result, "timeout", tool.late, problem)
         except VideoError as problem:
             self._fail(result, "error", str(problem), problem)
-        except Exception as problem:  # whatever it is, it is this call's
-            self._fail(result, "error", "nobody could look at this part", problem)
+        except (Exception, SystemExit) as problem:  # whatever it is, it is this call's
+            self._fail(result, "error", tool.failed, problem)
+        except asyncio.CancelledError as problem:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self._fail(result, "error", tool.failed, problem)  # of something that the tool waited for
         result.latency_s = time.monotonic() - started_s
         return result
 
-    async def _inspect(self, result: Call, turn_number: int, number: int) -> None:
-        agent, config = self.agent, self.agent.config
+    async def _answer(self, tool: Tool, result: Call, turn_number: int, number: int) -> str:
+        config, overview = self.agent.config, self.overview
         if number >= config.calls_per_turn:
             raise BadCall(f"only {config.calls_per_turn} calls can be made in one turn")
         if result.call.problem is not None:
             raise result.call.problem
-        path = video_of(result.call.arguments, self.overview.names)
-        result.window = window = window_of(result.call.arguments, self.overview.videos[path].duration_s)
-        closeup = await agent.prompter.closeup(path, window, self.overview.task.question)
+        subtitles = dict(zip(overview.task.videos, overview.task.subtitles, strict=False))
+        videos = Videos(overview.videos, overview.names, subtitles)
+        wanted = tool.check(result.call.arguments, videos)
+        result.window, result.box = wanted.window, wanted.box
+        reports: list[str] = []
+
+        async def ask(closeup: Closeup, about: str) -> str:
+            reports.append(await self._report(result, closeup, about, turn_number, number))
+            return reports[-1]
+
+        desk = Desk(overview.task.question, videos, self.agent.prompter, ask)
+        answer = await _carried_out(tool, wanted, desk)
+        if not isinstance(answer, str):
+            raise TypeError(f"{result.call.name} gave {type(answer).__name__}, expected text")
+        return _cut(answer, MAX_ANSWER_CHARS + sum(map(len, reports)))
+
+    async def _report(self, result: Call, closeup: Closeup, about: str, turn_number: int, number: int) -> str:
+        """A sub-agent's report on what it is shown. `about` is equal where several members of a group look at it."""
+        agent, config = self.agent, self.agent.config
+        if result.report is not None:
+            raise RuntimeError(f"{result.call.name} asked for a second report, a call has one")
         result.report = report = Ledger()
         report.add("prompt", closeup.ids, closeup.pictures)
         room = self.room(report)
@@ -305,15 +373,12 @@ class _Run:
             turn_number,
             number + 1,
             stop_ids=agent.chat.stop_ids,
-            affinity=f"{path} {window.start_s} {window.end_s}",
+            affinity=about,
         )
         report.add_sampled(generation)
         if generation.finish == "abort":
             raise EngineError(f"the request of call {number} was aborted")
-        summary = agent.chat.decode(self._spoken(generation)).strip()
-        if window.clamped:
-            summary = f"{config.prompts.clamped.format(start_s=window.start_s, end_s=window.end_s)}\n{summary}"
-        result.outcome, result.response = "ok", summary
+        return agent.chat.decode(self._spoken(generation)).strip()
 
     async def _generate(
         self,
@@ -357,6 +422,19 @@ class _Run:
         ended = len(generation.ids) > 0 and int(generation.ids[-1]) in self.agent.chat.stop_ids
         return generation.ids[:-1] if ended else generation.ids
 
-    def _fail(self, result: Call, outcome: Outcome, message: str, problem: Exception) -> None:
-        result.outcome, result.problem = outcome, f"{type(problem).__name__}: {problem}"
-        result.response = self.agent.config.prompts.error.format(message=message)
+    def _fail(self, result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:
+        result.outcome, result.problem = outcome, _cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
+        result.response = self.agent.config.prompts.error.format(message=_cut(message, MAX_ANSWER_CHARS))
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+async def _carried_out(tool: Tool, wanted: Wanted, desk: Desk) -> str:
+    """A tool that does not wait as others in the event loop do is given a thread of its own."""
+    if inspect.iscoroutinefunction(tool.carry_out):
+        answer = tool.carry_out(wanted, desk)
+    else:
+        answer = await abandonable(lambda: tool.carry_out(wanted, desk))
+    return await answer if isinstance(answer, Awaitable) else answer

@@ -13,8 +13,9 @@ import numpy as np
 
 from rollout.chat import Chat
 from rollout.picture import Picture
-from rollout.prompts import Prompts, main_messages, subagent_messages
-from rollout.tools import CROP_VIDEO_SCHEMA, Window
+from rollout.prompts import Prompts, main_messages, shown_messages, subagent_messages
+from rollout.tools import CROP_VIDEO_OFFER, Offer, Window
+from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
 from rollout.video.times import crop_times, overview_times
 
@@ -25,6 +26,7 @@ class Task:
     question: str
     videos: tuple[str, ...]  # paths
     frame_budget: int  # frames of the overview, of all videos together
+    subtitles: tuple[str, ...] = ()  # paths, of each video; empty where it has none
 
     def __post_init__(self) -> None:
         if not self.videos:
@@ -58,7 +60,9 @@ class Frames(Protocol):
 
     async def info(self, path: str, deadline_s: float) -> VideoInfo: ...
 
-    async def frames(self, path: str, times_s: Sequence[float], deadline_s: float) -> list[TimedPicture]: ...
+    async def frames(
+        self, path: str, times_s: Sequence[float], deadline_s: float, box: Box | None = None
+    ) -> list[TimedPicture]: ...
 
 
 class Prompter:
@@ -73,11 +77,14 @@ class Prompter:
         calls_per_turn: int,
         subagent_max_frames: int,
         deadline_s: float,
+        offers: Sequence[Offer] = (CROP_VIDEO_OFFER,),
     ):
         self.frames, self.chat, self.prompts = frames, chat, prompts
         self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
         self._deadline_s = deadline_s
-        self._tools = [CROP_VIDEO_SCHEMA] if calls_per_turn else None
+        self._offers = offers
+        in_template = calls_per_turn > 0 and not prompts.system_has_tools
+        self._tools = [offer.schema for offer in offers] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
         """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
@@ -99,6 +106,7 @@ class Prompter:
             ],
             self.chat.harmless(task.question.replace("<video>", "").strip()),
             self._calls_per_turn,
+            self._offers,
         )
         pictures = tuple(frame.picture for frames in shown for frame in frames)
         ids = self.ids(messages, pictures, self._tools)
@@ -107,13 +115,24 @@ class Prompter:
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
         """The frames of one window, and the question of a sub-agent about it."""
         frames = await self.crop(path, window)
-        pictures = tuple(frame.picture for frame in frames)
         times_s = [frame.time_s for frame in frames]
-        messages = subagent_messages(self.prompts, window, times_s, self.chat.harmless(question))
+        return self._closeup(frames, subagent_messages(self.prompts, window, times_s, self.chat.harmless(question)))
+
+    def closeup_of(self, frames: Sequence[TimedPicture], intro: str, instruction: str) -> Closeup:
+        """Any frames, with words of one's own, which must not be a model's."""
+        times_s = [frame.time_s for frame in frames]
+        return self._closeup(frames, shown_messages(self.prompts, intro, times_s, instruction))
+
+    def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
+        pictures = tuple(frame.picture for frame in frames)
         return Closeup(self.ids(messages, pictures), pictures)
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
         return await self.shown(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
+
+    async def detail(self, path: str, time_s: float, box: Box) -> list[TimedPicture]:
+        """A part of the one frame that is shown at this time, with as many pixels as a whole crop may have."""
+        return await self.frames.frames(path, [time_s], self._deadline_s, box)
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)

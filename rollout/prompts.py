@@ -1,28 +1,46 @@
 """What the agents are told, and how frames are shown: each after its time, in seconds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from string import Formatter
 from typing import Any
 
-from rollout.tools import CROP_VIDEO, Window
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rollout.tools import CROP_VIDEO_OFFER, Offer, Window
+
+# What may stand in braces in a text, each with a value to try it with. In a text that is not here nothing may.
+PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
+    "frame_time": {"time_s": 0.0},
+    "overview": {"name": "", "duration_s": 0.0, "num_frames": 0},
+    "with_tool": {"uses": "", "gives": "", "max_parallel": 0, "question": "", "names": ""},
+    "without_tool": {"question": "", "names": ""},
+    "subagent_intro": {"start_s": 0.0, "end_s": 0.0, "num_frames": 0},
+    "subagent_instruction": {"question": ""},
+    "clamped": {"start_s": 0.0, "end_s": 0.0},
+    "error": {"message": ""},
+}
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The texts. A model trained with one wording should be served and evaluated with the same."""
+    """The texts; a brace of their own is written twice. A model should be asked in the words it was trained with."""
 
     # the main agent is told first
     system: str = "You are a helpful assistant who answers questions about long videos."
+    system_has_tools: bool = False  # that text says which tools there are: the chat template is not given them again
     frame_time: str = "<{time_s:.1f} seconds>"  # before every frame
-    # before the frames of each video
+    # before the frames of each video; empty: nothing
     overview: str = "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:"
-    # after the question, where calls can be made
+    # after the question, or with {question} in its place; where calls can be made
     with_tool: str = (
-        "Think first, between <think> and </think>. Where the frames do not show enough, call "
-        f"{CROP_VIDEO} on the parts of the video that matter, up to {{max_parallel}} calls in one turn: each part is "
-        "looked at closely and reported on. When you know, give the answer between <answer> and </answer>."
+        "Think first, between <think> and </think>. Where the frames do not show enough, call {uses}, up to "
+        "{max_parallel} calls in one turn: {gives}. When you know, give the answer between <answer> and </answer>."
     )
-    # after the question, where none can
+    # likewise, where none can
     without_tool: str = (
         "Think first, between <think> and </think>, then give the answer between <answer> and </answer>."
     )
@@ -40,6 +58,67 @@ class Prompts:
     # in place of a report
     error: str = "Error: {message}."
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if problem := placeholder_problem(name, value):
+                raise ValueError(f"rollout.prompts.{problem}")
+
+
+def placeholder_problem(name: str, text: Any) -> str:
+    """What is wrong with the braces of a text; empty: nothing."""
+    if not isinstance(text, str):
+        return ""
+    known = PLACEHOLDERS.get(name, {})
+    there_are = ", ".join(f"{{{one}}}" for one in known) or "none"
+    try:
+        unknown = [one for one in _placeholders(text) if one not in known]
+        if not unknown:
+            text.format(**known)
+            return ""
+        problem = f"has the placeholder {{{unknown[0]}}}"
+    except (ValueError, LookupError, TypeError, AttributeError) as said:
+        problem = f"cannot be filled in: {said}"
+    return f"{name} {problem}; there it may have {there_are}, and a brace of its own is written twice"
+
+
+def _placeholders(text: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+
+
+def read_prompts(path: str | Path) -> Prompts:
+    """The texts of a YAML file with keys of Prompts; what it leaves out has its default."""
+    told = f"rollout.prompts_file={path}"
+    try:
+        layer = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as problem:
+        raise ValueError(f"{told}: {problem.strerror}") from None
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as problem:
+        raise ValueError(f"{told} is no YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(layer, dict):
+        raise ValueError(f"{told} is {type(layer).__name__}, expected texts such as system: You watch videos.")
+    kinds = {field.name: type(field.default) for field in fields(Prompts)}
+    for name, value in layer.items():
+        if name not in kinds:
+            raise ValueError(f"{told}: {name} is no prompt; there are {', '.join(kinds)}")
+        if type(value) is not kinds[name]:
+            expected = "text" if kinds[name] is str else "true or false"
+            raise ValueError(f"{told}: {name} is {type(value).__name__}, expected {expected}")
+        if problem := placeholder_problem(name, value):
+            raise ValueError(f"{told}: {problem}")
+    return Prompts(**{str(name): value for name, value in layer.items()})
+
+
+def prompts_of(file: str, beside: Prompts) -> Prompts:
+    """The texts of a file. Those set `beside` it must be the defaults, or, as in the record of a run, the file's."""
+    texts = read_prompts(file)
+    if beside in (Prompts(), texts):
+        return texts
+    set_too = [f"rollout.prompts.{name}" for name, value in asdict(beside).items() if value != getattr(Prompts, name)]
+    raise ValueError(
+        f"rollout.prompts_file={file} and {', '.join(set_too)} are both set; write the text into the file, or leave "
+        f"one of them out"
+    )
+
 
 def frame_parts(prompts: Prompts, times_s: Sequence[float]) -> list[dict[str, Any]]:
     """Content parts of a message: every frame's time as text, then its picture."""
@@ -54,7 +133,11 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def main_messages(
-    prompts: Prompts, videos: Sequence[tuple[str, float, Sequence[float]]], question: str, max_parallel: int
+    prompts: Prompts,
+    videos: Sequence[tuple[str, float, Sequence[float]]],
+    question: str,
+    max_parallel: int,
+    offers: Sequence[Offer] = (CROP_VIDEO_OFFER,),
 ) -> list[dict[str, Any]]:
     """The main agent's dialogue; a video is its name, its duration and the times of its frames.
 
@@ -63,16 +146,33 @@ def main_messages(
     content = []
     for name, duration_s, times_s in videos:
         intro = prompts.overview.format(name=name, duration_s=duration_s, num_frames=len(times_s))
-        content += [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part("\n")]
-    task = prompts.with_tool.format(max_parallel=max_parallel) if max_parallel else prompts.without_tool
-    content.append(text_part(f"{question}\n\n{task}"))
-    return [{"role": "system", "content": prompts.system}, {"role": "user", "content": content}]
+        frames = frame_parts(prompts, times_s)
+        content += [text_part(f"{intro}\n"), *frames, text_part("\n")] if intro else frames
+    names = ", ".join(name for name, _, _ in videos)
+    if max_parallel:
+        uses, gives = ", or ".join(offer.use for offer in offers), ", ".join(offer.gives for offer in offers)
+        asked = _asked(prompts.with_tool, question, names=names, max_parallel=max_parallel, uses=uses, gives=gives)
+    else:
+        asked = _asked(prompts.without_tool, question, names=names)
+    content.append(text_part(asked))
+    return [{"role": "system", "content": prompts.system.format()}, {"role": "user", "content": content}]
+
+
+def _asked(text: str, question: str, **values: Any) -> str:
+    """The question with what is told beside it: after a blank line, unless the text says where the question stands."""
+    said = text.format(question=question, **values)
+    return said if "question" in _placeholders(text) else f"{question}\n\n{said}"
 
 
 def subagent_messages(
     prompts: Prompts, window: Window, times_s: Sequence[float], question: str
 ) -> list[dict[str, Any]]:
+    """The dialogue of a sub-agent about a window."""
     intro = prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=len(times_s))
-    instruction = prompts.subagent_instruction.replace("{question}", question)
+    return shown_messages(prompts, intro, times_s, prompts.subagent_instruction.format(question=question))
+
+
+def shown_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
+    """The dialogue of any sub-agent: what it is shown, and what it is to do with it."""
     content = [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part(f"\n{instruction}")]
-    return [{"role": "system", "content": prompts.subagent_system}, {"role": "user", "content": content}]
+    return [{"role": "system", "content": prompts.subagent_system.format()}, {"role": "user", "content": content}]

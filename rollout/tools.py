@@ -1,8 +1,9 @@
-"""Tool calls in what a model wrote: found and read, never executed; and the window of a video that a call asks for.
+"""Tool calls in what a model wrote: found and read, never executed; and the part of a video that a call asks for.
 
 The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The prior of the base model leaks
 `<tool_code>crop_video(…)</tool_code>`, a Python call that is read from its syntax tree. Everything here is a pure
-function of text that nobody vouches for: it never raises, and what is wrong becomes a sentence for the model.
+function of text that nobody vouches for: what is wrong becomes a sentence for the model. What calls do is in
+`rollout.toolbox`.
 """
 
 import ast
@@ -10,36 +11,66 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from rollout.video.box import Box
+
 CROP_VIDEO = "crop_video"
-PARAMETERS = ("video_path", "start_time", "end_time")  # in the order of positional arguments
 MAX_CALLS = 64  # of a turn; what is beyond is not looked at
 MAX_CALL_CHARS = 4_000  # a longer one is no call, and deep nesting costs the parsers their stack
+MIN_BOX_FRAC = 0.02  # of the sides of a frame; a thinner part of it has no size that a model can be shown
+BOX_DIGITS = 4  # more would be less than a pixel
 CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,3}):(\d{1,2}(?:\.\d+)?)")
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?|[+-]?\.\d+")
 OPENING = re.compile(r"<tool_(call|code)>")
 
 Outcome = Literal["ok", "invalid", "unknown_tool", "error", "timeout"]
 
-CROP_VIDEO_SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": CROP_VIDEO,
-        "description": "Looks closely at one part of a video and reports what happens in it.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "video_path": {"type": "string", "description": "The video, by the name given above."},
-                "start_time": {"type": "number", "description": "Where the part begins, in seconds."},
-                "end_time": {"type": "number", "description": "Where the part ends, in seconds."},
-            },
-            "required": list(PARAMETERS),
-        },
-    },
-}
+Signatures = Mapping[str, Sequence[str]]  # of tools that may be called: name -> parameters, in their order
+_Read = list[tuple[str, dict[str, Any]]]  # names and arguments
+
+
+@dataclass(frozen=True)
+class Offer:
+    """How a model learns of a tool: by its schema, and in the words that follow a question."""
+
+    schema: dict[str, Any]
+    use: str  # what to call it on
+    gives: str  # what then happens
+
+    @property
+    def name(self) -> str:
+        return self.schema["function"]["name"]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.schema["function"]["parameters"]["properties"])
+
+
+def make_schema(name: str, description: str, **parameters: tuple[str, str]) -> dict[str, Any]:
+    """What the chat template shows of a tool; of every parameter its JSON type and what it is."""
+    properties = {key: {"type": kind, "description": said} for key, (kind, said) in parameters.items()}
+    wanted = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": wanted}}
+
+
+VIDEO_PATH = ("string", "The video, by the name given above.")
+CROP_VIDEO_SCHEMA = make_schema(
+    CROP_VIDEO,
+    "Looks closely at one part of a video and reports what happens in it.",
+    video_path=VIDEO_PATH,
+    start_time=("number", "Where the part begins, in seconds."),
+    end_time=("number", "Where the part ends, in seconds."),
+)
+CROP_VIDEO_OFFER = Offer(
+    CROP_VIDEO_SCHEMA,
+    use=f"{CROP_VIDEO} on the parts of the video that matter",
+    gives="each part is looked at closely and reported on",
+)
+CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_OFFER.parameters}
 
 
 class BadCall(ValueError):
@@ -71,7 +102,7 @@ class Window:
     clamped: bool = False  # the end that was asked for lies beyond the video
 
 
-def find_calls(text: str) -> list[ToolCall]:
+def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall]:
     """The calls of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
     begin = text.find("</think>") + 1  # 0 without one
     calls: list[ToolCall] = []
@@ -85,25 +116,27 @@ def find_calls(text: str) -> list[ToolCall]:
             calls.append(ToolCall((opening.start(), begin), problem=problem))
             continue
         begin = closing + len(f"</tool_{kind}>")
-        read = _read_json if kind == "call" else _read_python
-        calls.extend(_read(text[opening.end() : closing], (opening.start(), begin), read))
+        read = _read_json if kind == "call" else partial(_read_python, tools=tools)
+        calls.extend(_read(text[opening.end() : closing], (opening.start(), begin), read, tools))
     return calls[:MAX_CALLS]
 
 
-def _read(body: str, span: tuple[int, int], read: Any) -> Iterator[ToolCall]:
+def _read(body: str, span: tuple[int, int], read: Callable[[str], _Read], tools: Signatures) -> Iterator[ToolCall]:
     try:
         if len(body) > MAX_CALL_CHARS:
             raise BadCall(f"the call is longer than {MAX_CALL_CHARS} characters")
         for name, arguments in read(body):
-            problem = None
-            if name != CROP_VIDEO:
-                problem = BadCall(f"there is no tool of this name, the only tool is {CROP_VIDEO}", "unknown_tool")
-            yield ToolCall(span, name, arguments, problem)
+            yield ToolCall(span, name, arguments, None if name in tools else _unknown(tools))
     except BadCall as problem:
         yield ToolCall(span, problem=problem)
 
 
-def _read_json(body: str) -> list[tuple[str, dict[str, Any]]]:
+def _unknown(tools: Signatures) -> BadCall:
+    there_are = "the only tool is" if len(tools) == 1 else "the tools are"
+    return BadCall(f"there is no tool of this name, {there_are} {', '.join(tools)}", "unknown_tool")
+
+
+def _read_json(body: str) -> _Read:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):
@@ -115,27 +148,33 @@ def _read_json(body: str) -> list[tuple[str, dict[str, Any]]]:
     return [(call["name"], call["arguments"])]
 
 
-def _read_python(body: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_python(body: str, tools: Signatures) -> _Read:
     """One call a statement, each possibly inside print(…); arguments must be literals."""
+    expected = _signature(next(iter(tools)), tools)
     try:
         with warnings.catch_warnings(action="ignore"):  # about the style of what the model wrote
             statements = ast.parse(body.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise BadCall(f"the call cannot be read, expected {CROP_VIDEO}(video_path, start_time, end_time)") from None
+        raise BadCall(f"the call cannot be read, expected {expected}") from None
     if not statements:
-        raise BadCall(f"the call is empty, expected {CROP_VIDEO}(video_path, start_time, end_time)")
-    return [_read_statement(statement) for statement in statements]
+        raise BadCall(f"the call is empty, expected {expected}")
+    return [_read_statement(statement, tools) for statement in statements]
 
 
-def _read_statement(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
+def _signature(name: str, tools: Signatures) -> str:
+    return f"{name}({', '.join(tools[name])})"
+
+
+def _read_statement(statement: ast.stmt, tools: Signatures) -> tuple[str, dict[str, Any]]:
     call: Any = statement.value if isinstance(statement, ast.Expr) else None
     if _is_named_call(call) and call.func.id == "print" and len(call.args) == 1 and not call.keywords:
         call = call.args[0]
     if not _is_named_call(call):
-        raise BadCall(f"only calls can stand here, such as {CROP_VIDEO}(video_path, start_time, end_time)")
-    if len(call.args) > len(PARAMETERS) or any(keyword.arg is None for keyword in call.keywords):
-        raise BadCall(f"the arguments cannot be read, expected {CROP_VIDEO}(video_path, start_time, end_time)")
-    named: dict[str, ast.expr] = dict(zip(PARAMETERS, call.args, strict=False))
+        raise BadCall(f"only calls can stand here, such as {_signature(next(iter(tools)), tools)}")
+    called = call.func.id if call.func.id in tools else next(iter(tools))  # one that is none is told so by its name
+    if len(call.args) > len(tools[called]) or any(keyword.arg is None for keyword in call.keywords):
+        raise BadCall(f"the arguments cannot be read, expected {_signature(called, tools)}")
+    named: dict[str, ast.expr] = dict(zip(tools[called], call.args, strict=False))
     for keyword in call.keywords:
         if keyword.arg in named:
             raise BadCall(f"the argument {keyword.arg} is given twice")
@@ -176,6 +215,34 @@ def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
             f"start_time {start_s:.1f} lies beyond the end of the video, which lasts {duration_s:.1f} seconds"
         )
     return Window(start_s, min(end_s, float(duration_s)), clamped=end_s > duration_s)
+
+
+def moment_of(arguments: Mapping[str, Any], duration_s: float | int) -> float:
+    """The one time that a call asks for."""
+    time_s = _seconds(arguments, "time")
+    if time_s < 0:
+        raise BadCall(f"time {time_s:.1f} is negative")
+    if time_s > duration_s:
+        raise BadCall(f"time {time_s:.1f} lies beyond the end of the video, which lasts {duration_s:.1f} seconds")
+    return time_s
+
+
+def box_of(arguments: Mapping[str, Any]) -> Box:
+    """The part of a frame that a call asks for."""
+    if "box" not in arguments:
+        raise BadCall("box is missing")
+    sides = arguments["box"]
+    fractions = [side for side in sides if _is_fraction(side)] if isinstance(sides, list | tuple) else []
+    if len(fractions) != 4 or len(sides) != 4:
+        raise BadCall("box is not [x0, y0, x1, y1], four fractions of the frame from 0 to 1")
+    box = Box(*(round(float(side), BOX_DIGITS) for side in fractions))
+    if box.right - box.left < MIN_BOX_FRAC or box.bottom - box.top < MIN_BOX_FRAC:
+        raise BadCall(f"box must have x0 before x1 and y0 before y1, each by {MIN_BOX_FRAC} of the frame or more")
+    return box
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _seconds(arguments: Mapping[str, Any], key: str) -> float:

@@ -37,7 +37,11 @@ from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
+from rollout.toolbox import SHIPPED, Videos, signatures
+from rollout.toolbox.search_subtitles import found_in
+from rollout.toolbox.subtitles import parse_srt
 from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
+from rollout.video.reader import VideoInfo
 
 LONG_EXAMPLES = 2_000  # of a round
 FRAGMENTS = (
@@ -174,9 +178,50 @@ def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
     rounds(ledger_of_any_text)
 
 
+@given(text=texts, arguments=st.dictionaries(st.sampled_from(["time", "box", "query", "video_path"]), json_values))
+def calls_of_any_tool(text, arguments):
+    videos = Videos({"/v.mp4": VideoInfo("v", 60.0, 60, 48, 64)}, {"video.mp4": "/v.mp4"}, {"/v.mp4": "/v.srt"})
+    tools = signatures(SHIPPED.values())
+    found = find_calls(text, tools)
+    assert [call.span for call in found] == [call.span for call in find_calls(text)]
+    asked = [(call.name, call.arguments) for call in found if call.well_formed] + [(name, arguments) for name in tools]
+    for name, asked_for in asked:
+        with suppress(BadCall):
+            wanted = SHIPPED[name].check(asked_for, videos)
+            assert wanted.path == "/v.mp4"
+            assert wanted.window is None or 0 <= wanted.window.start_s <= wanted.window.end_s <= 60.0
+            assert wanted.box is None or min(wanted.box.size_px(48, 64)) >= 1
+
+
+def test_any_arguments_of_any_tool_are_checked(rounds):
+    rounds(calls_of_any_tool)
+
+
+SRT_PARTS = ("1\n", "\n\n", "\r", "00:00:01,5 --> 00:00:02,000\n", "999:99:99.999-->", "<i>", "{\\an8}", "\ufeff", "９")
+
+
+@given(
+    content=st.binary(max_size=200)
+    | st.lists(st.sampled_from(SRT_PARTS) | st.text(max_size=5), max_size=20)
+    .map("".join)
+    .map(lambda text: text.encode(errors="replace")),
+    query=texts,
+)
+@example(content=b"\xff\xfe\x00", query="")
+@example(content=b"00:00:01,000 --> 00:00:02,000\n" + b"<" * 10_000, query="a")
+def any_subtitles(content, query):
+    cues = parse_srt(content)
+    assert all(cue.text and "\n" not in cue.text and math.isfinite(cue.start_s + cue.end_s) for cue in cues)
+    found_in(cues, query).encode()
+
+
+def test_any_bytes_are_subtitles_or_none(rounds):
+    rounds(any_subtitles)
+
+
 PROMPT_ROW = {
     "prompt": [{"role": "user", "content": "<video>\nWhich colour?\nA. red\nB. blue"}],
-    "videos": [{"video": "v.mp4"}],
+    "videos": [{"video": "v.mp4", "subtitles": "v.srt"}],
     "extra_info": {"answer": "A", "question_type": "mcq"},
     "id": "one",
 }
@@ -204,6 +249,7 @@ def test_any_row_is_read_or_bad(rounds):
 @given(rows=st.lists(mutated(PROMPT_ROW), min_size=1, max_size=5), damage=st.data())
 def any_data_set(directory, rows, damage):
     (directory / "v.mp4").touch()
+    (directory / "v.srt").touch()
     path = directory / "rows.parquet"
     try:
         table = pa.Table.from_pylist([row if isinstance(row, dict) else {"prompt": row} for row in rows])

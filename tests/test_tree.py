@@ -43,6 +43,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "sft": "config imitation run",
     "eval": "config rl run",
     "miniature": "config data eval run",
+    "prompts": "",
     "__main__": "",
 }
 PURE = (  # no config, no I/O, no logger

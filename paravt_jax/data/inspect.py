@@ -23,6 +23,7 @@ from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BadRow, file_finder, rows_of
+from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
 
 COUNTED = "text alone: pictures, videos and the chat template are not counted"
@@ -158,7 +159,7 @@ def _read_prompt(findings: Findings, row: Any, find: Callable[[str], str]) -> st
 def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str:
     trace = traces.read_trace(row, find)
     turns = [message.text for message in trace.messages if message.role == "assistant"]
-    calls = [find_calls(turn) for turn in turns]
+    calls = [find_calls(turn, signatures(SHIPPED.values())) for turn in turns]
     findings.videos[len(trace.videos)] += 1
     findings.turns[len(turns)] += 1
     findings.calls_of_row[sum(map(len, calls))] += 1

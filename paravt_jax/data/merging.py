@@ -30,6 +30,7 @@ LIMIT = "as many calls as allowed"
 SEVERAL = "several calls already"
 GRAMMAR = "turn outside the grammar"
 FAULTY = "faulty call"
+OTHER_TOOL = "call of another tool"
 ANSWERS = "not one answer to one call"
 
 TURN = re.compile(r"\s*<think>(.*?)</think>\s*(<tool_call>(.*?)</tool_call>)\s*", re.DOTALL)
@@ -165,6 +166,8 @@ def candidate(messages: Sequence[dict[str, Any]], turn: Sequence[int], answer: s
     match = TURN.fullmatch(said)
     if match is None or TAG.search(match[1]) or TAG.search(match[3]) or not match[1].strip() or len(calls) != 1:
         return Stop(GRAMMAR, _short(said))
+    if calls[0].problem is not None and calls[0].problem.outcome == "unknown_tool":
+        return Stop(OTHER_TOOL, calls[0].name)
     if len(turn) != 2:
         return Stop(ANSWERS, f"{len(turn) - 1} answers")
     try:

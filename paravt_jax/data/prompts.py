@@ -3,7 +3,8 @@
 A row of a parquet or JSON-lines file has
 
     prompt      [{role, content}], with a `<video>` in the text where a video belongs
-    videos      [{"video": path}]: absolute, relative, or a file:// URI
+    videos      [{"video": path}]: absolute, relative, or a file:// URI; "subtitles" beside it, the path of its SRT
+                file, where that is not the video's with .srt in place of its ending
     extra_info  {answer, question_type}, as an object or as its JSON
 
 The question is the text of the last user message, with its `<video>`s, which the agent takes out. Other messages are
@@ -43,6 +44,7 @@ class Prompt:
     videos: tuple[str, ...]  # absolute paths
     answer: str
     question_type: str  # mcq, tvg or oe
+    subtitles: tuple[str, ...] = ()  # absolute paths, of each video; empty where it has none
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def load_prompts(
     find = file_finder(source, video_root, allow_outside)
     loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
     ids: set[str] = set()
-    prompts = tuple(replace(prompt, id=unique_id(prompt.id, ids)) for prompt in loaded)
+    prompts = tuple(
+        replace(prompt, id=unique_id(prompt.id, ids), subtitles=_all_subtitles(prompt, find)) for prompt in loaded
+    )
     return PromptSet(prompts, bad)
 
 
@@ -86,8 +90,9 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     except ValueError as problem:
         raise BadRow("unreadable ground truth", str(problem)) from None
     videos = tuple(map(find, names))
+    subtitles = tuple(_named_subtitles(video, find) for video in row["videos"])
     content_id = _content_id(question, names, answer, question_type)
-    return Prompt(own_id(row) or content_id, question, videos, answer, question_type)
+    return Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
 
 
 def _question(messages: Any) -> str:
@@ -112,6 +117,26 @@ def _video_names(videos: Any) -> list[str]:
     if not all(isinstance(name, str) and name for name in names):
         raise BadRow("wrong schema", f"videos has a path that is no text: {names}")
     return names
+
+
+def _named_subtitles(video: dict[str, Any], find: Callable[[str], str]) -> str:
+    named = video.get("subtitles")
+    if not isinstance(named, str | None):
+        raise BadRow("wrong schema", f"subtitles of a video is {type(named).__name__}, expected a path")
+    return find(named) if named else ""
+
+
+def _all_subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
+    """Those that the row names, and for other videos those beside them, if they may be read."""
+    pairs = zip(prompt.videos, prompt.subtitles, strict=True)
+    return tuple(named or _beside(video, find) for video, named in pairs)
+
+
+def _beside(video: str, find: Callable[[str], str]) -> str:
+    try:
+        return find(str(Path(video).with_suffix(".srt")))
+    except BadRow:
+        return ""
 
 
 def _answer(value: Any) -> str:

@@ -169,8 +169,8 @@ class Summarizer:
             start_s, end_s = answer.window_s
             intro = self.prompts.subagent_intro.format(start_s=start_s, end_s=end_s, num_frames=num_frames)
             parts.insert(0, _text(f"{intro}\n"))
-        instruction = self.prompts.subagent_instruction.replace("{question}", "")
-        system = {"role": "system", "content": self.prompts.subagent_system}
+        instruction = self.prompts.subagent_instruction.format(question="")
+        system = {"role": "system", "content": self.prompts.subagent_system.format()}
         return [system, {"role": "user", "content": [*parts, _text(f"\n{instruction}")]}]
 
     async def _image(self, url: str) -> list[dict[str, Any]]:

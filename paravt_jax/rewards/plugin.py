@@ -6,10 +6,8 @@ whatever it gives that is no list of terms, and an answer that does not come mak
 
 import asyncio
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +17,7 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.episode import Episode
 from rollout.own_code import function_at
+from rollout.threads import abandonable
 from rollout.tools import Outcome
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
@@ -62,7 +61,7 @@ class Plugin:
         work = partial(self.function, **given)
         try:
             async with asyncio.timeout(self.deadline_s):
-                found = await (work() if inspect.iscoroutinefunction(self.function) else _in_thread_of_its_own(work))
+                found = await (work() if inspect.iscoroutinefunction(self.function) else abandonable(work))
             return _checked(found, turns)
         except PluginError:
             raise
@@ -112,24 +111,3 @@ def _checked(found: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
         )
         for term in found
     )
-
-
-async def _in_thread_of_its_own(work: Callable[[], Any]) -> Any:
-    """Unlike asyncio.to_thread it keeps nobody from ending: what never comes back is left to itself."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, problem: PluginError | None) -> None:
-        if not answer.done():
-            answer.set_result(result) if problem is None else answer.set_exception(problem)
-
-    def run() -> None:
-        try:
-            settled = work(), None
-        except BaseException as problem:
-            settled = None, PluginError(f"{type(problem).__name__}: {problem}")
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, *settled)
-
-    threading.Thread(target=run, name="reward.plugin", daemon=True).start()
-    return await answer

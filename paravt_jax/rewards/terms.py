@@ -25,7 +25,7 @@ from paravt_jax.rewards.grammar import (
     substantive,
 )
 from paravt_jax.rewards.settings import RewardConfig
-from rollout.tools import Outcome, find_calls
+from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 THINK_FIRST, BALANCED = 0.3, 0.1  # what R_fmt has beside R_base and R_anchor
 WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
@@ -155,13 +155,14 @@ def reward_terms(
     judged: float | None = None,
     question: str = "",
     own: Sequence[OwnTerm] = (),
+    tools: Signatures = CROP_VIDEO_ALONE,
 ) -> RewardTerms:
     """Every term of the reward of one episode, but for what its group decides: see `with_needed_calls`.
 
     `turns` are the assistant's turns in full, the forced prefix included and the token that ended each left out;
     `outcomes` are the dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`,
-    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such. No
-    text of the model raises; a ground truth that cannot be read does.
+    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such.
+    `tools` are those that could be called. No text of the model raises; a ground truth that cannot be read does.
     """
     config = config or RewardConfig()
     parsed = parse_episode(turns)
@@ -170,7 +171,7 @@ def reward_terms(
     prediction = None if place is None else _prediction_at(place, turns)
     accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
     anchors = tuple(_anchor_properties(parsed, config))
-    calls = _calls(parsed, outcomes)
+    calls = _calls(parsed, outcomes, tools)
     tool = _tool_parts(calls, accuracy or 0.0, config)
     credits = (
         *_format_credits(parsed, config),
@@ -405,13 +406,13 @@ class _Calls(NamedTuple):
     well_formed: tuple[Place, ...] | None
 
 
-def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str]) -> _Calls:
+def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatures) -> _Calls:
     """That a call was executed is the dispatcher's word alone.
 
     So is that it was well-formed, unless it is in the grammar and can be read: `invalid` is the outcome of a bad window
     as well as of bad JSON.
     """
-    calls = [(turn, call) for turn in turns for call in find_calls(turn.text)]
+    calls = [(turn, call) for turn in turns for call in find_calls(turn.text, tools)]
     executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
     well_formed = {number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT} | {

@@ -43,7 +43,8 @@ class PolicyUpdate:
         max_pixels: int,
         seed: int,
     ):
-        self._learner, self._chat, self._contract = learner, chat, contract
+        self._learner, self._chat = learner, chat
+        self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
 

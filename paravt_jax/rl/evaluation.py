@@ -94,7 +94,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
-    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
     engine = await open_engine(
         config.engine,
         policy,
@@ -103,7 +103,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
         say,
         dtype=config.model.dtype,
         max_context_tokens=config.rollout.max_context_tokens,
-        max_pixels=config.video.max_pixels,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
     )
     stack.push_async_callback(engine.close)
     return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)

@@ -65,7 +65,9 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
             log=config.log,
             remarks=remarks,
         )
-        frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+        frames = await stack.enter_async_context(
+            frame_reader(config.video, policy.contract, config.rollout.detail_factor)
+        )
         engine = await open_engine(
             config.engine,
             policy,
@@ -74,7 +76,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
             training.log.phase,
             dtype=config.model.dtype,
             max_context_tokens=config.rollout.max_context_tokens,
-            max_pixels=config.video.max_pixels,
+            max_pixels=config.video.max_pixels * config.rollout.detail_factor,
             trainable_vision=config.optim.train_vision,
         )
         stack.push_async_callback(engine.close)
@@ -96,7 +98,7 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
                 train=config.train,
                 rollout=config.rollout,
                 pack=config.pack,
-                max_pixels=config.video.max_pixels,
+                max_pixels=config.video.max_pixels * config.rollout.detail_factor,
                 seed=config.seed,
             ),
             engine=engine,

@@ -99,8 +99,9 @@ class Player:
             return Member(name, episode, problem=f"reward.plugin: {problem}")
         if self.truncated == "soft":
             own = (*own, length_term(episode, self.agent.config.max_new_tokens))
-        terms = reward_terms(*asked, self.reward, judged, prompt.question, own)
-        fixed = reward_terms(*asked, RewardConfig(), question=prompt.question)
+        tools = self.agent.signatures
+        terms = reward_terms(*asked, self.reward, judged, prompt.question, own, tools)
+        fixed = reward_terms(*asked, RewardConfig(), question=prompt.question, tools=tools)
         problem = "no verdict of the judge" if terms.missing else ""
         left_out = self.truncated == "leave_out" and is_cut_off(episode)
         return Member(name, episode, terms, fixed.format, problem, left_out)
@@ -274,4 +275,4 @@ def member_record(member: Member) -> dict[str, Any]:
 
 
 def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
-    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)))
+    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)

@@ -1,6 +1,7 @@
 """Opens what samples: an engine of either kind, and the reader of the frames that it is shown."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from model_port.config import config_from_hf, read_hf_config
 from model_port.layout import is_checkpoint
@@ -29,12 +30,12 @@ async def open_engine(
     max_pixels: int,
     trainable_vision: bool = False,
 ) -> Engine:
-    """`model` is what the embedded engine samples from; no other needs it."""
+    """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture."""
     if settings.kind == "jax":
         assert model is not None
         return EmbeddedEngine(
             model,
-            policy.contract,
+            replace(policy.contract, max_pixels=max_pixels),
             version,
             mesh=policy.mesh,
             max_rows=settings.max_rows,
@@ -62,9 +63,12 @@ async def open_engine(
     return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
 
 
-def frame_reader(video: VideoConfig, contract: VisionContract) -> FrameReader:
+def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:
+    """A detail of a frame may have so many times the pixels of a frame."""
+    of_details = replace(contract, max_pixels=contract.max_pixels * detail_factor)
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),
+        detail_size=lambda height, width: settled_size(height, width, of_details),
         decoder=video.decoder,
         num_workers=video.num_workers or None,
         memory_bytes=int(video.memory_gib * GIB),

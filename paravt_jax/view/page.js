@@ -472,6 +472,12 @@
 
   const light = (selector, on) => { for (const element of reader.querySelectorAll(selector)) element.classList.toggle("hot", on); };
 
+  const looked = (call, to) => {
+    if (!call.window_s) return call.name || "unreadable";
+    const [start, end] = call.window_s;
+    return start === end ? `${call.name} ${clock(start)}` : `${clock(start)}${to}${clock(end)}`;
+  };
+
   const timeline = (episode, numbers) => {
     const calls = allCalls(episode);
     const windows = calls.filter((call) => call.window_s);
@@ -496,7 +502,7 @@
       for (const time of video.frames_s) film.append(styled(h("i", { class: "frame" }), { left: percent(time) }));
       for (const call of windows.filter((call_) => call_.video === n)) {
         const [start, end] = call.window_s, name = `.call-${numbers.get(call)}`;
-        const about_ = `call ${numbers.get(call)}: ${clock(start)} to ${clock(end)}, ${call.outcome}`;
+        const about_ = `call ${numbers.get(call)}: ${looked(call, " to ")}, ${call.outcome}`;
         const button = h("button", {
           type: "button", class: `c-${OUTCOME_COLOURS[call.outcome] ?? "neutral"} call-${numbers.get(call)}`, "aria-label": about_,
           onmouseenter: (event) => { light(name, true); showTip(about_, event); }, onmouseleave: () => { light(name, false); hideTip(); },
@@ -564,7 +570,7 @@
       class: `callcard c-${OUTCOME_COLOURS[call.outcome] ?? "neutral"} call-${n}`,
       onmouseenter: () => light(name, true), onmouseleave: () => light(name, false),
     },
-      h("div", { class: "top" }, `${n} · ${call.window_s ? `${clock(call.window_s[0])}–${clock(call.window_s[1])}` : call.name || "unreadable"}`, call.outcome === "ok" ? null : h("span", { class: "wrong" }, call.outcome.replace("_", " ")), h("em", {}, seen.join(" · "))),
+      h("div", { class: "top" }, `${n} · ${looked(call, "–")}`, call.outcome === "ok" ? null : h("span", { class: "wrong" }, call.outcome.replace("_", " ")), h("em", {}, seen.join(" · "))),
       h("p", {}, call.response), told ? null : h("p", { class: "problem" }, call.problem));
   };
 

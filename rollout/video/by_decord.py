@@ -12,6 +12,7 @@ import numpy as np
 from av.packet import Packet
 from av.video.stream import VideoStream
 
+from rollout.video.box import Box
 from rollout.video.decode import DAMAGED, identity_of, resized
 from rollout.video.errors import VideoError
 
@@ -68,8 +69,12 @@ def decode(
     num_frames: int,
     size_px: tuple[int, int],
     emit: Callable[[int, np.ndarray], None],
+    box: Box | None = None,
 ) -> None:
-    """Gives each frame to `emit`, as its tick and uint8 [height, width, 3]; of each its number, tick and time."""
+    """Gives each frame, or this part of it, to `emit`: its tick and uint8 [height, width, 3].
+
+    Of each `wanted` are its number, tick and time.
+    """
     import decord  # an optional package, loaded where it decodes
 
     if identity_of(path) != identity:
@@ -84,6 +89,6 @@ def decode(
             ((shown_s, _),) = reader.get_frame_timestamp([number])
             if abs(shown_s - begin_s - time_s) > TOLERANCE_S:
                 raise VideoError(f"the video cannot be decoded: decord takes frame {number} for another")
-            emit(tick, resized(reader[number].asnumpy(), size_px))
+            emit(tick, resized(reader[number].asnumpy(), size_px, box))
     except decord.DECORDError:
         raise VideoError(DAMAGED) from None

@@ -28,6 +28,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
+from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
 # Containers of one file each: a playlist in a dataset must not make us read other files, nor a picture pass as a video.
@@ -112,8 +113,9 @@ def decode(
     groups: Sequence[tuple[int, Sequence[int]]],
     size_px: tuple[int, int],
     emit: Callable[[int, np.ndarray], None],
+    box: Box | None = None,
 ) -> None:
-    """Gives each frame that can be decoded to `emit`, as its tick and uint8 [height, width, 3].
+    """Gives each frame that can be decoded, or this part of it, to `emit`: its tick and uint8 [height, width, 3].
 
     A group is the tick of a keyframe and, ascending, those of the frames that are decoded from it on.
     """
@@ -124,13 +126,13 @@ def decode(
         for key_tick, ticks in groups:
             if packets := _packets_from(container, stream, key_tick):
                 for tick, frame in _frames(stream, packets, ticks):
-                    emit(tick, _shown(frame, size_px))
+                    emit(tick, _shown(frame, size_px, box))
             else:
                 unreached += ticks
     if unreached:  # no seeking leads there: in an AVI without its index, or to what WebM has before its beginning
         with _opened(path) as (container, stream):
             for tick, frame in _frames(stream, _packets(container, stream), sorted(unreached)):
-                emit(tick, _shown(frame, size_px))
+                emit(tick, _shown(frame, size_px, box))
 
 
 def identity_of(path: str) -> str:
@@ -179,14 +181,15 @@ def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
         raise VideoError(DAMAGED) from None
 
 
-def _shown(frame: VideoFrame, size_px: tuple[int, int]) -> np.ndarray:
+def _shown(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:
     upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
-    return resized(np.ascontiguousarray(upright), size_px)
+    return resized(upright, size_px, box)
 
 
-def resized(pixels: np.ndarray, size_px: tuple[int, int]) -> np.ndarray:
+def resized(pixels: np.ndarray, size_px: tuple[int, int], box: Box | None = None) -> np.ndarray:
+    """The picture, or this part of it, resized once."""
     height, width = size_px
-    image = Image.fromarray(pixels)
+    image = Image.fromarray(np.ascontiguousarray(pixels if box is None else box.of(pixels)))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)

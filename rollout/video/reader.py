@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from rollout.picture import Picture
+from rollout.video.box import Box
 from rollout.video.errors import VideoError, VideoTimeout
 from rollout.video.pool import Deadline, Message, WorkerPool
 from rollout.video.store import DiskStore, FrameKey, MemoryStore
@@ -91,13 +92,15 @@ class _Flight:
 class FrameReader:
     """`frame_size` says at which height and width to show the frames of a video of a given height and width.
 
-    With decord some videos cannot be read, see `rollout.video.by_decord`.
+    `detail_size` says it of a part of a frame, by default in the same way. With decord some videos cannot be read, see
+    `rollout.video.by_decord`.
     """
 
     def __init__(
         self,
         frame_size: Callable[[int, int], tuple[int, int]],
         *,
+        detail_size: Callable[[int, int], tuple[int, int]] | None = None,
         decoder: Decoder = "pyav",
         num_workers: int | None = None,
         max_jobs_per_worker: int = 256,
@@ -107,7 +110,7 @@ class FrameReader:
     ):
         if decoder == "decord" and importlib.util.find_spec("decord") is None:
             raise ValueError("video.decoder=decord needs the package decord: pip install decord")
-        self._frame_size, self._decoder = frame_size, decoder
+        self._frame_size, self._detail_size, self._decoder = frame_size, detail_size or frame_size, decoder
         self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS), max_jobs_per_worker)
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
@@ -143,19 +146,19 @@ class FrameReader:
         return (await self._video(path, Deadline.after(deadline_s))).info
 
     async def frames(
-        self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int
+        self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
     ) -> list[TimedPicture]:
-        """The frames shown at these moments, in the order of time, each once.
+        """The frames shown at these moments, or this part of each, in the order of time, each once.
 
         Frames that cannot be decoded are left out, as long as one can.
         """
         deadline = Deadline.after(deadline_s)
         video = await self._video(path, deadline)
         try:
-            size_px = self._frame_size(video.info.height, video.info.width)
+            size_px = self._size_px(video.info, box)
         except ValueError as problem:
             raise VideoError(f"the video cannot be shown: {problem}") from None
-        keys = [FrameKey(video.info.identity, frame, *size_px) for frame in video.frames_at(times_s)]
+        keys = [FrameKey(video.info.identity, frame, *size_px, box) for frame in video.frames_at(times_s)]
         self._totals["asked"] += len(keys)
         pictures: dict[FrameKey, Picture] = {}
         missing: list[FrameKey] = []
@@ -182,6 +185,11 @@ class FrameReader:
         if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
         return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
+
+    def _size_px(self, info: VideoInfo, box: Box | None) -> tuple[int, int]:
+        if box is None:
+            return self._frame_size(info.height, info.width)
+        return self._detail_size(*box.size_px(info.height, info.width))
 
     def metrics(self) -> dict[str, float]:
         """Totals since the reader was opened; the fractions are of all frames asked for."""
@@ -276,6 +284,7 @@ class FrameReader:
             "path": video.path,
             "identity": video.info.identity,
             "size_px": size_px,
+            "box": keys[0].box,
         }
         if self._decoder == "pyav":
             job["groups"] = video.groups([key.frame for key in keys])

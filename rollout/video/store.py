@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.picture import Picture
+from rollout.video.box import Box
 
 logger = logging.getLogger(__name__)
 KEY_BYTES = len(Picture.of(np.zeros((1, 1, 3), np.uint8)).key)
@@ -34,6 +35,7 @@ class FrameKey:
     frame: int
     height: int
     width: int
+    box: Box | None = None  # the part of the frame that is shown
 
 
 class MemoryStore:
@@ -148,7 +150,8 @@ def _memory_bytes(picture: Picture) -> int:
 
 
 def _name(key: FrameKey) -> str:
-    return f"{key.identity}-{key.frame}-{key.height}x{key.width}{SUFFIX}"
+    part = "" if key.box is None else "-" + "_".join(map(str, key.box))
+    return f"{key.identity}-{key.frame}-{key.height}x{key.width}{part}{SUFFIX}"
 
 
 def _unpacked(content: bytes, key: FrameKey) -> Picture | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.video import by_decord
+from rollout.video.box import Box
 from rollout.video.by_decord import Countable
 from rollout.video.decode import decode, probe
 from rollout.video.errors import VideoError
@@ -48,10 +49,11 @@ def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes
     def emit(tick: int, pixels: np.ndarray) -> None:
         send(link, {"tick": tick}, pixels.tobytes())
 
+    box = Box(*job["box"]) if job.get("box") else None
     if job["decoder"] == "decord":
-        by_decord.decode(job["path"], job["identity"], job["wanted"], job["num_frames"], job["size_px"], emit)
+        by_decord.decode(job["path"], job["identity"], job["wanted"], job["num_frames"], job["size_px"], emit, box)
         return {}, b""
-    decode(job["path"], job["identity"], job["groups"], job["size_px"], emit)
+    decode(job["path"], job["identity"], job["groups"], job["size_px"], emit, box)
     return {}, b""
 
 

@@ -207,6 +207,8 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["engine.urls=[http://a]"], r"engine\.urls=.* does nothing with engine\.kind=jax"),
         (["rollout.top_p=0.9"], r"rollout\.top_p=0\.9: the learner's log-probs are of the whole distribution"),
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
+        (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; there are crop_video, zoom_frame, "),
+        (["rollout.prompts.overview='{nmae}'"], r"^rollout\.prompts\.overview has the placeholder \{nmae\}"),
         (["rollout.dispatch=none"], r"rollout\.dispatch=none leaves reward\.tool_reward=true nothing"),
         (["loss.kl_in=reward", "loss.kl_coef=0"], r"loss\.kl_in=reward does nothing with loss\.kl_coef=0"),
         (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence does nothing"),

@@ -53,7 +53,7 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
         train=config.train,
         rollout=config.rollout,
         pack=config.pack,
-        max_pixels=config.video.max_pixels,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         seed=config.seed,
     )
 

@@ -1,6 +1,7 @@
 """Episodes without videos and without a model: frames made of numbers, and engines that say what a test writes."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from rollout.chat import Chat
 from rollout.engine.protocol import Request
 from rollout.engine.scripted import ScriptedEngine
 from rollout.picture import Picture
+from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoError, VideoInfo
 
 ANSWER = "It is red.</think><answer>A</answer><|im_end|>"
@@ -19,19 +21,30 @@ def call(start_s: float | str, end_s: float | str) -> str:
     return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
 
 
+def call_of(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 class FakeFrames:
     """A video of one frame a second for every path that does not say what is wrong with it."""
 
     def __init__(self, duration_s: float = 64.0, size_px: tuple[int, int] = (32, 32)):
         self.duration_s, self.size_px = duration_s, size_px
         self.asked: list[tuple[str, list[float]]] = []
+        self.boxes: list[Box] = []
 
     async def info(self, path: str, deadline_s: float | int) -> VideoInfo:
         if "missing" in path:
             raise VideoError("the video cannot be opened")
         return VideoInfo(path, self.duration_s, int(self.duration_s), *self.size_px)
 
-    async def frames(self, path: str, times_s: Sequence[float | int], deadline_s: float | int) -> list[TimedPicture]:
+    async def frames(
+        self, path: str, times_s: Sequence[float | int], deadline_s: float | int, box: Box | None = None
+    ) -> list[TimedPicture]:
+        if box is not None:  # a detail is twice as large
+            self.boxes.append(box)
+            pixels = self.pixels(int(times_s[0])).repeat(2, axis=0).repeat(2, axis=1)
+            return [TimedPicture(float(int(times_s[0])), Picture(f"{path}@{times_s[0]}{tuple(box)}", pixels))]
         self.asked.append((path, list(times_s)))
         seconds = sorted({min(int(time_s), int(self.duration_s) - 1) for time_s in times_s})
         return [TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second))) for second in seconds]

@@ -27,6 +27,7 @@ from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
 from rollout.prompter import Prompter
 from rollout.tools import ToolCall, Window
+from rollout.video.box import Box
 
 OF_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
 ARRAYS = ("params", "optimizer")  # folders of a checkpoint
@@ -80,8 +81,10 @@ async def _episode(record: Mapping[str, Any], prompt: Prompt, prompter: Prompter
 async def _call(record: Mapping[str, Any], prompt: Prompt, prompter: Prompter) -> Call:
     call = Call(ToolCall(tuple(record["span"]), record["name"]), record["outcome"], record["response"])
     if record["segments"] is not None:
-        closeup = await prompter.closeup(prompt.videos[0], Window(*record["window_s"]), prompt.question)
-        call.report = _ledger(record["segments"], closeup.pictures)
+        window, video = Window(*record["window_s"]), prompt.videos[0]
+        box = record.get("box")
+        shown = prompter.detail(video, window.start_s, Box(*box)) if box else prompter.crop(video, window)
+        call.report = _ledger(record["segments"], [frame.picture for frame in await shown])
     return call
 
 

@@ -22,6 +22,7 @@ from paravt_jax.data.merging import (
     FAULTY,
     GRAMMAR,
     LIMIT,
+    OTHER_TOOL,
     SEVERAL,
     TIME,
     ZOOM,
@@ -209,6 +210,7 @@ def test_no_more_calls_are_merged_than_allowed():
         (turn(30, 20), FAULTY),
         (turn("soon", 30), FAULTY),
         (turn(20, 10**400), FAULTY),
+        (turn(20, 30).replace("crop_video", "zoom_frame"), OTHER_TOOL),
         (turn(20, 30) + call(70, 80), SEVERAL),
     ],
 )

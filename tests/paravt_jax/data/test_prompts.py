@@ -128,6 +128,27 @@ def test_files_of_the_hubs_cache_are_links_to_its_blobs(here):
     assert len(found.prompts) == 1 and found.bad == {"file outside of data.video_root": 1}
 
 
+def test_subtitles_are_those_that_the_row_names_or_those_beside_the_video(here, root):
+    (here / "a.srt").touch()
+    (here / "real" / "in.srt").touch()
+    (here / "real" / "own.srt").touch()
+    named = row(video="in.mp4") | {"videos": [{"video": "in.mp4", "subtitles": "own.srt"}]}
+    found = load(write_parquet(here / "rl.parquet", [row(video="in.mp4"), named]), video_root=str(root))
+    assert [prompt.subtitles for prompt in found.prompts] == [(f"{root}/in.srt",), (f"{root}/own.srt",)]
+    assert load(write_lines(here / "rl.jsonl", [row(video="b.mp4")])).prompts[0].subtitles == ("",)
+
+
+def test_subtitles_outside_of_the_root_are_not_read(here, root):
+    (here / "secret.srt").touch()
+    (here / "real" / "in.srt").symlink_to(here / "secret.srt")
+    named = [
+        row(video="in.mp4") | {"videos": [{"video": "in.mp4", "subtitles": way}]} for way in ("../secret.srt", "in.srt")
+    ]
+    found = load(write_lines(here / "rl.jsonl", [row(video="in.mp4"), *named]), video_root=str(root), max_bad_frac=0.9)
+    assert [prompt.subtitles for prompt in found.prompts] == [("",)]
+    assert found.bad == {"file outside of data.video_root": 2}
+
+
 def test_without_a_root_a_video_may_lie_anywhere(here, root):
     rows = [row(video=video) for video in ("../a.mp4", str(here / "a.mp4"), "link.mp4")]
     assert load(write_lines(root / "rl.jsonl", rows)).bad == {}

@@ -291,6 +291,14 @@ def test_committing_beats_covering_where_calls_are_needed():
     assert sum(total(QUARTERS[0], true) for true in QUARTERS) / 4 == pytest.approx(1.675)
 
 
+def test_a_call_of_any_tool_of_the_run_is_well_formed():
+    turns = [TOOL_TURN.replace("crop_video", "zoom_frame"), ANSWER_TURN]
+    earned = [
+        reward_terms(turns, ["invalid"], "C", "mcq", tools=tools).tool for tools in ({"zoom_frame": ()}, {"x": ()})
+    ]
+    assert earned == [0.1, 0.0]
+
+
 def test_a_leaked_call_earns_by_its_execution_only():
     leak = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
     assert terms(leak, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from agents import FakeFrames
+from agents import FakeFrames, call_of
 from training import rollouts_of, update_of
 
 import model_port
@@ -176,3 +176,19 @@ def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
     bounded = replace(contract, min_pixels=1024, max_pixels=2048)
     assert VisionContract.from_hf(tmp_path) == bounded
     assert VisionContract.from_hf(tiny_hf) == contract
+
+
+@pytest.mark.slow
+def test_a_detail_larger_than_any_frame_is_learnt_from(tiny_hf):
+    """Frames have one patch row of 32 px, the detail twice the sides; a row of frames must hold it."""
+    zoom = call_of("zoom_frame", time=3, box=[0, 0, 1, 1])
+    asked = set()
+
+    def say(episode):
+        first = episode not in asked
+        asked.add(episode)
+        return f"I look.</think>{zoom}<|im_end|>" if first else half_right(episode)
+
+    settings = ["rollout.tools=[zoom_frame]", "rollout.subagent_max_frames=4", "video.max_pixels=1024"]
+    _, (metrics,) = taught(tiny_hf, *settings, "train.subagent_loss=true", say=say)
+    assert metrics["loss/num_tokens"] > 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from agents import FakeFrames, call, is_subagent
+from agents import FakeFrames, call, call_of, is_subagent
 from training import rollouts_of
 
 from paravt_jax.config import load_config
@@ -382,3 +382,27 @@ def test_a_group_of_which_all_is_left_out_teaches_nothing(chat):
     (groups,) = collect(chat, lambda *_: LONG, "rollout.max_new_tokens=64", "train.truncated=leave_out",
                         "advantage.filter_zero_variance=false")  # fmt: skip
     assert not any(group.teaches for group in groups)
+
+
+@pytest.mark.parametrize(("tools", "earned"), [("crop_video,zoom_frame", 0.1), ("crop_video", 0.0)])
+def test_the_tools_of_a_run_are_those_its_reward_knows(chat, tools, earned):
+    late = f"I look closer.</think>{call_of('zoom_frame', time=99, box=[0, 0, 1, 1])}<|im_end|>"
+
+    def say(episode, request):
+        return WRONG if "Error: " in chat.decode(request.ids) else late
+
+    (groups,) = collect(chat, say, f"rollout.tools=[{tools}]")
+    terms = [(member.terms.tool, member.terms.parseable) for group in groups for member in group.members]
+    assert terms == [(earned, True)] * 8
+
+
+def test_subtitles_of_a_row_are_searched_in_its_episodes(chat, tmp_path):
+    (tmp_path / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nA heron.\n")
+    prompts = [replace(prompt, subtitles=(str(tmp_path / "a.srt"),)) for prompt in PROMPTS]
+    search = f"I search.</think>{call_of('search_subtitles', query='heron')}<|im_end|>"
+
+    def say(episode, request):
+        return RIGHT if "1.0 to 2.0 seconds: A heron." in chat.decode(request.ids) else search
+
+    (groups,) = collect(chat, say, "rollout.tools=[search_subtitles]", prompts=prompts)
+    assert [member.terms.accuracy for group in groups for member in group.members] == [1.0] * 8

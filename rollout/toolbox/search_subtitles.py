@@ -1,0 +1,82 @@
+"""Words in the subtitles of a video, found without a model: the lines that have them, with their times."""
+
+import re
+import stat
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.toolbox.subtitles import Cue, parse_srt
+from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
+from rollout.tools import VIDEO_PATH, BadCall, Offer, make_schema
+
+MAX_QUERY_CHARS = 200
+MAX_HITS = 20
+MAX_LINE_CHARS = 200
+MAX_FILE_BYTES = 4 * 2**20  # a film has a twentieth of it
+WORD = re.compile(r"\w+")
+
+SEARCH_SUBTITLES_OFFER = Offer(
+    make_schema(
+        "search_subtitles",
+        "Searches the subtitles of a video for words and lists the lines that have them, with their times.",
+        video_path=VIDEO_PATH,
+        query=("string", "The words to look for."),
+    ),
+    use="search_subtitles for words that are spoken",
+    gives="the lines with the words are listed with their times",
+)
+
+
+class SearchSubtitles(Tool):
+    offer = SEARCH_SUBTITLES_OFFER
+
+    def check(self, arguments: Mapping[str, Any], videos: Videos) -> Wanted:
+        path, query = videos.path_of(arguments), arguments.get("query")
+        if not isinstance(query, str) or not words_of(query[: MAX_QUERY_CHARS + 1]):
+            raise BadCall("query has no word to look for")
+        if len(query) > MAX_QUERY_CHARS:
+            raise BadCall(f"query has more than {MAX_QUERY_CHARS} characters")
+        if not videos.subtitles.get(path):
+            raise BadCall("this video has no subtitles", "error")
+        return Wanted(path, words=query)
+
+    def carry_out(self, wanted: Wanted, desk: Desk) -> str:
+        return found_in(parse_srt(_content(desk.videos.subtitles[wanted.path])), wanted.words)
+
+
+def found_in(cues: Sequence[Cue], query: str) -> str:
+    """The lines that have all the words, or else those that have some of them."""
+    wanted = set(words_of(query))
+    counts = [len(wanted.intersection(words_of(cue.text))) for cue in cues]
+    most = max(counts, default=0)
+    if not most:
+        return f"None of the {len(cues)} lines of the subtitles has these words."
+    hits = [cue for cue, count in zip(cues, counts, strict=True) if count == most]
+    which = "all of these words" if most == len(wanted) else f"{most} of these {len(wanted)} words"
+    lines = [f"Lines of the subtitles with {which}, {len(hits)} of {len(cues)}:", *map(_line, hits[:MAX_HITS])]
+    return "\n".join([*lines, *([f"The first {MAX_HITS} are listed."] if len(hits) > MAX_HITS else [])])
+
+
+def words_of(text: str) -> list[str]:
+    """Words to compare: without case, and letters with their accents in one form."""
+    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def _line(cue: Cue) -> str:
+    text = cue.text if len(cue.text) <= MAX_LINE_CHARS else f"{cue.text[: MAX_LINE_CHARS - 1]}…"
+    return f"{cue.start_s:.1f} to {cue.end_s:.1f} seconds: {text}"
+
+
+def _content(path: str) -> bytes:
+    try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for without end
+            raise BadCall("the subtitles cannot be read", "error")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError:
+        raise BadCall("the subtitles cannot be read", "error") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise BadCall("the subtitles are too large to be searched", "error")
+    return content

@@ -1,0 +1,50 @@
+"""A part of one frame, enlarged: a sub-agent is shown that one picture and reports what it shows.
+
+The picture may have as many pixels as all frames of a crop together, so that a zoom costs no more than a crop does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
+from rollout.tools import VIDEO_PATH, Offer, Window, box_of, make_schema, moment_of
+
+ZOOM_FRAME_OFFER = Offer(
+    make_schema(
+        "zoom_frame",
+        "Enlarges one part of one frame of a video and reports what it shows, such as small objects or text.",
+        video_path=VIDEO_PATH,
+        time=("number", "When the frame is shown, in seconds."),
+        box=("array", "The part of it, [x0, y0, x1, y1], as fractions of its width and height from the top left."),
+    ),
+    use="zoom_frame on a detail of one frame",
+    gives="each detail is enlarged and described",
+)
+
+
+@dataclass(frozen=True)
+class ZoomFrame(Tool):
+    """With other words for the sub-agent, it is a tool of one's own."""
+
+    intro: str = (
+        "A part of the frame at {time_s:.1f} seconds of the video, from {left:.0%} to {right:.0%} of its width and "
+        "from {top:.0%} to {bottom:.0%} of its height:"
+    )
+    instruction: str = "Describe what this part of the frame shows, and read any text in it. Say only what is visible."
+    offer = ZOOM_FRAME_OFFER
+    shows_details = True
+
+    def check(self, arguments: Mapping[str, Any], videos: Videos) -> Wanted:
+        path = videos.path_of(arguments)
+        time_s = moment_of(arguments, videos.duration_s(path))
+        return Wanted(path, Window(time_s, time_s), box_of(arguments))
+
+    async def carry_out(self, wanted: Wanted, desk: Desk) -> str:
+        assert wanted.window is not None
+        assert wanted.box is not None
+        time_s, box = wanted.window.start_s, wanted.box
+        frames = await desk.prompter.detail(wanted.path, time_s, box)
+        intro = self.intro.format(time_s=time_s, **box._asdict())
+        closeup = desk.prompter.closeup_of(frames, intro, self.instruction)
+        return await desk.ask(closeup, f"{wanted.path} {time_s} {tuple(box)}")

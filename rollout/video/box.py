@@ -1,0 +1,30 @@
+"""A part of a frame, named by fractions of its sides, so that it means the same at every size."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def of(self, pixels: np.ndarray) -> np.ndarray:
+        """This part of a picture [height, width, …]: every pixel that it touches, and at least one."""
+        height, width = pixels.shape[:2]
+        top, left, bottom, right = self.edges(height, width)
+        return pixels[top:bottom, left:right]
+
+    def edges(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Top, left, bottom and right in pixels of a frame of this size."""
+        top, left = min(int(self.top * height), height - 1), min(int(self.left * width), width - 1)
+        bottom, right = math.ceil(self.bottom * height), math.ceil(self.right * width)
+        return top, left, max(top + 1, min(bottom, height)), max(left + 1, min(right, width))
+
+    def size_px(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of this part of a frame of this size."""
+        top, left, bottom, right = self.edges(height, width)
+        return bottom - top, right - left

@@ -1,0 +1,123 @@
+"""Words of one's own: read from a file whole or refused by name, and shown as they are written."""
+
+import asyncio
+
+import pytest
+from agents import FakeFrames
+
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.tiny import tiny_tokenizer
+from rollout.chat import Chat
+from rollout.episode import EpisodeConfig
+from rollout.prompter import Task
+from rollout.prompts import Prompts, main_messages, subagent_messages
+from rollout.tools import Window
+
+VIDEOS = [("video_0.mp4", 64.0, [0.0]), ("video_1.mp4", 8.0, [4.0])]
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "words.yaml").write_text(text)
+        return str(tmp_path / "words.yaml")
+
+    return write
+
+
+def text_of(messages) -> list[str]:
+    return [part["text"] for part in messages[1]["content"] if part["type"] == "text"]
+
+
+def test_what_a_file_leaves_out_has_its_default(written):
+    config = EpisodeConfig(prompts_file=written("system: You watch.\nlast_turn: |\n  Now.\n  Answer.\n"))
+    assert config.prompts == Prompts(system="You watch.", last_turn="Now.\nAnswer.\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("sistem: x", "words.yaml: sistem is no prompt; there are system, "),
+        (
+            "overview: '{nmae}: {duration_s}'",
+            r"words.yaml: overview has the placeholder \{nmae\}; there it may have \{name",
+        ),
+        ("system: 'Say {\"a\": 1}'", "words.yaml: system has the placeholder .* a brace of its own is written twice"),
+        ("error: 'Oh {message'", "words.yaml: error cannot be filled in: expected '}'"),
+        ("frame_time: '{time_s:d}'", "words.yaml: frame_time cannot be filled in: Unknown format code 'd'"),
+        ("overview: '{}'", r"overview has the placeholder \{\}"),
+        ("system: 5", "words.yaml: system is int, expected text"),
+        ("system:", "words.yaml: system is NoneType, expected text"),
+        ("system_has_tools: sure", "words.yaml: system_has_tools is str, expected true or false"),
+        ("system: a\nsystem: b", "words.yaml is no YAML: .*duplicate key system"),
+        ("system: [", "words.yaml is no YAML: "),
+        ("- system", "words.yaml is list, expected texts such as system: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_name_and_the_key(written, text, complaint):
+    with pytest.raises(ValueError, match=complaint) as refused:
+        EpisodeConfig(prompts_file=written(text))
+    assert "\n" not in str(refused.value) and str(refused.value).startswith("rollout.prompts_file=")
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"^rollout\.prompts_file=gone\.yaml: No such file"):
+        EpisodeConfig(prompts_file="gone.yaml")
+
+
+def test_texts_beside_a_file_contradict_it_unless_they_are_what_it_says(written):
+    file = written("system: You watch.")
+    config = EpisodeConfig(prompts_file=file)
+    assert EpisodeConfig(prompts_file=file, prompts=config.prompts) == config  # as the record of a run has both
+    with pytest.raises(ValueError, match=r"words.yaml and rollout\.prompts\.error are both set"):
+        EpisodeConfig(prompts_file=file, prompts=Prompts(error="Oh."))
+
+
+def test_a_setting_with_a_placeholder_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"^rollout\.prompts\.clamped has the placeholder \{ends\}"):
+        Prompts(clamped="It ends at {ends}.")
+
+
+def test_a_question_stands_where_a_text_says_and_else_before_it():
+    shown = main_messages(Prompts(with_tool="Q: {question} {{in {names}}}"), VIDEOS, "What {is} it?", 3)
+    assert text_of(shown)[-1] == "Q: What {is} it? {in video_0.mp4, video_1.mp4}"
+    shown = main_messages(Prompts(without_tool="Answer."), VIDEOS, "What?", 0)
+    assert text_of(shown)[-1] == "What?\n\nAnswer."
+
+
+def test_an_empty_overview_leaves_frames_and_question_alone():
+    assert text_of(main_messages(Prompts(overview="", with_tool="{question}"), VIDEOS, "What?", 3)) == [
+        "<0.0 seconds>",
+        "<4.0 seconds>",
+        "What?",
+    ]
+
+
+def test_a_sub_agent_may_be_told_the_question():
+    prompts = Prompts(subagent_instruction="Look for {question}, {{truly}}.", subagent_system="{{}}")
+    shown = subagent_messages(prompts, Window(1.0, 2.0), [1.0], "a {cat}")
+    assert text_of(shown)[-1] == "\nLook for a {cat}, {truly}." and shown[0]["content"] == "{}"
+
+
+def shown_to(config: EpisodeConfig) -> str:
+    chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+    overview = asyncio.run(config.prompter(FakeFrames(), chat).overview(Task("t", "What?", ("/a.mp4",), 1)))
+    return chat.decode(overview.ids)
+
+
+def test_tools_that_the_system_text_names_are_not_given_twice():
+    said = "You have crop_video, which takes start_time."
+    assert shown_to(EpisodeConfig(prompts=Prompts(system=said))).count("start_time") == 3
+    assert shown_to(EpisodeConfig(prompts=Prompts(system=said, system_has_tools=True))).count("start_time") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"dispatch": "none"}, r"rollout\.dispatch=none offers no tool"),
+        ({"tools": ["crop_video", "zoom_frame"]}, r"rollout\.tools has zoom_frame, of which rollout\.prompts\.system"),
+    ],
+)
+def test_a_system_text_with_tools_must_be_true(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        EpisodeConfig(prompts=Prompts(system="You have crop_video.", system_has_tools=True), **settings)

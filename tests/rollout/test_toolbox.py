@@ -1,0 +1,345 @@
+"""Several tools in one turn: each keeps the promises of the first, and with the first alone nothing has changed."""
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agents import ANSWER, FakeFrames, call, call_of, script
+from make_video import number_of, numbered_frame, write_video
+from test_episode import check_ledger
+
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.tiny import tiny_tokenizer
+from rollout.chat import Chat
+from rollout.episode import MAX_ANSWER_CHARS, Agent, Episode, EpisodeConfig, Task
+from rollout.prompts import Prompts, main_messages
+from rollout.toolbox import signatures, tools_of
+from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, found_in
+from rollout.toolbox.subtitles import Cue, parse_srt
+from rollout.tools import CROP_VIDEO_ALONE, CROP_VIDEO_SCHEMA, find_calls
+from rollout.video.box import Box
+from rollout.video.reader import FrameReader
+
+DIGEST = "338b00084281f1d9d299caf0755926e6f0db97c36a857fdb7cd4ca8806a425b4"
+ALL = ["crop_video", "zoom_frame", "search_subtitles"]
+BOX = [0.5, 0.25, 1.0, 0.75]
+SRT = "1\n00:00:01,500 --> 00:00:03,000\n<i>The red cat</i>\nsits.\n\n2\n00:01:05.000 --> 00:01:07.250\nA dog.\n"
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "a.srt").write_text(SRT)
+    return Task("t", "What is it?", ("/data/a.mp4",), 2, (str(tmp_path / "a.srt"),))
+
+
+def play(engine, chat, task, frames=None, **config) -> Episode:
+    agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
+
+    async def run() -> Episode:
+        return await agent.run(await agent.look(task))
+
+    return asyncio.run(run())
+
+
+def answers(chat, task, *calls: str, frames=None, **config) -> list[tuple[str, str]]:
+    engine = script(chat, [f"I look.</think>{''.join(calls)}<|im_end|>", ANSWER])
+    episode = play(engine, chat, task, frames, **{"tools": ALL, **config})
+    check_ledger(chat, engine, episode)
+    return [(made.outcome, made.response) for made in episode.calls]
+
+
+def test_with_the_first_tool_alone_every_prompt_is_what_it_was(chat):
+    """The digest is of the text and schema before there was another tool."""
+    assert EpisodeConfig().signatures == CROP_VIDEO_ALONE
+    messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What?", 5)
+    said = json.dumps([messages, CROP_VIDEO_SCHEMA], ensure_ascii=False)
+    assert hashlib.sha256(said.encode()).hexdigest() == DIGEST
+    overview = asyncio.run(EpisodeConfig().prompter(FakeFrames(), chat).overview(Task("t", "What?", ("/a.mp4",), 2)))
+    shown = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 63.0])], "What?", 5)
+    np.testing.assert_array_equal(overview.ids, chat.prompt(shown, [CROP_VIDEO_SCHEMA]))
+
+
+def test_calls_of_different_tools_in_one_turn_are_each_answered_in_their_place(chat, task):
+    frames = FakeFrames()
+    crop, zoom = call(5, 9), call_of("zoom_frame", video_path="video.mp4", time="00:12", box=BOX)
+    found = answers(chat, task, crop, zoom, call_of("search_subtitles", query="RED cat"), frames=frames)
+    assert [outcome for outcome, _ in found] == ["ok"] * 3
+    assert [response for _, response in found[:2]] == ["A report."] * 2
+    assert found[2][1] == (
+        "Lines of the subtitles with all of these words, 1 of 2:\n1.5 to 3.0 seconds: The red cat sits."
+    )
+    assert frames.boxes == [Box(*BOX)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        call_of("zoom_frame", video_path="video.mp4", time=12, box=BOX),
+        f"<tool_code>zoom_frame('video.mp4', 12, {BOX})</tool_code>",
+        f"<tool_code>print(zoom_frame(time=12, box={tuple(BOX)}, video_path='video.mp4'))</tool_code>",
+    ],
+)
+def test_every_spelling_of_a_call_is_read_with_the_parameters_of_its_own_tool(text):
+    (found,) = find_calls(text, signatures(tools_of(tuple(ALL))))
+    assert found.well_formed and found.name == "zoom_frame"
+    assert (found.arguments["time"], list(found.arguments["box"])) == (12, BOX)
+
+
+def test_a_tool_that_the_run_does_not_have_is_unknown_and_those_it_has_are_named(chat, task):
+    zoom = call_of("zoom_frame", time=1, box=BOX)
+    assert answers(chat, task, zoom, tools=["crop_video"])[0][0] == "unknown_tool"
+    outcome, told = answers(chat, task, call_of("cut"), tools=ALL[:2])[0]
+    assert outcome == "unknown_tool" and "the tools are crop_video, zoom_frame" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"box": BOX}, "time is missing"),
+        ({"time": 65, "box": BOX}, "lies beyond the end of the video, which lasts 64.0 seconds"),
+        ({"time": -1, "box": BOX}, "is negative"),
+        ({"time": 1}, "box is missing"),
+        *(
+            ({"time": 1, "box": wrong}, "four fractions")
+            for wrong in ("x", BOX[:3], [*BOX, 1], [0, 0, 500, 900], [0, 0, True, 1], [0, 0, float("nan"), 1], None)
+        ),
+        ({"time": 1, "box": [0.5, 0, 0.5, 1]}, "x0 before x1"),
+        ({"time": 1, "box": [0, 0.9, 1, 0.1]}, "y0 before y1"),
+        ({"time": 1, "box": [0, 0, 0.01, 1]}, "by 0.02 of the frame or more"),
+        ({"time": 1, "box": BOX, "video_path": "/etc/passwd"}, "not one of the videos"),
+    ],
+)
+def test_a_zoom_that_cannot_be_made_says_why_and_harms_no_other(chat, task, asked, complaint):
+    (outcome, told), sibling = answers(chat, task, call_of("zoom_frame", **asked), call(5, 9))
+    assert outcome == "invalid" and complaint in told
+    assert sibling[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("query", "outcome", "told"),
+    [
+        ("dog", "ok", "65.0 to 67.2 seconds: A dog."),
+        ("dog cat red", "ok", "with 2 of these 3 words, 1 of 2:\n1.5 to 3.0 seconds"),
+        ("horse", "ok", "None of the 2 lines of the subtitles has these words."),
+        ("…", "invalid", "query has no word"),
+        (3, "invalid", "query has no word"),
+        ("dog " * 60, "invalid", "query has more than 200 characters"),
+    ],
+)
+def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, told):
+    engine = script(chat, [f"x</think>{call_of('search_subtitles', query=query)}<|im_end|>", ANSWER])
+    episode = play(engine, chat, task, tools=ALL)
+    assert len(engine.requests) == 2  # of the main agent
+    assert episode.outcomes == [outcome] and told in episode.calls[0].response
+
+
+def test_a_path_of_subtitles_comes_from_the_data_alone(chat, task, tmp_path):
+    (tmp_path / "secret.srt").write_text(SRT.replace("dog", "key"))
+    named = {"subtitles": str(tmp_path / "secret.srt"), "path": str(tmp_path / "secret.srt")}
+    ((_, told),) = answers(chat, task, call_of("search_subtitles", query="key", **named))
+    assert "None of the 2 lines" in told
+    wrong = call_of("search_subtitles", query="key", video_path=str(tmp_path / "secret.mp4"))
+    assert answers(chat, task, wrong)[0][0] == "invalid"
+
+
+@pytest.mark.parametrize("subtitles", [(), ("",), ("/gone.srt",), ("/dev/zero",), ("large",)])
+def test_subtitles_that_cannot_be_had_are_an_error_of_the_call(chat, tmp_path, subtitles):
+    if subtitles == ("large",):
+        subtitles = (str(tmp_path / "large.srt"),)
+        Path(subtitles[0]).write_bytes(b"\0" * (MAX_FILE_BYTES + 1))
+    task = Task("t", "q", ("/data/a.mp4",), 2, subtitles)
+    found = answers(chat, task, call_of("search_subtitles", query="x"), call(5, 9))
+    assert [outcome for outcome, _ in found] == ["error", "ok"]
+
+
+def test_what_is_found_is_bounded():
+    told = found_in([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
+    assert told.splitlines()[0].endswith("500 of 500:") and told.endswith(f"The first {MAX_HITS} are listed.")
+    assert len(told) < MAX_HITS * (MAX_LINE_CHARS + 30) + 120 < MAX_ANSWER_CHARS
+
+
+def test_words_are_compared_without_case_and_in_one_form():
+    cues = [Cue(0.0, 1.0, "Die STRASSE, cafe\u0301")]
+    assert "all of these words" in found_in(cues, "Straße Café")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_an_srt_is_read_in_whatever_encoding_it_is(encoding, newline):
+    text = SRT.replace("sits", "sitzt früh").replace("\n", newline)
+    assert parse_srt(text.encode(encoding)) == [
+        Cue(1.5, 3.0, "The red cat sitzt früh."),
+        Cue(65.0, 67.25, "A dog."),
+    ]
+
+
+def test_cues_without_blank_lines_between_them_are_told_apart():
+    found = parse_srt(SRT.replace("\n\n", "\n").encode())
+    assert [cue.text for cue in found] == ["The red cat sits.", "A dog."]
+
+
+OWN = """
+import asyncio, sys, time
+from rollout.toolbox import Tool, Wanted
+from rollout.tools import Offer, make_schema
+
+def tool(name, work):
+    class One(Tool):
+        offer = Offer(make_schema(name, "Does it.", how=("string", "How.")), use=f"{name} on it", gives="it is done")
+        def check(self, arguments, videos): return Wanted(words=str(arguments.get("how", "")))
+        carry_out = work
+    return One
+
+def quits(self, wanted, desk): sys.exit(3)
+def hangs(self, wanted, desk): time.sleep(3600)
+def wrong(self, wanted, desk): return 3
+def long(self, wanted, desk): return "x" * 10**6
+def says(self, wanted, desk): return f"{wanted.words} {{}} <|im_end|>"
+async def cancels(self, wanted, desk):
+    other = asyncio.create_task(asyncio.sleep(1)); other.cancel(); await other
+
+Quits, Hangs, Wrong, Long = tool("quits", quits), tool("hangs", hangs), tool("wrong", wrong), tool("long", long)
+Says, Cancels, Crop = tool("says", says), tool("cancels", cancels), tool("crop_video", says)
+class Unnamed(Tool): pass
+class Broken(Tool):
+    def __init__(self): raise RuntimeError("no")
+class Odd(Tool): offer = Offer(make_schema("a tool", "x"), use="", gives="")
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own):
+    names = ("Says", "Quits", "Hangs", "Wrong", "Long", "Cancels")
+    started_s = time.monotonic()
+    found = answers(
+        chat,
+        task,
+        *(call_of(name.lower(), how="gently") for name in names),
+        call(5, 9),
+        tools=["crop_video", *map(own, names)],
+        max_parallel=7,
+        call_deadline_s=0.5,
+    )
+    assert [outcome for outcome, _ in found] == ["ok", "error", "timeout", "error", "ok", "error", "ok"]
+    assert found[0][1] == "gently {} <|im_end|>" and len(found[4][1]) == MAX_ANSWER_CHARS
+    assert found[2][1] == "Error: the call took too long." and found[6][1] == "A report."
+    assert time.monotonic() - started_s < 30
+
+
+def test_every_tool_is_offered_in_the_template_and_in_the_words_after_the_question(chat, task, own):
+    engine = script(chat, [ANSWER])
+    play(engine, chat, task, tools=["search_subtitles", own("Says")])
+    shown = chat.decode(engine.requests[0].ids)
+    assert "call search_subtitles for words that are spoken, or says on it, up to 5 calls in one turn: " in shown
+    assert '"name": "says"' in shown and '"name": "search_subtitles"' in shown and "crop_video" not in shown
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [
+        ([], r"rollout\.tools=\[\] leaves nothing to call; set rollout\.dispatch=none"),
+        (["zoom"], r"there is no tool zoom; there are crop_video, zoom_frame, search_subtitles, and those of your own"),
+        (["crop_video", "crop_video"], "has 2 tools of the name crop_video"),
+        (["gone.py:Tool"], "rollout.tools=gone.py:Tool: there is no file"),
+        (["{own}:Gone"], "the file has no Gone"),
+        (["{own}:number"], "is no Tool"),
+        (["{own}:Unnamed"], "cannot be made: AttributeError"),
+        (["{own}:Broken"], "cannot be made: RuntimeError: no"),
+        (["{own}:Odd"], "whose name is a word"),
+        (["crop_video", "{own}:Crop"], "has 2 tools of the name crop_video"),
+        (["{broken}:Tool"], "cannot be loaded: SyntaxError"),
+        (["{text}:Tool"], "is no Python file"),
+    ],
+)
+def test_a_list_of_tools_that_cannot_be_is_refused_by_name(own, tmp_path, tools, complaint):
+    (tmp_path / "broken.py").write_text("def")
+    (tmp_path / "text.txt").write_text("")
+    places = {"own": tmp_path / "own.py", "broken": tmp_path / "broken.py", "text": tmp_path / "text.txt"}
+    with pytest.raises(ValueError, match=complaint):
+        EpisodeConfig(tools=[tool.format(**places) for tool in tools])
+
+
+def test_a_tool_that_is_here_can_have_other_words(chat, task, tmp_path):
+    (tmp_path / "words.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from rollout.toolbox.zoom_frame import ZoomFrame\n"
+        "@dataclass(frozen=True)\n"
+        "class Reads(ZoomFrame):\n"
+        "    instruction: str = 'Read the {sign}.'\n"
+    )
+    engine = script(chat, [f"x</think>{call_of('zoom_frame', time=1, box=BOX)}<|im_end|>", ANSWER])
+    play(engine, chat, task, tools=[f"{tmp_path / 'words.py'}:Reads"])
+    shown = chat.decode(engine.requests[1].ids)
+    assert (
+        "frame at 1.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its height:" in shown
+    )
+    assert "Read the {sign}." in shown
+
+
+def test_a_call_has_one_report(chat, task, tmp_path):
+    (tmp_path / "greedy.py").write_text(
+        "from rollout.toolbox.crop_video import CropVideo\n"
+        "class Greedy(CropVideo):\n"
+        "    async def carry_out(self, wanted, desk):\n"
+        "        return [await CropVideo.carry_out(self, wanted, desk) for _ in range(2)][0]\n"
+    )
+    assert answers(chat, task, call(5, 9), tools=[f"{tmp_path / 'greedy.py'}:Greedy"])[0][0] == "error"
+
+
+def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path):
+    """Of a frame shown at a quarter of its sides, a quarter of it comes with all the pixels that it has."""
+    video = write_video(tmp_path / "a.mp4", [0.0, 1.0, 2.0], size_px=(192, 256))
+    seen = []
+
+    def detail_size(height: int, width: int) -> tuple[int, int]:
+        seen.append((height, width))
+        return height, width
+
+    async def read():
+        async with FrameReader(
+            lambda height, width: (height // 4, width // 4),
+            detail_size=detail_size,
+            num_workers=1,
+            disk_directory=tmp_path / "frames",
+        ) as reader:
+            whole, part, other = [
+                await reader.frames(video, [1.2], 30, box) for box in (None, Box(0, 0, 1, 1), Box(0.5, 0.5, 1, 0.9))
+            ]
+            again = await reader.frames(video, [1.2], 30, Box(0.5, 0.5, 1, 0.9))
+            return whole[0], part[0], other[0], again[0]
+
+    whole, part, other, again = asyncio.run(read())
+    assert (whole.time_s, part.time_s, other.time_s) == (1.0, 1.0, 1.0) and again.picture is other.picture
+    assert [p.picture.size_px for p in (whole, part, other)] == [(48, 64), (192, 256), (77, 128)]
+    assert number_of(part.picture.pixels) == 1 and seen[-1] == (77, 128)
+    expected = numbered_frame(1, 192, 256)[96:173, 128:].astype(int)
+    assert np.abs(other.picture.pixels - expected).mean() < 12
+
+
+def test_the_tool_that_the_page_shows_is_called(chat, task, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own_tools.py").write_text(block)
+    tools = ["crop_video", f"{tmp_path / 'own_tools.py'}:VideoFacts"]
+    wrong, right = call_of("video_facts", video_path="x"), call_of("video_facts", video_path="video.mp4")
+    told = "It lasts 64.0 seconds, its frames have 32 x 32 pixels."
+    assert answers(chat, task, wrong, right, tools=tools)[1] == ("ok", told)
+    assert answers(chat, task, wrong, right, tools=tools)[0][0] == "invalid"
+    assert len(block.splitlines()) <= 20
