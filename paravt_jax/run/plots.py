@@ -4,8 +4,10 @@ Draws RUN/plots/*.png from what a run has logged so far. A plot without data is 
 """
 
 import argparse
+import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +80,22 @@ MISMATCH = (
     Quantity("mismatch/behavior_kl_first_of_turn", "first of turn", ORANGE),
     Quantity("mismatch/behavior_kl_first_after_image", "first after image", GREEN),
 )
+PARTS = {"accuracy": "rollout/accuracy_mean_", "tool calls per episode κ": "rollout/tool_calls_mean_"}
+BUDGET = re.compile(r"k(\d+)")  # how a part is called that has a frame budget; others are question types
+PART_COLOURS = (SKY, BLUE, GREEN, ORANGE, RED, PINK)
+TOKENS = (
+    Quantity("rollout/sampled_tokens_p90", "90 %", ORANGE),
+    Quantity("rollout/sampled_tokens_p50", "half", INK),
+    Quantity("rollout/sampled_tokens_p10", "10 %", SKY),
+)
+ADVANTAGES = (
+    Quantity("rollout/advantage_p90", "90 %", ORANGE),
+    Quantity("rollout/advantage_p50", "half", INK),
+    Quantity("rollout/advantage_p10", "10 %", SKY),
+)
+TAUGHT = Quantity("rollout/taught_frac", "", NEUTRAL)
 LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
+NO_RESULTS = ("num_", "calls_", "missing_", "sampled_tokens_p", "time/", "perf/")  # of a validation
 LOSSES = {
     "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
     "policy loss": Quantity("loss/policy", "", NEUTRAL),
@@ -138,6 +155,9 @@ def make_plots(run_dir: Path) -> list[Path]:
         "reward_terms": _reward_terms,
         "format_and_calls": _format_and_calls,
         "reward_by_frame_budget": _reward_by_frame_budget,
+        "frame_budget": _frame_budget,
+        "question_type": _question_type,
+        "groups": _groups,
         "mismatch": _mismatch,
         "loss": _loss,
         "validation": _validation,
@@ -165,6 +185,43 @@ def _format_and_calls(run: LoggedRun) -> Figure | None:
     return _over_steps(run, "Format and tool use", run.metrics, panels, from_zero=True)
 
 
+def _frame_budget(run: LoggedRun) -> Figure | None:
+    panels = {name: of_budgets(run.metrics, prefix) for name, prefix in PARTS.items()}
+    return _over_steps(run, "By frame budget K", run.metrics, panels, from_zero=True, height=3.6)
+
+
+def _question_type(run: LoggedRun) -> Figure | None:
+    panels = {name: of_types(run.metrics, prefix) for name, prefix in PARTS.items()}
+    return _over_steps(run, "By question type", run.metrics, panels, from_zero=True, height=3.6)
+
+
+def of_budgets(table: Table, prefix: str) -> list[Quantity]:
+    """A quantity of each frame budget, the smallest first."""
+    parts = [part for part in _parts(table, prefix) if BUDGET.fullmatch(part)]
+    return _quantities(prefix, sorted(parts, key=lambda part: int(part[1:])))
+
+
+def of_types(table: Table, prefix: str) -> list[Quantity]:
+    return _quantities(prefix, sorted(part for part in _parts(table, prefix) if not BUDGET.fullmatch(part)))
+
+
+def _parts(table: Table, prefix: str) -> set[str]:
+    return {key.removeprefix(prefix) for row in table.rows.values() for key in row if key.startswith(prefix)}
+
+
+def _quantities(prefix: str, parts: Sequence[str]) -> list[Quantity]:
+    return [Quantity(f"{prefix}{part}", part, colour) for part, colour in zip(parts, itertools.cycle(PART_COLOURS))]
+
+
+def _groups(run: LoggedRun) -> Figure | None:
+    panels = {
+        "groups that taught, fraction": (TAUGHT,),
+        "advantage, below which are so many of the episodes that taught": ADVANTAGES,
+        "sampled tokens of an episode, likewise": TOKENS,
+    }
+    return _over_steps(run, "What groups taught", run.metrics, panels)
+
+
 def _loss(run: LoggedRun) -> Figure | None:
     panels = {title: (quantity,) for title, quantity in LOSSES.items()}
     return _over_steps(run, "Loss and gradient", run.metrics, panels, num_columns=2)
@@ -178,7 +235,7 @@ def _validation(run: LoggedRun) -> Figure | None:
     panels = {
         name: (Quantity(keys[name], "", colours.get(name, NEUTRAL)),)
         for name in names
-        if name not in ("step", "policy_version") and not name.startswith(("num_", "calls_", "time/", "perf/"))
+        if name not in ("step", "policy_version") and not name.startswith(NO_RESULTS)
     }
     return _over_steps(run, "Validation", run.validation, panels, num_columns=3)
 

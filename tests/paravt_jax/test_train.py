@@ -17,7 +17,7 @@ MUST_BE_THERE = {
     *("rollout/reward_mean", "rollout/accuracy_mean", "rollout/frame_budget_mean"),
     *("mismatch/behavior_kl", "mismatch/behavior_kl_structural", "loss/policy", "loss/kl_ref", "loss/clip_frac"),
     *("optim/grad_norm", "time/rollout_s", "time/update_s", "time/publish_s", "time/step_s", "perf/tokens_per_s"),
-    *("perf/dummy_frac", "policy_version", "staleness_mean"),
+    *("perf/dummy_frac", "policy_version", "staleness_mean", "rollout/taught_frac", "rollout/missing_deadline"),
 }
 
 
@@ -37,7 +37,7 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     settings = json.loads((run_dir / "config.json").read_text())
     assert settings["config"]["train"]["num_steps"] == 4
     assert settings["packages"]["jax"]
-    assert [json.loads(line)["step"] for line in (run_dir / "validation.jsonl").read_text().splitlines()] == [2, 4]
+    assert [json.loads(line)["step"] for line in (run_dir / "validation.jsonl").read_text().splitlines()] == [0, 2, 4]
     export(run_dir / "checkpoints" / "4", tmp_path / "hf", "float32")
     before, after = model_port.load(run_dir / "tiny"), model_port.load(tmp_path / "hf")
     ids = np.arange(5, 50)
