@@ -187,30 +187,32 @@ def _format_and_calls(run: LoggedRun) -> Figure | None:
 
 def _frame_budget(run: LoggedRun) -> Figure | None:
     panels = {name: of_budgets(run.metrics, prefix) for name, prefix in PARTS.items()}
-    return _over_steps(run, "By frame budget K", run.metrics, panels, from_zero=True, height=3.6)
+    return _over_steps(run, "By frame budget K", run.metrics, panels, from_zero=True, height=3.6, shared=True)
 
 
 def _question_type(run: LoggedRun) -> Figure | None:
     panels = {name: of_types(run.metrics, prefix) for name, prefix in PARTS.items()}
-    return _over_steps(run, "By question type", run.metrics, panels, from_zero=True, height=3.6)
+    return _over_steps(run, "By question type", run.metrics, panels, from_zero=True, height=3.6, shared=True)
 
 
 def of_budgets(table: Table, prefix: str) -> list[Quantity]:
     """A quantity of each frame budget, the smallest first."""
-    parts = [part for part in _parts(table, prefix) if BUDGET.fullmatch(part)]
-    return _quantities(prefix, sorted(parts, key=lambda part: int(part[1:])))
+    budgets = sorted(int(part[1:]) for part in _parts(table, prefix) if BUDGET.fullmatch(part))
+    return _quantities(prefix, {f"k{budget}": f"K={budget}" for budget in budgets})
 
 
 def of_types(table: Table, prefix: str) -> list[Quantity]:
-    return _quantities(prefix, sorted(part for part in _parts(table, prefix) if not BUDGET.fullmatch(part)))
+    types = sorted(part for part in _parts(table, prefix) if not BUDGET.fullmatch(part))
+    return _quantities(prefix, dict(zip(types, types, strict=True)))
 
 
 def _parts(table: Table, prefix: str) -> set[str]:
     return {key.removeprefix(prefix) for row in table.rows.values() for key in row if key.startswith(prefix)}
 
 
-def _quantities(prefix: str, parts: Sequence[str]) -> list[Quantity]:
-    return [Quantity(f"{prefix}{part}", part, colour) for part, colour in zip(parts, itertools.cycle(PART_COLOURS))]
+def _quantities(prefix: str, labels: Mapping[str, str]) -> list[Quantity]:
+    colours = itertools.cycle(PART_COLOURS)
+    return [Quantity(f"{prefix}{part}", label, next(colours)) for part, label in labels.items()]
 
 
 def _groups(run: LoggedRun) -> Figure | None:
@@ -310,14 +312,20 @@ def _over_steps(
     log: bool = False,
     from_zero: bool = False,
     levels: Mapping[float, str] | None = None,
+    shared: bool = False,
 ) -> Figure | None:
-    """Panels of lines against the step, without what there is nothing of."""
+    """Panels of lines against the step, without what there is nothing of.
+
+    `shared`: a step has values of some lines of a panel only: means are over more steps, and lines go on through gaps.
+    """
     drawn = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
     drawn = {name: panel for name, panel in drawn.items() if panel}
     if not drawn:
         return None
     steps = table.steps
     window = max(3, round(MEAN_FRAC * len(steps))) if len(steps) > MAX_MARKED_STEPS else 1
+    if shared and window > 1:
+        window = min(len(steps), window * max(map(len, drawn.values())))
     num_columns = min(num_columns, len(drawn))
     num_rows = -(-len(drawn) // num_columns)
     caption = f"bold: running mean over {window} steps" if window > 1 else ""
@@ -326,7 +334,7 @@ def _over_steps(
     for axes in all_axes[len(drawn) :]:
         axes.remove()
     for number, (axes, (name, panel)) in enumerate(zip(all_axes, drawn.items(), strict=False)):
-        ends = [_draw_line(axes, table, quantity, window, log) for quantity in panel]
+        ends = [_draw_line(axes, table, quantity, window, log, through_gaps=shared) for quantity in panel]
         axes.set_title(name, parse_math=False)
         if number + num_columns >= len(drawn):  # nothing below it
             axes.set_xlabel("step")
@@ -344,7 +352,9 @@ def _over_steps(
     return figure
 
 
-def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: bool) -> tuple[float, str, str]:
+def _draw_line(
+    axes: Axes, table: Table, quantity: Quantity, window: int, log: bool, through_gaps: bool
+) -> tuple[float, str, str]:
     """Where the line ends, how it is called there, and its colour."""
     values = table.column(quantity.key)
     smooth = running_mean(values, window)
@@ -354,7 +364,8 @@ def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: b
     if window > 1:
         axes.plot(table.steps, values, color=quantity.colour, linewidth=0.7, alpha=0.2)
     how = {"marker": "" if window > 1 else "o", "markersize": 5, "linewidth": 2, "clip_on": False}
-    axes.plot(table.steps, smooth, color=quantity.colour, **how)
+    shown = np.isfinite(smooth) if through_gaps else np.full(len(smooth), True)
+    axes.plot(table.steps[shown], smooth[shown], color=quantity.colour, **how)
     return max(last, KL_FLOOR) if log else last, f"{quantity.label} {last:.3g}".strip(), quantity.colour
 
 

@@ -96,7 +96,7 @@ def test_budgets_are_in_order_and_apart_from_question_types(make_run):
     prefix = "rollout/accuracy_mean_"
     table = load_run(make_run(2, keys=tuple(prefix + part for part in ("k16", "k4", "oe", "mcq", "k64")))).metrics
     assert [(quantity.key, quantity.label) for quantity in of_budgets(table, prefix)] == [
-        (f"{prefix}{part}", part) for part in ("k4", "k16", "k64")
+        (f"{prefix}k{budget}", f"K={budget}") for budget in (4, 16, 64)
     ]
     assert [quantity.label for quantity in of_types(table, prefix)] == ["mcq", "oe"]
 
