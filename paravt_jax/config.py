@@ -137,7 +137,7 @@ class TrainConfig:
     group_size: int = 8  # published: episodes of a prompt
     updates_per_step: int = 1  # optimizer steps on the same rollouts
     max_staleness: int = 0  # 0: wait for every step's rollouts; n: no token older than n versions is learnt from
-    max_resamples: int = 2  # rounds of new prompts for groups that teach nothing (DAPO); 0: train on fewer
+    max_resamples: int = 2  # rounds of new prompts in place of groups that teach nothing (DAPO); 0: train on fewer
     oversample: int = 0  # groups begun beyond those wanted; the last ones are aborted, and their prompts given back
     max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
     anchor_tokens: list[Anchor] = field(default_factory=lambda: list(ANCHORS))

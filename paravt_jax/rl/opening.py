@@ -16,7 +16,6 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
-from paravt_jax.run.directory import changed_settings
 from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
@@ -95,12 +94,7 @@ async def _resume(
     num_steps = config.train.num_steps
     if log is not None:
         log.lend_checkpoint(directory.path)
-        changes = changed_settings(to_record(config), log.run_dir).items()
-        remarks = [
-            *remarks,
-            f"replaying steps {log.first} to {log.last} of {log.run_dir}",
-            *(f"{key}: {one} there, {other} here" for key, (one, other) in changes if key != "run_dir"),
-        ]
+        remarks = [*remarks, *log.remarks(to_record(config))]
     learner = Learner(
         await in_thread(policy.load),
         config.optim,

@@ -25,7 +25,7 @@ from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.rollouts import Group, Member, Player, advantages_of, learnable, task_of
 from paravt_jax.run.checkpoint import RECORD_FILE
-from paravt_jax.run.directory import SETTINGS_FILE
+from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl
 from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
@@ -75,6 +75,17 @@ class LoggedSteps:
 
     def episodes(self, step: int) -> Iterator[dict[str, Any]]:
         return load_jsonl(self.run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        """What is to be said before a replay with these settings."""
+        path = self.run_dir / SETTINGS_LOG_FILE
+        later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
+        changes = changed_settings(settings, self.run_dir).items()
+        return [
+            f"replaying steps {self.first} to {self.last} of {self.run_dir}",
+            *(f"it had other settings until step {step}; a replay has the last ones" for step in later),
+            *(f"{key}: {one} there, {other} here" for key, (one, other) in changes if key != "run_dir"),
+        ]
 
     def lend_checkpoint(self, directory: Path) -> None:
         """Lets a directory without checkpoints begin where the log begins."""

@@ -66,6 +66,7 @@ def test_every_option_of_the_update_runs(tmp_path):
         "train.updates_per_step=2",
         "train.subagent_loss=true",
         "train.max_resamples=1",
+        "train.oversample=1",
         "loss.kl_in=reward",
         "loss.geometric_mask=true",
         "advantage.batch_normalise=true",
@@ -75,7 +76,9 @@ def test_every_option_of_the_update_runs(tmp_path):
         "mesh.tensor=2",
         "pack.num_rows=2",
     )
-    assert [line["policy_version"] for line in metrics_of(tmp_path / "run")] == [2, 4]
+    lines = metrics_of(tmp_path / "run")
+    assert [line["policy_version"] for line in lines] == [2, 4]
+    assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 4
 
 
 @pytest.mark.parametrize(

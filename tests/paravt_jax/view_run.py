@@ -147,7 +147,9 @@ def _group_of(
     members = []
     for member, turns in enumerate(stories):
         if one_missing and member == 5:
-            members.append(Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s"))
+            members.append(
+                Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s", reason="engine")
+            )
             continue
         episode = _episode(f"{name}/{member}", task, turns, config, prompts, chance)
         terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward)

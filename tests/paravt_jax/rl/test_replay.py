@@ -8,7 +8,7 @@ import pytest
 from agents import FakeFrames, call, is_subagent
 from training import rollouts_of
 
-from paravt_jax.config import Config, load_config
+from paravt_jax.config import Config, load_config, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.rewards.judge import Judge, JudgeConfig
@@ -161,6 +161,17 @@ def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played,
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
     with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs verdicts"):
         LoggedSteps.of(run_dir, load_config(None, *SETTINGS))
+
+
+def test_settings_that_are_others_now_or_were_before_are_told(played, tmp_path):
+    run_dir, config = write_log(tmp_path, played), Config(seed=1)
+    (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
+    (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
+    assert LoggedSteps.of(run_dir, config).remarks(to_record(config)) == [
+        f"replaying steps 1 to 1 of {run_dir}",
+        "it had other settings until step 3; a replay has the last ones",
+        "seed: 0 there, 1 here",
+    ]
 
 
 def test_steps_after_the_last_metrics_are_none_of_the_run(played, tmp_path):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from paravt_jax.run import plots
 from paravt_jax.run.plots import (
+    _frame_budget,
     _kl_levels,
     _label_ends,
     _reward_by_frame_budget,
@@ -99,6 +100,16 @@ def test_budgets_are_in_order_and_apart_from_question_types(make_run):
         (f"{prefix}k{budget}", f"K={budget}") for budget in (4, 16, 64)
     ]
     assert [quantity.label for quantity in of_types(table, prefix)] == ["mcq", "oe"]
+
+
+def test_lines_that_share_the_steps_go_on_where_they_have_no_value(tmp_path):
+    values = {f"rollout/accuracy_mean_k{budget}": 0.5 for budget in (4, 16)}
+    rows = [{"step": step} | dict([list(values.items())[step % 2]]) for step in range(1, 8)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    figure = _frame_budget(load_run(tmp_path))
+    assert figure is not None
+    drawn = [line.get_xdata().tolist() for line in figure.axes[0].lines]  # type: ignore[union-attr]
+    assert drawn == [[2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_steps_without_a_value_leave_a_gap_and_not_a_failure(make_run):
