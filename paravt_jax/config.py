@@ -7,6 +7,7 @@ makes dead or contradicts: all are errors here, before any model is loaded. Sect
 are that module's own dataclass, which checks itself.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -137,7 +138,8 @@ class TrainConfig:
     group_size: int = 8  # published: episodes of a prompt
     updates_per_step: int = 1  # optimizer steps, each on its own part of the step's groups
     max_staleness: int = 0  # 0: wait for every step's rollouts; n: no token older than n versions is learnt from
-    max_resamples: int = 0  # rounds of new prompts for groups without spread (DAPO); 0: train on fewer
+    max_resamples: int = 2  # rounds of new prompts in place of groups that teach nothing (DAPO); 0: train on fewer
+    oversample: int = 0  # groups begun beyond those wanted; the last ones are aborted, and their prompts given back
     max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
     anchor_tokens: list[Anchor] = field(default_factory=lambda: list(ANCHORS))
     subagent_loss: bool = False  # sub-agents' tokens get their episode's advantage
@@ -147,13 +149,18 @@ class TrainConfig:
         _at_least_1("train", self, "num_steps", "prompts_per_step", "updates_per_step")
         if self.group_size < 2:
             raise ValueError(f"train.group_size={self.group_size} must be at least 2: an advantage is against a group")
-        for name in ("max_staleness", "max_resamples"):
+        for name in ("max_staleness", "max_resamples", "oversample"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"train.updates_per_step={self.updates_per_step} would leave updates without anything to learn from: "
                 f"a group is in one of them, and there are train.prompts_per_step={self.prompts_per_step}"
+            )
+        if self.oversample > self.prompts_per_step:
+            raise ValueError(
+                f"train.oversample={self.oversample} is more than train.prompts_per_step={self.prompts_per_step}: the "
+                f"next step has no place for so many prompts that were given back; lower it"
             )
         if self.max_staleness and not self.steps_ahead:
             raise ValueError(
@@ -174,6 +181,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
+    at_start: bool = True  # before the first step: what training is compared with
     every_steps: int = 50  # and after the last step
     max_prompts: int = 256  # the first ones of the file
 
@@ -368,14 +376,14 @@ class EvalConfig:
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
-    """Defaults < YAML file < `a.b=c`. Unknown keys, wrong types and impossible pairs raise here.
+    """Defaults < YAML file, or config.json of a run < `a.b=c`. What is unknown, wrong or impossible raises here.
 
     A file's `loss.numbers` are those of its kind: another kind on the command line begins with its own.
     """
     for override in overrides:
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
-    layers = [] if path is None else [(str(path), _told(str(path), lambda: OmegaConf.load(path)))]
+    layers = [] if path is None else [(str(path), _told(str(path), lambda: _read(Path(path))))]
     layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
     problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, schema)]
     if problems:
@@ -393,6 +401,13 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     return settings
 
 
+def _read(path: Path) -> Any:
+    if path.suffix != ".json":
+        return OmegaConf.load(path)
+    record = json.loads(path.read_bytes())
+    return OmegaConf.create(record["config"] if isinstance(record, dict) and "config" in record else record)
+
+
 def _told(place: str, work: Callable[[], Any]) -> Any:
     """What `work` gives. What OmegaConf and YAML complain of becomes one line that begins with the place."""
     try:
@@ -406,7 +421,7 @@ def _told(place: str, work: Callable[[], Any]) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and mark.name == place else ""
         said = " ".join(filter(None, [problem.problem, problem.context]))
         raise ValueError(f"{place}{where} is no YAML: {said}") from None
-    except (YAMLError, UnicodeDecodeError) as problem:
+    except (YAMLError, UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
 
 

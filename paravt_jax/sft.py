@@ -15,6 +15,7 @@ async def sft(config: SftConfig, *, allow_changes: bool = False) -> None:
     from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
 
     async with opened(config, allow_changes=allow_changes) as run:
+        await run.validate_if_due()
         while (batch := await run.next_batch()) is not None:
             metrics = await run.imitate(batch)
             run.record(batch, metrics)

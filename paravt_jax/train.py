@@ -1,20 +1,24 @@
 """PARA-GRPO, the loop.
 
 python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
+python -m paravt_jax.train --replay RUN_DIR [a.b=c …]
 """
 
 import asyncio
+from pathlib import Path
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
 from paravt_jax.run.command import add_changes_flag, config_parser, read_config
+from paravt_jax.run.directory import SETTINGS_FILE
 
 
-async def train(config: Config, *, allow_changes: bool = False) -> None:
-    """Trains a run to its end, or until it is told to stop."""
+async def train(config: Config, *, replay: Path | None = None, allow_changes: bool = False) -> None:
+    """Trains a run to its end, or until it is told to stop; on the episodes that a `replay` has logged, if given."""
     from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, allow_changes=allow_changes) as run:
+    async with opened(config, replay=replay, allow_changes=allow_changes) as run:
+        await run.validate_if_due()
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)
             publish_s = await run.publish()
@@ -31,7 +35,18 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
     add_changes_flag(parser)
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="RUN_DIR",
+        help="learn from the episodes that this run has logged, without an engine, and say which steps have other "
+        "metrics than there. Without --config the settings are those of RUN_DIR, with run_dir=RUN_DIR/replay; a.b=c "
+        "changes loss, advantage, reward, optim and so on",
+    )
     args = parser.parse_intermixed_args()
+    if args.replay is not None and args.config is None:
+        args.config = args.replay / SETTINGS_FILE
+        args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return
@@ -43,7 +58,7 @@ def main() -> None:
     from paravt_jax.run.compiles import use_compilation_cache
 
     use_compilation_cache()
-    asyncio.run(train(config, allow_changes=args.allow_changes))
+    asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes))
 
 
 if __name__ == "__main__":

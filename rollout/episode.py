@@ -9,7 +9,7 @@ such an episode is missing, not bad.
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -192,6 +192,11 @@ class Episode:
         """The main agent's, then those of its sub-agents in call order."""
         return [self.ledger, *(call.report for call in self.calls if call.report is not None)]
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the policy so far, those of its sub-agents included."""
+        return sum(ledger.num_sampled for ledger in self.ledgers)
+
     def to_record(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -224,13 +229,22 @@ class Agent:
     async def look(self, task: Task) -> Overview:
         return await self.prompter.overview(task)
 
-    async def run(self, overview: Overview, number: int = 0, seed: int = 0, version: int | None = None) -> Episode:
+    async def run(
+        self,
+        overview: Overview,
+        number: int = 0,
+        seed: int = 0,
+        version: int | None = None,
+        begun: Callable[[Episode], object] = lambda episode: None,
+    ) -> Episode:
         """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
 
-        Raises EngineError when the engine cannot continue the main agent.
+        Raises EngineError when the engine cannot continue the main agent. `begun` gets the episode before its first
+        turn: whoever keeps it has what there is of it, also when it is never ended.
         """
         started_s = time.monotonic()
         episode = Episode(f"{overview.task.id}/{number}", overview.task, Ledger())
+        begun(episode)
         run = _Run(self, overview, episode, seed, version)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):

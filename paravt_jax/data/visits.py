@@ -82,11 +82,32 @@ class Cursor:
         self._open.update(again, new)
         return [*again, *new]
 
+    def take_these(self, numbers: Iterable[int]) -> None:
+        """Opens the visits that a log has; those that it passes over are still to be made."""
+        numbers = set(numbers)
+        first_new = max(self._next, *(number + 1 for number in numbers))
+        left = {*self._again, *range(self._next, first_new)}
+        if not numbers <= left:
+            raise ValueError(f"visits {sorted(numbers - left)} were made before, or are open")
+        self._next, self._again = first_new, sorted(left - numbers)
+        self._open |= numbers
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """These are to be made again, before new ones."""
+        numbers = set(numbers)
+        self.done(numbers)
+        self._again = sorted({*self._again, *numbers})
+
     def done(self, numbers: Iterable[int]) -> None:
         numbers = set(numbers)
         if not numbers <= self._open:
             raise ValueError(f"visits {sorted(numbers - self._open)} are not open; open are {sorted(self._open)}")
         self._open -= numbers
+
+    @property
+    def num_again(self) -> int:
+        """How many were taken before and are to be made again; `take` gives them first."""
+        return len(self._again)
 
     def to_record(self) -> dict[str, Any]:
         return {"next": self._next, "again": sorted([*self._again, *self._open])}

@@ -64,7 +64,7 @@ class SftRun:
 
     async def validate_if_due(self) -> None:
         training = self.training
-        if not self.held_out or not training.due(self.config.validation.every_steps):
+        if not self.held_out or not training.validation_due(self.config.validation):
             return
         training.log.phase("validation")
         total, num_tokens = 0.0, 0

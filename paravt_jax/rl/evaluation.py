@@ -13,8 +13,8 @@ from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
-from paravt_jax.rl.metrics import member_metrics
-from paravt_jax.rl.rollouts import Member, Player, evaluate, member_record
+from paravt_jax.rl.metrics import member_metrics, parted
+from paravt_jax.rl.rollouts import Player, evaluate, member_record
 from paravt_jax.run.directory import SETTINGS_FILE, held, write_settings
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.policy import policy_of
@@ -55,9 +55,7 @@ class Evaluation:
         problem = next((f"{member.id}: {member.problem}" for member in members if member.missing), "")
         if all(member.missing for member in members):
             raise RuntimeError(f"{name}: every episode is missing; for example {problem}")
-        by_type: dict[str, list[Member]] = {}
-        for member, prompt in zip(members, of_members, strict=True):
-            by_type.setdefault(prompt.question_type, []).append(member)
+        by_type = parted((prompt.question_type, member) for member, prompt in zip(members, of_members, strict=True))
         cell = {
             "dispatch": dispatch,
             "frame_budget": budget,

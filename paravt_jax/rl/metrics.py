@@ -1,25 +1,67 @@
 """What a step's episodes were like, in numbers: those of the paper, by one fixed rule for every run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from paravt_jax.rewards.terms import OUTCOMES, RewardTerms
-from paravt_jax.rl.rollouts import Group, Member
+from paravt_jax.rl.rollouts import REASONS, Group, Member
 from rollout.chat import Chat
 from rollout.ledger import Ledger
+
+IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also by question type and by frame budget
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; beyond it those that are left are told to be shorter than the policy's
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     members = [member for group in groups for member in group.members]
-    budgets = [group.frame_budget for group in groups]
-    return {
-        **{f"rollout/{name}": value for name, value in member_metrics(members).items()},
-        "rollout/frame_budget_mean": float(np.mean(budgets)),
-        "rollout/num_groups": float(len(groups)),
-        "rollout/num_groups_without_spread": float(sum(not group.advantages.has_spread for group in groups)),
+    budgets = [(f"k{group.frame_budget}", member) for group in groups for member in group.members]
+    types = [(group.visit.item.question_type, member) for group in groups for member in group.members]
+    learnt = [group.advantages.sequence[group.keep] for group in groups]
+    metrics = {
+        **member_metrics(members),
+        **metrics_in_parts(budgets),
+        **metrics_in_parts(types),
+        **_quantiles("advantage", np.concatenate(learnt)),
+        "frame_budget_mean": float(np.mean([group.frame_budget for group in groups])),
+        "num_groups": float(len(groups)),
+        "num_groups_without_spread": float(sum(not group.advantages.has_spread for group in groups)),
+        "taught_frac": _mean(group.teaches for group in groups),
     }
+    return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def metrics_in_parts(members: Iterable[tuple[str, Member]]) -> dict[str, float]:
+    """Accuracy and kappa of the members of each part: `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
+    return {
+        f"{name}_{part}": metrics[name]
+        for part, of_part in parted(members).items()
+        if (metrics := member_metrics(of_part))["num_episodes"]
+        for name in IN_PARTS
+    }
+
+
+def parted(members: Iterable[tuple[str, Member]]) -> dict[str, list[Member]]:
+    parts: dict[str, list[Member]] = {}
+    for part, member in members:
+        parts.setdefault(part, []).append(member)
+    return parts
+
+
+def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
+    """What is to be said where a deadline takes the long episodes away."""
+    num_cut = metrics["rollout/missing_deadline"]
+    num_begun = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
+    if num_cut <= MAX_DEADLINE_FRAC * num_begun:
+        return None
+    return (
+        f"{num_cut:.0f} of {num_begun:.0f} episodes are missing for rollout.turn_deadline_s={turn_deadline_s:g}: they "
+        f"had {metrics['rollout/deadline_tokens_mean']:.0f} sampled tokens in the turns before, those that are left "
+        f"have {metrics['rollout/sampled_tokens_mean']:.0f} in all, and are shorter than the policy's. Raise it, add "
+        f"servers, or lower rollout.max_new_tokens"
+    )
 
 
 def member_metrics(members: Sequence[Member]) -> dict[str, float]:
@@ -52,7 +94,15 @@ def member_metrics(members: Sequence[Member]) -> dict[str, float]:
         own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
     metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)
-    return metrics | {f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES}
+    missing = Counter(member.reason for member in members if member.missing)
+    cut = [float(member.num_lost) for member in members if member.missing and member.reason == "deadline"]
+    return {
+        **metrics,
+        **_quantiles("sampled_tokens", np.array([episode.ledger.num_sampled for episode in episodes])),
+        **({"deadline_tokens_mean": _mean(cut)} if cut else {}),
+        **{f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES},
+        **{f"missing_{reason}": float(missing[reason]) for reason in REASONS},
+    }
 
 
 def staleness_mean(groups: Sequence[Group], version: int) -> float:
@@ -76,6 +126,11 @@ def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
         for member in group.members:
             if member.episode is not None:
                 yield from member.episode.ledgers
+
+
+def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:
+    """Nothing of nothing."""
+    return {f"{name}_{key}": float(np.quantile(values, at)) for key, at in QUANTILES.items()} if len(values) else {}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -13,11 +13,12 @@ from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rewards.plugin import load_plugin
+from paravt_jax.rewards.plugin import Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
-from paravt_jax.run.policy import policy_of
+from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine
@@ -27,72 +28,41 @@ from rollout.check import check, table
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
+from rollout.video.reader import FrameReader
+
+REPLAY_OF_FILE = "replay_of"  # in the directory of a replay, the run
 
 
 @asynccontextmanager
-async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterator[Run]:
+async def opened(config: Config, *, replay: Path | None = None, allow_changes: bool = False) -> AsyncIterator[Run]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
 
-    `allow_changes`: also with another model, seed or data than it began with.
+    `replay` is a run whose log stands in place of rollouts: no engine is opened then. `allow_changes`: also with
+    another model, seed or data than it began with.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
     async with AsyncExitStack() as stack:
+        log = None if replay is None else LoggedSteps.of(replay, config)
         directory = RunDirectory.enter(
             config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
         )
+        _keep_apart(directory, log)
         train, held_out, remarks = _prompts(config, directory.path)
-        judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
         plugin = load_plugin(config.reward)
         policy = await policy_of(config, directory.path)
-        learner = Learner(
-            await in_thread(policy.load),
-            config.optim,
-            config.loss,
-            temperature=config.rollout.temperature,
-            num_steps=config.train.num_steps * config.train.updates_per_step,
-            mesh=policy.mesh,
-        )
         visits = Visits(train, config.seed)
-        training = await Training.resume(
-            directory,
-            learner,
-            stack,
-            num_steps=config.train.num_steps,
-            beginning={"step": 0, "geometric_mask": False, "cursor": Cursor().to_record()},
-            visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
-            hf_files=policy.hf_files,
-            checkpoint=config.checkpoint,
-            log=config.log,
-            remarks=remarks,
-        )
+        training = await _resume(config, directory, policy, visits, log, remarks, stack)
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
-        engine = await open_engine(
-            config.engine,
-            policy,
-            sampling_model(learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
-            training.version,
-            training.log.phase,
-            dtype=config.model.dtype,
-            max_context_tokens=config.rollout.max_context_tokens,
-            max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-            trainable_vision=config.optim.train_vision,
-        )
-        stack.push_async_callback(engine.close)
-        agent = Agent(engine, frames, policy.chat, config.rollout)
-        player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-        cursor = Cursor.from_record(training.begun_with["cursor"])
-        rollouts = Rollouts(
-            player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
-        )
-        stack.push_async_callback(rollouts.close)
+        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, stack)
+        player = rollouts.player
         run = Run(
             config=config,
             training=training,
             policy=policy,
             policy_update=PolicyUpdate(
-                learner,
+                training.learner,
                 policy.chat,
                 policy.contract,
                 train=config.train,
@@ -101,18 +71,105 @@ async def opened(config: Config, *, allow_changes: bool = False) -> AsyncIterato
                 max_pixels=config.video.max_pixels * config.rollout.detail_factor,
                 seed=config.seed,
             ),
-            engine=engine,
+            engine=player.agent.engine,
             rollouts=rollouts,
             greedy=replace(player, agent=player.agent.with_settings(temperature=0.0)),
-            held_out=held_out,
+            held_out=() if log else held_out,
             frames=frames,
             geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
-        if isinstance(engine, SGLangEngine):
+        if isinstance(run.engine, SGLangEngine):
             await run.publish()  # whatever the servers were started with
-            await _check_parity(engine, run)
+            await _check_parity(run.engine, run)
         yield run
+        if log is not None:
+            training.log.say(log.compared(directory.path))
         await training.finish(run.progress())
+
+
+async def _resume(
+    config: Config,
+    directory: RunDirectory,
+    policy: Policy,
+    visits: Visits[Prompt],
+    log: LoggedSteps | None,
+    remarks: list[str],
+    stack: AsyncExitStack,
+) -> Training:
+    """The learner, and where it goes on; a replay ends where its log does."""
+    num_steps = config.train.num_steps
+    if log is not None:
+        log.lend_checkpoint(directory.path)
+        remarks = [*remarks, *log.remarks(to_record(config))]
+    learner = Learner(
+        await in_thread(policy.load),
+        config.optim,
+        config.loss,
+        temperature=config.rollout.temperature,
+        num_steps=num_steps * config.train.updates_per_step,
+        mesh=policy.mesh,
+    )
+    return await Training.resume(
+        directory,
+        learner,
+        stack,
+        num_steps=num_steps if log is None else min(num_steps, log.last),
+        beginning={"step": 0, "geometric_mask": False, "cursor": Cursor().to_record()},
+        visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+        hf_files=policy.hf_files,
+        checkpoint=config.checkpoint,
+        log=config.log,
+        remarks=remarks,
+    )
+
+
+async def _rollouts(
+    config: Config,
+    training: Training,
+    policy: Policy,
+    frames: FrameReader,
+    plugin: Plugin | None,
+    visits: Visits[Prompt],
+    log: LoggedSteps | None,
+    stack: AsyncExitStack,
+) -> Rollouts | Replay:
+    """What gives a step its groups: an engine that plays, or a log."""
+    cursor = Cursor.from_record(training.begun_with["cursor"])
+    if log is not None:
+        agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
+        player = Player(agent, config.reward, None, config.seed, plugin, config.train.truncated)
+        return Replay(log, player, visits, cursor, config.train, config.advantage)
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    engine = await open_engine(
+        config.engine,
+        policy,
+        sampling_model(training.learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
+        training.version,
+        training.log.phase,
+        dtype=config.model.dtype,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        trainable_vision=config.optim.train_vision,
+    )
+    stack.push_async_callback(engine.close)
+    agent = Agent(engine, frames, policy.chat, config.rollout)
+    player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
+    rollouts = Rollouts(
+        player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
+    )
+    stack.push_async_callback(rollouts.close)
+    return rollouts
+
+
+def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
+    """What a directory has logged is of a run of its own, or of the replay of one other."""
+    path, now = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
+    before = path.read_text() if path.exists() else ""
+    if directory.num_logged and before != now:
+        held, wanted = (f"a replay of {one}" if one else "a run with episodes of its own" for one in (before, now))
+        raise ValueError(f"{directory.path} has steps of {held}, not of {wanted}; choose another run_dir")
+    if before != now:
+        path.write_text(now)
 
 
 async def _check_parity(engine: SGLangEngine, run: Run) -> None:

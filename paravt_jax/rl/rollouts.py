@@ -4,12 +4,16 @@ A step's groups are begun when the policy is recent enough: with max_staleness 0
 as many steps earlier as that allows, so that no token is ever older than allowed and nothing has to be thrown away.
 Whatever an engine, a video or the judge fails to give makes an episode missing: it is counted, and never a reward of 0.
 Nothing that one of them says or does ends a run, unless most of a step's episodes are missing.
+
+With train.oversample more groups are begun than are wanted, and the last ones aborted. Which those are depends on
+time, so such a run is repeated by its log (`rl/replay.py`) and not by its seed. A prompt that was aborted is given
+back, and waited for the next time: none is lost for being slow.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from jaxtyping import Bool
@@ -25,7 +29,13 @@ from paravt_jax.rewards.plugin import Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from paravt_jax.rl.truncation import is_cut_off, length_term
+from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent, Episode, Overview, Task
+from rollout.video.errors import VideoError
+
+Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
+REASONS = get_args(Reason)
+ABORT_GRACE_S = 1.0  # for an engine to say what an aborted request had sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +47,8 @@ class Member:
     terms: RewardTerms | None = None
     format_reward: float = 0.0  # R_fmt by the default rules, so that arms with other rewards compare
     problem: str = ""  # why it is missing
+    reason: Reason = "other"  # the same in a word, where it is
+    num_lost: int = 0  # tokens that the main agent had sampled when an episode ended that is not kept
     left_out: bool = False  # counts in its group's statistics, and is not learnt from
 
     @property
@@ -74,19 +86,23 @@ class Player:
     plugin: Plugin | None = None
     truncated: Truncated = "learn"
 
-    async def play(self, overview: Overview, prompt: Prompt, number: int, version: int | None) -> Member:
-        """One episode of a prompt, all of it of one version if one is given."""
+    async def play(
+        self, overview: Overview, prompt: Prompt, number: int, version: int | None, begun: list[Episode]
+    ) -> Member:
+        """One episode of a prompt, all of it of one version if one is given. It is added to `begun` as it begins."""
         name = f"{overview.task.id}/{number}"
         try:
-            episode = await self.agent.run(overview, number, self.seed, version)
+            episode = await self.agent.run(overview, number, self.seed, version, begun.append)
             return await self.scored(name, episode, prompt)
         except Exception as problem:  # whatever it is, it is this episode's
-            return Member(name, problem=f"{type(problem).__name__}: {problem}")
+            said = f"{type(problem).__name__}: {problem}"
+            num_lost = sum(episode.ledger.num_sampled for episode in begun if episode.id == name)
+            return Member(name, problem=said, reason=_reason(problem), num_lost=num_lost)
 
     async def scored(self, name: str, episode: Episode, prompt: Prompt) -> Member:
         """An episode with what it earns."""
         if episode.finish == "abort":
-            return Member(name, episode, problem="aborted")
+            return Member(name, episode, problem="aborted", reason="aborted")
         turns = [turn.text for turn in episode.turns]
         judged = None
         if self.judge is not None and prompt.question_type == "oe":
@@ -96,15 +112,16 @@ class Player:
         try:
             own = await self.plugin.terms(episode, prompt.answer, prompt.question_type) if self.plugin else ()
         except PluginError as problem:
-            return Member(name, episode, problem=f"reward.plugin: {problem}")
+            return Member(name, episode, problem=f"reward.plugin: {problem}", reason="plugin")
         if self.truncated == "soft":
             own = (*own, length_term(episode, self.agent.config.max_new_tokens))
         tools = self.agent.signatures
         terms = reward_terms(*asked, self.reward, judged, prompt.question, own, tools)
         fixed = reward_terms(*asked, RewardConfig(), question=prompt.question, tools=tools)
-        problem = "no verdict of the judge" if terms.missing else ""
+        if terms.missing:
+            return Member(name, episode, terms, fixed.format, "no verdict of the judge", "judge")
         left_out = self.truncated == "leave_out" and is_cut_off(episode)
-        return Member(name, episode, terms, fixed.format, problem, left_out)
+        return Member(name, episode, terms, fixed.format, left_out=left_out)
 
     async def play_all(
         self,
@@ -113,11 +130,16 @@ class Player:
         num_episodes: int,
         version: int | None = None,
         on_done: Callable[[], object] = lambda: None,
+        begun: list[Episode] | None = None,
     ) -> list[Member]:
-        """So many episodes of one prompt, which begin with the same frames; `on_done` is called when one is."""
+        """So many episodes of one prompt, which begin with the same frames; `on_done` is called when one is.
+
+        All are added to `begun` as they begin.
+        """
+        begun = [] if begun is None else begun
 
         async def one(overview: Overview, number: int) -> Member:
-            member = await self.play(overview, prompt, number, version)
+            member = await self.play(overview, prompt, number, version, begun)
             on_done()
             return member
 
@@ -125,9 +147,30 @@ class Player:
             overview = await self.agent.look(task)
         except Exception as problem:
             said = f"overview: {type(problem).__name__}: {problem}"
-            return [Member(f"{task.id}/{n}", problem=said) for n in range(num_episodes)]
+            return [Member(f"{task.id}/{n}", problem=said, reason=_reason(problem)) for n in range(num_episodes)]
         members = await asyncio.gather(*(one(overview, number) for number in range(num_episodes)))
         return scored_together(members, self.reward)
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A group while it is played."""
+
+    visit: Visit[Prompt]
+    frame_budget: int
+    episodes: list[Episode]  # so far
+    playing: asyncio.Task[Group] = field(init=False)
+
+    @property
+    def teaches(self) -> bool:
+        return self.playing.done() and self.playing.result().teaches
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(episode.num_sampled for episode in self.episodes)
+
+
+AnyGroup = TypeVar("AnyGroup", Group, _Begun)
 
 
 class Rollouts:
@@ -146,8 +189,9 @@ class Rollouts:
         self.player, self.visits, self.cursor = player, visits, cursor
         self._train, self._video, self._advantage = train, video, advantage
         self._on_progress = on_progress
-        self._running: dict[int, asyncio.Task[list[Group]]] = {}  # by step
+        self._running: dict[int, asyncio.Task[tuple[list[Group], dict[str, float]]]] = {}  # by step
         self._num_begun = self._num_done = 0
+        self._cost: dict[str, float] = {}
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, those of later steps begun as far as staleness allows."""
@@ -155,37 +199,69 @@ class Rollouts:
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect())
-        groups = await self._running[step]
+        groups, self._cost = await self._running[step]
         del self._running[step]
         self._check(groups)
         return groups
+
+    def metrics(self) -> dict[str, float]:
+        """What oversampling cost in the step that was taken last; nothing where there is none."""
+        return self._cost
 
     async def close(self) -> None:
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _collect(self) -> list[Group]:
+    async def _collect(self) -> tuple[list[Group], dict[str, float]]:
         """Groups for one step; those that teach nothing are replaced, as often as max_resamples says."""
-        train, groups = self._train, []
+        train, groups, aborted = self._train, [], []
         for _ in range(1 + train.max_resamples):
             num_wanted = train.prompts_per_step - sum(group.teaches for group in groups)
             if not num_wanted:
                 break
-            visits = [self.visits[number] for number in self.cursor.take(num_wanted)]
-            budgets = budgets_of(visits, self._video, self.player.seed)
-            self._num_begun += train.group_size * len(visits)
-            async with asyncio.TaskGroup() as tasks:
-                begun = [tasks.create_task(self._group(*pair)) for pair in zip(visits, budgets, strict=True)]
-            groups += [task.result() for task in begun]
-        return over_step(groups, self.player.reward, self._advantage)
+            whole, too_late = await self._round(num_wanted)
+            groups += [begun.playing.result() for begun in whole]
+            aborted += too_late
+        groups = over_step(groups, self.player.reward, self._advantage)
+        return groups, _oversampling(groups, aborted) if train.oversample else {}
 
-    async def _group(self, visit: Visit[Prompt], frame_budget: int) -> Group:
+    async def _round(self, num_wanted: int) -> tuple[list[_Begun], list[_Begun]]:
+        """Groups until so many teach, or all that were begun; and those that were aborted then."""
+        num_again = self.cursor.num_again
+        visits = [self.visits[number] for number in self.cursor.take(num_wanted + self._train.oversample)]
+        budgets = budgets_of(visits, self._video, self.player.seed)
+        self._num_begun += self._train.group_size * len(visits)
+        async with asyncio.TaskGroup() as tasks:
+            begun = [_Begun(visit, budget, []) for visit, budget in zip(visits, budgets, strict=True)]
+            for one in begun:
+                one.playing = tasks.create_task(self._group(one))
+            running = {one.playing for one in begun}
+            while running and not _enough(begun, num_again, num_wanted):
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            whole = list(learnable([one for one in begun if one.playing.done()], num_wanted))
+            aborted = [one for one in begun if one not in whole]
+            await self._abort(aborted)
+        self.cursor.give_back(one.visit.number for one in aborted)
+        return whole, aborted
+
+    async def _group(self, begun: _Begun) -> Group:
         # Synchronous rollouts are of one version, or they are missing.
         version = None if self._train.max_staleness else self.player.agent.engine.version
-        task = _task(f"{visit.number:06d}-{visit.item.id}", visit.item, frame_budget)
-        members = await self.player.play_all(task, visit.item, self._train.group_size, version, self._count_done)
+        visit, size = begun.visit, self._train.group_size
+        task = task_of(visit, begun.frame_budget)
+        members = await self.player.play_all(task, visit.item, size, version, self._count_done, begun.episodes)
         return Group(visit, task.frame_budget, members, advantages_of(members, self.player.reward, self._advantage))
+
+    async def _abort(self, begun: Sequence[_Begun]) -> None:
+        """Ends groups that nobody waits for. First the engine says what it has sampled, for that is what they cost."""
+        running = [one for one in begun if not one.playing.done()]
+        if running:
+            ids, abort = [episode.id for one in running for episode in one.episodes], self.player.agent.engine.abort
+            told = asyncio.gather(*map(abort, ids), return_exceptions=True)
+            _, late = await asyncio.wait([told, *(one.playing for one in running)], timeout=ABORT_GRACE_S)
+            for task in late:
+                task.cancel()
 
     def _count_done(self) -> None:
         self._num_done += 1
@@ -200,6 +276,29 @@ class Rollouts:
                 f"{len(missing)} of {num_episodes} episodes are missing, more than train.max_missing_frac="
                 f"{self._train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
             )
+
+
+def _enough(begun: Sequence[_Begun], num_again: int, num_wanted: int) -> bool:
+    """So many teach, and the first ones, which were given back before, are done."""
+    return all(one.playing.done() for one in begun[:num_again]) and sum(one.teaches for one in begun) >= num_wanted
+
+
+def learnable(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]:
+    """What a step has place for: the first so many that teach, and all that teach nothing."""
+    for group in groups:
+        if num_wanted or not group.teaches:
+            num_wanted -= group.teaches
+            yield group
+
+
+def _oversampling(groups: Sequence[Group], aborted: Sequence[_Begun]) -> dict[str, float]:
+    """What was thrown away, as far as the engine said what it had sampled."""
+    episodes = [member.episode for group in groups for member in group.members if member.episode is not None]
+    used, lost = sum(one.num_sampled for one in episodes), sum(one.num_sampled for one in aborted)
+    return {
+        "rollout/num_groups_aborted": float(len(aborted)),
+        "rollout/aborted_tokens_frac": lost / max(1, used + lost),
+    }
 
 
 async def evaluate(
@@ -266,12 +365,24 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
 def member_record(member: Member) -> dict[str, Any]:
     record: dict[str, Any] = {"id": member.id} if member.episode is None else member.episode.to_record()
     record |= {"missing": member.missing, "problem": member.problem}
+    if member.missing:
+        record |= {"reason": member.reason, "num_lost": member.num_lost}
     if member.terms is not None:
         names = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
         record["reward"] = {name: getattr(member.terms, name) for name in names}
         record["reward"]["credits"] = [asdict(credit) for credit in member.terms.credits]
         record["reward"]["own"] = [asdict(term) for term in member.terms.own]
     return record
+
+
+def task_of(visit: Visit[Prompt], frame_budget: int) -> Task:
+    return _task(f"{visit.number:06d}-{visit.item.id}", visit.item, frame_budget)
+
+
+def _reason(problem: Exception) -> Reason:
+    if isinstance(problem, DeadlineExceeded | TimeoutError):
+        return "deadline"
+    return "engine" if isinstance(problem, EngineError) else "video" if isinstance(problem, VideoError) else "other"
 
 
 def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:

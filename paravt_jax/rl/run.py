@@ -12,10 +12,18 @@ from paravt_jax.config import Config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.rl.batches import PolicyUpdate
-from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.metrics import (
+    deadline_remark,
+    member_metrics,
+    metrics_in_parts,
+    num_tokens,
+    rollout_metrics,
+    staleness_mean,
+)
+from paravt_jax.rl.replay import Replay
 from paravt_jax.rl.rollouts import Group, Player, Rollouts, evaluate, records
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.threads import in_thread
+from paravt_jax.run.threads import in_thread, unless_stopped
 from paravt_jax.run.training import Progress, Training
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.engine.protocol import Engine
@@ -31,9 +39,9 @@ class Run:
     policy: Policy
     policy_update: PolicyUpdate
     engine: Engine
-    rollouts: Rollouts
+    rollouts: Rollouts | Replay
     greedy: Player
-    held_out: Sequence[Prompt]
+    held_out: Sequence[Prompt]  # none in a replay
     frames: FrameReader
     geometric_mask: bool  # the mismatch ladder asks for it in the next step
 
@@ -45,7 +53,10 @@ class Run:
         """Updates the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""
         training = self.training
         rollout_s = time.monotonic() - training.began_step_s
-        metrics = rollout_metrics(groups) | {"staleness_mean": staleness_mean(groups, training.version)}
+        metrics = rollout_metrics(groups) | self.rollouts.metrics()
+        metrics["staleness_mean"] = staleness_mean(groups, training.version)
+        if remark := deadline_remark(metrics, self.config.rollout.turn_deadline_s):
+            training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         begun_s = time.monotonic()
         metrics |= await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
@@ -59,7 +70,8 @@ class Run:
         """Gives the engine the learner's weights; seconds that it took."""
         self.training.log.phase("publish")
         begun_s = time.monotonic()
-        await self.engine.publish(await in_thread(self._weights), self.training.version)
+        if not isinstance(self.rollouts, Replay):
+            await self.engine.publish(await in_thread(self._weights), self.training.version)
         return time.monotonic() - begun_s
 
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
@@ -73,12 +85,18 @@ class Run:
         self.training.log.step(step, metrics, records(groups, step))
 
     async def validate_if_due(self) -> None:
+        """What is stopped is not logged, and made when the run goes on."""
         training = self.training
-        if not self.held_out or not training.due(self.config.validation.every_steps):
+        if not self.held_out or not training.validation_due(self.config.validation):
             return
         training.log.phase("validation")
-        members = await evaluate(self.greedy, self.held_out, self.config.video.overview_frames)
-        metrics = {f"validation/{name}": value for name, value in member_metrics(members).items()}
+        playing = evaluate(self.greedy, self.held_out, self.config.video.overview_frames)
+        members = await unless_stopped(training.directory.stopping, playing)
+        if members is None:
+            return
+        types = [prompt.question_type for prompt in self.held_out]
+        found = member_metrics(members) | metrics_in_parts(zip(types, members, strict=True))
+        metrics = {f"validation/{name}": value for name, value in found.items()}
         training.log.validation(training.step, metrics | {"policy_version": training.version})
 
     async def save_if_due(self) -> None:

@@ -79,6 +79,11 @@ class RunLog:
         """Logs how the policy after `step` steps does on held-out prompts, under keys of its own: `validation/…`."""
         self._write(VALIDATION_FILE, step, metrics)
 
+    def validated(self, step: int) -> bool:
+        """Whether that is logged already, as after a restart."""
+        path = self._run_dir / VALIDATION_FILE
+        return path.exists() and any(row["step"] == step for row in load_jsonl(path))
+
     def phase(self, text: str) -> None:
         """What the run is at: shown on a terminal, and elsewhere said now and then while it lasts."""
         self._progress.phase(text)

@@ -4,8 +4,10 @@ Draws RUN/plots/*.png from what a run has logged so far. A plot without data is 
 """
 
 import argparse
+import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +79,22 @@ MISMATCH = (
     Quantity("mismatch/behavior_kl_structural", "structural", RED),
     Quantity("mismatch/behavior_kl_first_of_turn", "first of turn", ORANGE),
 )
+PARTS = {"accuracy": "rollout/accuracy_mean_", "tool calls per episode κ": "rollout/tool_calls_mean_"}
+BUDGET = re.compile(r"k(\d+)")  # how a part is called that has a frame budget; others are question types
+PART_COLOURS = (SKY, BLUE, GREEN, ORANGE, RED, PINK)
+TOKENS = (
+    Quantity("rollout/sampled_tokens_p90", "90 %", ORANGE),
+    Quantity("rollout/sampled_tokens_p50", "half", INK),
+    Quantity("rollout/sampled_tokens_p10", "10 %", SKY),
+)
+ADVANTAGES = (
+    Quantity("rollout/advantage_p90", "90 %", ORANGE),
+    Quantity("rollout/advantage_p50", "half", INK),
+    Quantity("rollout/advantage_p10", "10 %", SKY),
+)
+TAUGHT = Quantity("rollout/taught_frac", "", NEUTRAL)
 LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
+NO_RESULTS = ("num_", "calls_", "missing_", "sampled_tokens_p", "time/", "perf/")  # of a validation
 LOSSES = {
     "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
     "policy loss": Quantity("loss/policy", "", NEUTRAL),
@@ -138,6 +155,9 @@ def make_plots(run_dir: Path) -> list[Path]:
         "reward_terms": _reward_terms,
         "format_and_calls": _format_and_calls,
         "reward_by_frame_budget": _reward_by_frame_budget,
+        "frame_budget": _frame_budget,
+        "question_type": _question_type,
+        "groups": _groups,
         "mismatch": _mismatch,
         "loss": _loss,
         "validation": _validation,
@@ -165,6 +185,45 @@ def _format_and_calls(run: LoggedRun) -> Figure | None:
     return _over_steps(run, "Format and tool use", run.metrics, panels, from_zero=True)
 
 
+def _frame_budget(run: LoggedRun) -> Figure | None:
+    panels = {name: of_budgets(run.metrics, prefix) for name, prefix in PARTS.items()}
+    return _over_steps(run, "By frame budget K", run.metrics, panels, from_zero=True, height=3.6, shared=True)
+
+
+def _question_type(run: LoggedRun) -> Figure | None:
+    panels = {name: of_types(run.metrics, prefix) for name, prefix in PARTS.items()}
+    return _over_steps(run, "By question type", run.metrics, panels, from_zero=True, height=3.6, shared=True)
+
+
+def of_budgets(table: Table, prefix: str) -> list[Quantity]:
+    """A quantity of each frame budget, the smallest first."""
+    budgets = sorted(int(part[1:]) for part in _parts(table, prefix) if BUDGET.fullmatch(part))
+    return _quantities(prefix, {f"k{budget}": f"K={budget}" for budget in budgets})
+
+
+def of_types(table: Table, prefix: str) -> list[Quantity]:
+    types = sorted(part for part in _parts(table, prefix) if not BUDGET.fullmatch(part))
+    return _quantities(prefix, dict(zip(types, types, strict=True)))
+
+
+def _parts(table: Table, prefix: str) -> set[str]:
+    return {key.removeprefix(prefix) for row in table.rows.values() for key in row if key.startswith(prefix)}
+
+
+def _quantities(prefix: str, labels: Mapping[str, str]) -> list[Quantity]:
+    colours = itertools.cycle(PART_COLOURS)
+    return [Quantity(f"{prefix}{part}", label, next(colours)) for part, label in labels.items()]
+
+
+def _groups(run: LoggedRun) -> Figure | None:
+    panels = {
+        "groups that taught, fraction": (TAUGHT,),
+        "advantage, below which are so many of the episodes that taught": ADVANTAGES,
+        "sampled tokens of an episode, likewise": TOKENS,
+    }
+    return _over_steps(run, "What groups taught", run.metrics, panels)
+
+
 def _loss(run: LoggedRun) -> Figure | None:
     panels = {title: (quantity,) for title, quantity in LOSSES.items()}
     return _over_steps(run, "Loss and gradient", run.metrics, panels, num_columns=2)
@@ -178,7 +237,7 @@ def _validation(run: LoggedRun) -> Figure | None:
     panels = {
         name: (Quantity(keys[name], "", colours.get(name, NEUTRAL)),)
         for name in names
-        if name not in ("step", "policy_version") and not name.startswith(("num_", "calls_", "time/", "perf/"))
+        if name not in ("step", "policy_version") and not name.startswith(NO_RESULTS)
     }
     return _over_steps(run, "Validation", run.validation, panels, num_columns=3)
 
@@ -253,14 +312,20 @@ def _over_steps(
     log: bool = False,
     from_zero: bool = False,
     levels: Mapping[float, str] | None = None,
+    shared: bool = False,
 ) -> Figure | None:
-    """Panels of lines against the step, without what there is nothing of."""
+    """Panels of lines against the step, without what there is nothing of.
+
+    `shared`: a step has values of some lines of a panel only: means are over more steps, and lines go on through gaps.
+    """
     drawn = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
     drawn = {name: panel for name, panel in drawn.items() if panel}
     if not drawn:
         return None
     steps = table.steps
     window = max(3, round(MEAN_FRAC * len(steps))) if len(steps) > MAX_MARKED_STEPS else 1
+    if shared and window > 1:
+        window = min(len(steps), window * max(map(len, drawn.values())))
     num_columns = min(num_columns, len(drawn))
     num_rows = -(-len(drawn) // num_columns)
     caption = f"bold: running mean over {window} steps" if window > 1 else ""
@@ -269,7 +334,7 @@ def _over_steps(
     for axes in all_axes[len(drawn) :]:
         axes.remove()
     for number, (axes, (name, panel)) in enumerate(zip(all_axes, drawn.items(), strict=False)):
-        ends = [_draw_line(axes, table, quantity, window, log) for quantity in panel]
+        ends = [_draw_line(axes, table, quantity, window, log, through_gaps=shared) for quantity in panel]
         axes.set_title(name, parse_math=False)
         if number + num_columns >= len(drawn):  # nothing below it
             axes.set_xlabel("step")
@@ -287,7 +352,9 @@ def _over_steps(
     return figure
 
 
-def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: bool) -> tuple[float, str, str]:
+def _draw_line(
+    axes: Axes, table: Table, quantity: Quantity, window: int, log: bool, through_gaps: bool
+) -> tuple[float, str, str]:
     """Where the line ends, how it is called there, and its colour."""
     values = table.column(quantity.key)
     smooth = running_mean(values, window)
@@ -297,7 +364,8 @@ def _draw_line(axes: Axes, table: Table, quantity: Quantity, window: int, log: b
     if window > 1:
         axes.plot(table.steps, values, color=quantity.colour, linewidth=0.7, alpha=0.2)
     how = {"marker": "" if window > 1 else "o", "markersize": 5, "linewidth": 2, "clip_on": False}
-    axes.plot(table.steps, smooth, color=quantity.colour, **how)
+    shown = np.isfinite(smooth) if through_gaps else np.full(len(smooth), True)
+    axes.plot(table.steps[shown], smooth[shown], color=quantity.colour, **how)
     return max(last, KL_FLOOR) if log else last, f"{quantity.label} {last:.3g}".strip(), quantity.colour
 
 

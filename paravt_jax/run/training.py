@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paravt_jax.config import CheckpointConfig, LogConfig
+from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.compiles import Compiles
@@ -151,6 +151,11 @@ class Training:
 
     def due(self, every_steps: int) -> bool:
         return self.step % every_steps == 0 or self.step >= self.num_steps
+
+    def validation_due(self, validation: ValidationConfig) -> bool:
+        """Before the first step, every so many steps and after the last one; never twice, also not after a restart."""
+        due = self.due(validation.every_steps) if self.step else validation.at_start
+        return due and not self.log.validated(self.step)
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
         if self.due(self.save_every_steps):

@@ -16,15 +16,21 @@ from jaxtyping import Float
 from paravt_jax.run import plots
 from paravt_jax.run.plots import (
     ACCURACY,
+    ADVANTAGES,
     CALLS,
     FORMAT,
     LOSSES,
     MISMATCH,
+    PARTS,
     REWARD_TERMS,
+    TAUGHT,
+    TOKENS,
     TOTAL,
     LoggedRun,
     Quantity,
     Table,
+    of_budgets,
+    of_types,
 )
 
 HEADLINE_FRAC = 0.1  # of the steps, at either end
@@ -83,6 +89,9 @@ CHARTS = (
     Chart("Accuracy", (ACCURACY,), from_zero=True),
     Chart("Format reward f_τ", (FORMAT,), from_zero=True),
     Chart("Tool calls per episode κ", (CALLS,), from_zero=True),
+    Chart("Groups that taught, fraction", (TAUGHT,), from_zero=True),
+    Chart("Sampled tokens of an episode, quantiles", TOKENS, from_zero=True),
+    Chart("Advantage of episodes that taught, quantiles", ADVANTAGES),
     *(Chart(title[0].upper() + title[1:], (quantity,), section="learner") for title, quantity in LOSSES.items()),
     Chart("KL of engine and learner, nats per token", MISMATCH, "log", "learner"),
     Chart("Time of a step, seconds", TIMES, "stack", "machine", from_zero=True),
@@ -131,7 +140,8 @@ def headlines(run: LoggedRun) -> list[dict[str, Any]]:
 def charts(run: LoggedRun) -> dict[str, Any]:
     """Charts, and the columns they draw."""
     table = _with_rest_of_time(run.metrics)
-    shown = [(chart, lines) for chart in CHARTS if (lines := [line for line in chart.lines if table.has(line.key)])]
+    all_charts = (*CHARTS, *_of_parts(table))
+    shown = [(chart, lines) for chart in all_charts if (lines := [line for line in chart.lines if table.has(line.key)])]
     drawn = {line.key for _, lines in shown for line in lines}
     others = [key for key in sorted(_keys(table)) if key not in drawn and key not in HIDDEN]
     own = [key for key in others if key.startswith(OWN_SECTION)]
@@ -166,6 +176,14 @@ def charts(run: LoggedRun) -> dict[str, Any]:
         "num_left_out": len(rest[MAX_OTHER:]),
         "floor": plots.KL_FLOOR,
     }
+
+
+def _of_parts(table: Table) -> Iterator[Chart]:
+    """κ and accuracy by frame budget and by question type, whichever there are."""
+    for name, prefix in PARTS.items():
+        for parts, of_parts in (("frame budget K", of_budgets), ("question type", of_types)):
+            title = f"{name[0].upper()}{name[1:]} by {parts}"
+            yield Chart(title, tuple(of_parts(table, prefix)), from_zero=True)
 
 
 def _headline(run: LoggedRun, quantity: Quantity, symbol: str, name: str) -> dict[str, Any]:

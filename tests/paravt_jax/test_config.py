@@ -160,6 +160,18 @@ def flat(path):
     return walk(load_config(path), "")
 
 
+def test_the_record_of_a_run_is_a_config(tmp_path):
+    config = load_config(
+        CONFIGS / "smoke_cpu.yaml", "rollout.forced_prefix='<think>\U0001f600\n'", "optim.learning_rate=2e-6"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"config": to_record(config), "git_commit": None}))
+    assert load_config(tmp_path / "config.json") == config
+    assert load_config(tmp_path / "config.json", "seed=3").seed == 3
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no YAML: "):
+        load_config(tmp_path / "config.json")
+
+
 def test_a_setting_given_on_the_command_line_wins_over_the_file():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "train.num_steps=11").train.num_steps == 11
 
@@ -193,6 +205,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["loss.kind=dr_grpo"], r"loss\.kind=dr_grpo divides by no std .* set advantage\.normalise=none"),
         (["train.updates_per_step=8"], r"train\.updates_per_step=8 would leave .*train\.prompts_per_step=7"),
         (["train.updates_per_step=3", "train.max_staleness=4"], "one step ahead become 5 versions old; allow so many"),
+        (["train.oversample=8"], r"train\.oversample=8 is more than train\.prompts_per_step=7"),
         (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
         (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
         (["mesh.fsdp=4"], r"pack\.num_rows=1 must be a multiple of mesh\.data x mesh\.fsdp = 4"),

@@ -1,5 +1,6 @@
-"""A run that is killed, stopped or started again ends as if nothing had happened."""
+"""A run that is killed, stopped, started again or replayed ends as if nothing had happened."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -26,6 +27,11 @@ from training import (
     train_forked,
     train_here,
 )
+
+from paravt_jax import train as trainer
+from paravt_jax.config import load_config
+from paravt_jax.rl import opening
+from paravt_jax.run import training
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +163,52 @@ def test_a_log_without_the_checkpoints_it_needs_is_not_begun_anew(whole, tmp_pat
     with pytest.raises(RuntimeError, match=f"has a log of {NUM_STEPS} steps and no checkpoint; put one back"):
         train_here(run_dir, *WHOLE)
     assert len(metrics_of(run_dir)) == NUM_STEPS
+
+
+def replay(source: Path, run_dir: Path) -> str:
+    """What the command said."""
+    done = forked.run("paravt_jax.train", "--replay", source, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_replay_of_a_log_has_the_metrics_episodes_and_weights_of_its_run(whole, tmp_path):
+    said = replay(whole, tmp_path / "replay")
+    assert f"all {NUM_STEPS} steps have the same metrics as in {whole}" in said
+    assert metrics_of(tmp_path / "replay") == metrics_of(whole)
+    assert episodes_of(tmp_path / "replay") == episodes_of(whole)
+    assert arrays_of(tmp_path / "replay", NUM_STEPS) == arrays_of(whole, NUM_STEPS)
+
+
+def test_a_replay_of_the_end_of_a_log_begins_with_the_checkpoint_before_it(whole, tmp_path):
+    source = shutil.copytree(whole, tmp_path / "source")
+    for step in (1, 2):
+        (source / "episodes" / f"{step:06d}.jsonl").unlink()
+    said = replay(source, tmp_path / "replay")
+    assert "replaying steps 3 to 5 of" in said and "all 3 steps have the same metrics" in said
+    assert metrics_of(tmp_path / "replay") == metrics_of(whole)[2:]
+    assert arrays_of(tmp_path / "replay", NUM_STEPS) == arrays_of(whole, NUM_STEPS)
+
+
+def test_another_loss_has_other_metrics_on_the_same_episodes_and_no_engine_is_opened(
+    whole, tmp_path, monkeypatch, capsys
+):
+    async def opened(*_, **__):
+        raise AssertionError("an engine was opened")
+
+    monkeypatch.setattr(opening, "open_engine", opened)
+    monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
+    changed = ("loss.kl_coef=0.5", "train.num_steps=2", f"run_dir={tmp_path}")
+    config = load_config(whole / "config.json", *changed)
+    asyncio.run(trainer.train(config, replay=whole))
+    said = capsys.readouterr().err
+    assert "loss.kl_coef: 0.01 there, 0.5 here" in said and "steps have other metrics than in" in said
+    before, now = metrics_of(whole)[:2], metrics_of(tmp_path)
+    of_rollouts = [{key: row[key] for key in row if key.startswith("rollout/")} for row in (*before, *now)]
+    assert of_rollouts[:2] == of_rollouts[2:]
+    assert now[1]["loss/total"] != pytest.approx(before[1]["loss/total"], rel=1e-3)
+    with pytest.raises(ValueError, match=f"has steps of a replay of {whole}, not of a run with episodes of its own"):
+        asyncio.run(trainer.train(config))
 
 
 def test_two_trainers_do_not_share_a_directory(whole):

@@ -68,8 +68,8 @@ def test_a_run_learns_validates_and_exports(undisturbed, tmp_path):
     losses = [metrics["loss/imitation"] for metrics in metrics_of(undisturbed)]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
     held_out = [json.loads(line) for line in (undisturbed / "validation.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in held_out] == [3, 6]
-    assert held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
+    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert held_out[2]["validation/loss"] < held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
     source = undisturbed / "checkpoints" / str(STEPS)
     assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file()

@@ -17,7 +17,7 @@ MUST_BE_THERE = {
     *("rollout/reward_mean", "rollout/accuracy_mean", "rollout/frame_budget_mean"),
     *("mismatch/behavior_kl", "mismatch/behavior_kl_structural", "loss/policy", "loss/kl_ref", "loss/clip_frac"),
     *("optim/grad_norm", "time/rollout_s", "time/update_s", "time/publish_s", "time/step_s", "perf/tokens_per_s"),
-    *("perf/dummy_frac", "policy_version", "staleness_mean"),
+    *("perf/dummy_frac", "policy_version", "staleness_mean", "rollout/taught_frac", "rollout/missing_deadline"),
 }
 
 
@@ -37,7 +37,7 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     settings = json.loads((run_dir / "config.json").read_text())
     assert settings["config"]["train"]["num_steps"] == 4
     assert settings["packages"]["jax"]
-    assert [json.loads(line)["step"] for line in (run_dir / "validation.jsonl").read_text().splitlines()] == [2, 4]
+    assert [json.loads(line)["step"] for line in (run_dir / "validation.jsonl").read_text().splitlines()] == [0, 2, 4]
     export(run_dir / "checkpoints" / "4", tmp_path / "hf", "float32")
     before, after = model_port.load(run_dir / "tiny"), model_port.load(tmp_path / "hf")
     ids = np.arange(5, 50)
@@ -69,6 +69,7 @@ def test_every_option_of_the_update_runs(tmp_path):
         "loss.kind=grpo",
         "train.subagent_loss=true",
         "train.max_resamples=1",
+        "train.oversample=1",
         "loss.kl_in=reward",
         "loss.geometric_mask=true",
         "advantage.normalise=batch",
@@ -82,9 +83,10 @@ def test_every_option_of_the_update_runs(tmp_path):
         "mesh.tensor=2",
         "pack.num_rows=2",
     )
-    metrics = metrics_of(tmp_path / "run")
-    assert [line["policy_version"] for line in metrics] == [2, 4]
-    assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in metrics)
+    lines = metrics_of(tmp_path / "run")
+    assert [line["policy_version"] for line in lines] == [2, 4]
+    assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in lines)
+    assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 2 * 2
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,9 @@ def _group_of(
     members = []
     for member, turns in enumerate(stories):
         if one_missing and member == 5:
-            members.append(Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s"))
+            members.append(
+                Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s", reason="engine")
+            )
             continue
         episode = _episode(f"{name}/{member}", task, turns, config, prompts, chance)
         own = asyncio.run(PLUGIN.terms(episode, answer, question_type))

@@ -120,6 +120,25 @@ def test_no_kill_skips_or_doubles_a_visit(steps):
     assert sorted(kept) == list(range(len(kept)))
 
 
+def test_what_is_given_back_comes_first_and_once():
+    cursor = Cursor()
+    cursor.take(4)
+    cursor.give_back([3, 1])
+    assert (cursor.num_again, cursor.to_record()) == (2, {"next": 4, "again": [0, 1, 2, 3]})
+    assert cursor.take(3) == [1, 3, 4]
+    with pytest.raises(ValueError, match=r"visits \[5\] are not open"):
+        cursor.give_back([5])
+
+
+def test_the_visits_of_a_log_leave_those_that_it_has_not():
+    cursor = Cursor.from_record({"next": 3, "again": [1]})
+    cursor.take_these([5, 3])
+    cursor.done([3, 5])
+    assert cursor.to_record() == {"next": 6, "again": [1, 4]}
+    with pytest.raises(ValueError, match=r"visits \[5\] were made before, or are open"):
+        cursor.take_these([5, 6])
+
+
 def test_what_is_not_open_cannot_be_done():
     cursor = Cursor()
     cursor.take(2)

@@ -41,6 +41,7 @@ COMMON = [
     "pack.row_tokens=1024",
     "train.prompts_per_step=1",
     "train.group_size=16",
+    "train.max_resamples=0",
     "optim.learning_rate=5e-4",
     "loss.kl_coef=0.001",
 ]

@@ -27,6 +27,7 @@ COMMON = [
     "model.dtype=float32",
     "train.prompts_per_step=2",
     "train.group_size=4",
+    "train.max_resamples=0",
     "video.gating=false",
     "video.overview_frames=3",
     "rollout.max_context_tokens=2048",

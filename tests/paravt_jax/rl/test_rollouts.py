@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +14,18 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.rewards.judge import Judge, JudgeConfig
-from paravt_jax.rl.metrics import member_metrics, num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.metrics import deadline_remark, member_metrics, num_tokens, rollout_metrics, staleness_mean
 from paravt_jax.rl.rollouts import Player, evaluate, records
 from rollout.chat import Chat
-from rollout.engine.protocol import EngineError
+from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(5)]
-COMMON = ["train.prompts_per_step=2", "train.group_size=4", "video.gating=false", "video.overview_frames=3"]
+COMMON = [
+    *("train.prompts_per_step=2", "train.group_size=4", "train.max_resamples=0"),
+    *("video.gating=false", "video.overview_frames=3"),
+]
 RIGHT = "I have looked.</think><answer>A</answer><|im_end|>"
 WRONG = "I have looked.</think><answer>B</answer><|im_end|>"
 CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
@@ -181,6 +185,81 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
     assert rollout_metrics(collect(chat, same)[0])["rollout/num_groups_without_spread"] == 2
 
 
+def oversampled(chat, say, *overrides, steps=1):
+    """The groups, metrics and versions asked for of each step, and the cursor. `say` may wait."""
+    config = load_config(None, *COMMON, "train.oversample=2", *overrides)
+    cursor, found = Cursor(), []
+
+    async def reply(request):
+        return chat.encode(await say(request.episode)).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
+        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), cursor, config)
+        for step in range(1, steps + 1):
+            groups = await rollouts.take(step)
+            found.append((groups, rollouts.metrics()))
+            cursor.done([group.visit.number for group in groups])
+
+    asyncio.run(work())
+    return found, cursor
+
+
+def test_when_enough_groups_teach_the_rest_is_aborted_and_given_back(chat):
+    slow = {"000000", "000002"}  # visits
+
+    async def say(episode):
+        if episode[:6] in slow and not episode.endswith("/0"):
+            await asyncio.sleep(60)
+        return half_right(episode, None)
+
+    ((groups, metrics),), cursor = oversampled(chat, say)
+    assert [group.visit.number for group in groups] == [1, 3]
+    assert cursor.to_record() == {"next": 4, "again": [0, 2]}
+    whole = sum(member.episode.num_sampled for group in groups for member in group.members)
+    assert metrics["rollout/num_groups_aborted"] == 2
+    assert metrics["rollout/aborted_tokens_frac"] == pytest.approx(2 / (2 + 8), abs=0.02)  # their first members
+    assert whole > 0
+
+
+def test_a_prompt_that_was_given_back_is_waited_for_the_next_time(chat):
+    tries = {}
+
+    async def say(episode):
+        tries[episode] = tries.get(episode, 0) + 1
+        slow = int(episode[:6]) < 2
+        await asyncio.sleep((60 if tries[episode] == 1 else 0.2) if slow else 0)
+        return half_right(episode, None)
+
+    found, cursor = oversampled(chat, say, steps=2)
+    assert [[group.visit.number for group in groups] for groups, _ in found] == [[2, 3], [0, 1]]
+    assert cursor.to_record() == {"next": 6, "again": [4, 5]}
+    assert all(group.teaches for groups, _ in found for group in groups)
+
+
+def test_oversampling_loses_no_visit_and_makes_none_twice_however_long_each_takes(chat):
+    chance = random.Random(0)
+
+    async def say(episode):
+        await asyncio.sleep(chance.choice([0, 0.01, 0.03]))
+        return RIGHT if "p3" in episode else half_right(episode, None)  # that group teaches nothing
+
+    found, cursor = oversampled(chat, say, "train.max_resamples=1", steps=6)
+    numbers = [group.visit.number for groups, _ in found for group in groups]
+    record = cursor.to_record()
+    assert sorted([*numbers, *record["again"]]) == list(range(record["next"]))
+    assert all(sum(group.teaches for group in groups) <= 2 for groups, _ in found)
+    assert sum(metrics["rollout/num_groups_aborted"] for _, metrics in found) > 0
+
+
+def test_without_oversampling_nothing_is_said_of_it(chat):
+    async def say(episode):
+        return half_right(episode, None)
+
+    ((_, metrics),), _ = oversampled(chat, say, "train.oversample=0")
+    assert metrics == {}
+
+
 def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
     for ahead in (0, 2):
         cursor = Cursor()
@@ -260,6 +339,56 @@ def test_the_numbers_of_a_step_by_hand(chat):
     ledgers = [ledger for group in groups for member in group.members for ledger in member.episode.ledgers]
     assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert member_metrics([])["num_episodes"] == 0
+
+
+def test_numbers_are_also_those_of_each_budget_and_question_type(chat):
+    prompts = [PROMPTS[0], Prompt("oe", "What is it?", ("/a.mp4", "/b.mp4", "/c.mp4", "/d.mp4"), "a dog", "oe")]
+
+    def say(episode, request):
+        return CALL.replace("video.mp4", "video_1.mp4") if "oe" in episode and before_calls(chat, request) else RIGHT
+
+    metrics = rollout_metrics(collect(chat, say, prompts=prompts)[0])
+    by_budget = {key: metrics[f"rollout/{key}"] for key in ("accuracy_mean_k3", "accuracy_mean_k4")}
+    assert by_budget == {"accuracy_mean_k3": 1.0, "accuracy_mean_k4": 0.0}  # the second has a frame of each video
+    assert (metrics["rollout/tool_calls_mean_mcq"], metrics["rollout/tool_calls_mean_oe"]) == (0.0, 1.0)
+    assert metrics["rollout/accuracy_mean"] == 0.5
+    assert not {"rollout/accuracy_mean_tvg", "rollout/accuracy_mean_k64"} & set(metrics)
+
+
+def before_calls(chat, request):
+    return "A report" not in chat.decode(request.ids)
+
+
+def test_shares_and_quantiles_of_a_step_by_hand(chat):
+    def say(episode, request):
+        return RIGHT if "p0" in episode else half_right(episode, request)
+
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    metrics = rollout_metrics(collect(chat, say, "advantage.normalise=none", prompts=prompts)[0])
+    assert metrics["rollout/taught_frac"] == 0.5
+    assert [metrics[f"rollout/advantage_{p}"] for p in ("p10", "p50", "p90")] == pytest.approx([-0.5, 0, 0.5])
+    assert metrics["rollout/sampled_tokens_p10"] == metrics["rollout/sampled_tokens_p90"]  # all are as long
+    untaught = rollout_metrics(collect(chat, lambda *_: RIGHT)[0])
+    assert untaught["rollout/taught_frac"] == 0 and "rollout/advantage_p50" not in untaught
+
+
+def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
+    def say(episode, request):
+        if before_calls(chat, request):
+            return CALL
+        if episode.endswith("/1"):
+            raise DeadlineExceeded("no answer within 600 s")
+        return half_right(episode, request)
+
+    groups = collect(chat, say)[0]
+    metrics = rollout_metrics(groups)
+    assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
+    assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
+    assert records(groups, 1)[1]["reason"] == "deadline"
+    said = deadline_remark(metrics, 600.0)
+    assert said is not None and said.startswith("2 of 8 episodes are missing for rollout.turn_deadline_s=600: they had")
+    assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not told
+    assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
 
 
 def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import json
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -11,7 +12,7 @@ from typing import get_type_hints
 import pytest
 from huggingface_hub import constants
 
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
 from paravt_jax.keys import comments_of, keys_of, section_of
 from paravt_jax.run.command import shown as shown_lines
 from paravt_jax.run.policy import policy_of
@@ -45,6 +46,17 @@ def test_plan_may_stand_between_settings(shown):
         "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
     )
     assert "v5p" in found
+
+
+def test_a_replay_has_the_settings_of_its_run_and_a_directory_below_it(shown, tmp_path):
+    record = to_record(load_config(CONFIGS / "smoke_cpu.yaml", "seed=41"))
+    (tmp_path / "config.json").write_text(json.dumps({"config": record, "git_commit": None}))
+    found = shown("train", "--replay", str(tmp_path), "--show", "loss.kl_coef=0.5")
+    assert f"run_dir: {tmp_path / 'replay'}" in found and "seed: 41" in found and "kl_coef: 0.5" in found
+    found = shown("train", "--replay", str(tmp_path), "--show", "run_dir=elsewhere")
+    assert "run_dir: elsewhere" in found
+    found = shown("train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--replay", str(tmp_path), "--show")
+    assert "run_dir: runs/smoke_cpu" in found and "seed: 0 " in found
 
 
 JUDGED = ["reward.oe_mode=llm", "judge.url=http://a/v1", "judge.model='1e3: # é'", r'rollout.forced_prefix="# \n\"\n"']

@@ -12,19 +12,26 @@ from PIL import Image
 
 from paravt_jax.run import plots
 from paravt_jax.run.plots import (
+    _frame_budget,
     _kl_levels,
     _label_ends,
     _reward_by_frame_budget,
     load_run,
     main,
     make_plots,
+    of_budgets,
+    of_types,
     running_mean,
 )
 
-ALL = {"reward_terms", "format_and_calls", "reward_by_frame_budget", "mismatch", "loss", "validation"}
+ALL = {
+    *("reward_terms", "format_and_calls", "reward_by_frame_budget", "frame_budget", "question_type", "groups"),
+    *("mismatch", "loss", "validation"),
+}
 KEYS = (
     *("rollout/reward_mean", "rollout/accuracy_mean", "rollout/format_reward", "rollout/tool_reward_mean"),
     *("rollout/anchor_mean", "rollout/tool_calls_mean", "loss/policy", "loss/kl_ref", "loss/clip_frac"),
+    *("rollout/accuracy_mean_k4", "rollout/accuracy_mean_k16", "rollout/tool_calls_mean_mcq", "rollout/taught_frac"),
     *("optim/grad_norm", "mismatch/behavior_kl", "mismatch/behavior_kl_plain", "mismatch/behavior_kl_structural"),
 )
 
@@ -84,6 +91,25 @@ def test_every_plot_is_a_picture_however_many_steps_there_are(num_steps, make_ru
 def test_a_plot_is_made_of_what_there_is_of_it(key, plot, make_run):
     run_dir = make_run(2, keys=(key,))
     assert {path.stem for path in make_plots(run_dir)} == {plot, "reward_by_frame_budget"}
+
+
+def test_budgets_are_in_order_and_apart_from_question_types(make_run):
+    prefix = "rollout/accuracy_mean_"
+    table = load_run(make_run(2, keys=tuple(prefix + part for part in ("k16", "k4", "oe", "mcq", "k64")))).metrics
+    assert [(quantity.key, quantity.label) for quantity in of_budgets(table, prefix)] == [
+        (f"{prefix}k{budget}", f"K={budget}") for budget in (4, 16, 64)
+    ]
+    assert [quantity.label for quantity in of_types(table, prefix)] == ["mcq", "oe"]
+
+
+def test_lines_that_share_the_steps_go_on_where_they_have_no_value(tmp_path):
+    values = {f"rollout/accuracy_mean_k{budget}": 0.5 for budget in (4, 16)}
+    rows = [{"step": step} | dict([list(values.items())[step % 2]]) for step in range(1, 8)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    figure = _frame_budget(load_run(tmp_path))
+    assert figure is not None
+    drawn = [line.get_xdata().tolist() for line in figure.axes[0].lines]  # type: ignore[union-attr]
+    assert drawn == [[2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_steps_without_a_value_leave_a_gap_and_not_a_failure(make_run):

@@ -1,0 +1,295 @@
+"""A run's log in the place of its rollouts: the learner learns from it once more, and no engine is opened.
+
+An episode is made again from its record: ids, log-probs and versions as they were logged, frames decoded anew and
+recognised by their keys. Rewards are computed again from what was said, so that their settings may be others too; only
+a judge's verdicts are taken from the log. With the settings of the run every number comes out as it was, to the last
+bit.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paravt_jax.config import Config, TrainConfig
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visit, Visits
+from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rl.rollouts import (
+    Group,
+    Member,
+    Player,
+    advantages_of,
+    learnable,
+    over_step,
+    scored_together,
+    task_of,
+)
+from paravt_jax.run.checkpoint import RECORD_FILE
+from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl
+from paravt_jax.run.training import CHECKPOINTS_DIR
+from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
+from rollout.episode import Call, Episode, Turn
+from rollout.ledger import Ledger, Segment
+from rollout.picture import Picture
+from rollout.prompter import Overview
+from rollout.tools import ToolCall, Window, find_calls, video_of
+from rollout.video.box import Box
+from rollout.video.errors import VideoError
+
+OF_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
+SHOWN_KEYS = 3  # of those that differ
+
+
+@dataclass(frozen=True)
+class LoggedSteps:
+    """What a run has logged, from the first step of which there are episodes to the last one."""
+
+    run_dir: Path
+    first: int
+    last: int
+    checkpoint: Path | None  # that the first step began with; None: the model of the settings
+
+    @classmethod
+    def of(cls, run_dir: Path, config: Config) -> "LoggedSteps":
+        """Raises where the log is not enough for a replay with these settings."""
+        if Path(config.run_dir).resolve() == run_dir.resolve():
+            raise ValueError(f"run_dir={config.run_dir} is the run to be replayed; choose another run_dir")
+        if not (run_dir / METRICS_FILE).exists():
+            raise ValueError(f"{run_dir} is no run: it has no {METRICS_FILE}; give the directory that was its run_dir")
+        last = last_step(run_dir)
+        paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
+        steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
+        if not steps:
+            raise ValueError(f"{run_dir} has no episodes of the steps that it has done; give a run of paravt_jax.train")
+        first = min(steps)
+        if lost := sorted({*range(first, last + 1)} - steps):
+            raise ValueError(
+                f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, and has those of steps "
+                f"before and after; put the files back"
+            )
+        if config.judge is not None and not settings_of(run_dir).get("judge"):
+            raise ValueError(
+                f"reward.oe_mode=llm needs verdicts, and {run_dir} was without a judge; leave it as it was"
+            )
+        return cls(run_dir.absolute(), first, last, _checkpoint_of(run_dir, first - 1) if first > 1 else None)
+
+    def episodes(self, step: int) -> Iterator[dict[str, Any]]:
+        return load_jsonl(self.run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        """What is to be said before a replay with these settings."""
+        path = self.run_dir / SETTINGS_LOG_FILE
+        later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
+        changes = changed_settings(settings, self.run_dir).items()
+        return [
+            f"replaying steps {self.first} to {self.last} of {self.run_dir}",
+            *(f"it had other settings until step {step}; a replay has the last ones" for step in later),
+            *(f"{key}: {one} there, {other} here" for key, (one, other) in changes if key != "run_dir"),
+        ]
+
+    def lend_checkpoint(self, directory: Path) -> None:
+        """Lets a directory without checkpoints begin where the log begins."""
+        checkpoints = directory / CHECKPOINTS_DIR
+        if self.checkpoint is None or any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
+            return
+        partial = checkpoints / f".{self.checkpoint.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(self.checkpoint, partial, copy_function=_linked)
+        partial.rename(checkpoints / self.checkpoint.name)
+
+    def compared(self, replay_dir: Path) -> str:
+        """In which steps a replay in `replay_dir` has other metrics than the run."""
+        ours, theirs = (_rows(directory) for directory in (replay_dir, self.run_dir))
+        steps = [step for step in sorted(ours) if self.first <= step <= self.last]
+        differ = {step: keys for step in steps if (keys := differing(theirs.get(step, {}), ours[step]))}
+        if not differ:
+            return f"all {len(steps)} steps have the same metrics as in {self.run_dir}"
+        step, keys = next(iter(differ.items()))
+        was = theirs.get(step, {})
+        shown = [f"{key} is {ours[step][key]} and was {was.get(key)}" for key in keys[:SHOWN_KEYS]]
+        more = f", and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+        return (
+            f"{len(differ)} of {len(steps)} steps have other metrics than in {self.run_dir}, the first is step {step}: "
+            f"{'; '.join(shown)}{more}"
+        )
+
+
+class NoEngine:
+    """What an agent is given that is never asked: everything was sampled before."""
+
+    version = 0
+
+    async def generate(self, request: Request) -> Generation:
+        raise EngineError("a replay samples nothing")
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Nobody samples with them."""
+
+    async def health(self) -> Health:
+        return Health(())
+
+    async def abort(self, episode: str | None = None) -> None:
+        """Nothing runs."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Verdict(Judge):
+    """A judge that says once more what it said of an episode."""
+
+    def __init__(self, score: float | None):
+        self._score = score
+
+    async def judge(self, question: str, answer: str, prediction: str) -> float | None:
+        return self._score
+
+
+class Replay:
+    """Gives the groups of one step after another, as `Rollouts` does, from what a run has logged."""
+
+    def __init__(
+        self,
+        log: LoggedSteps,
+        player: Player,
+        visits: Visits[Prompt],
+        cursor: Cursor,
+        train: TrainConfig,
+        advantage: AdvantageConfig,
+    ):
+        self.log, self.player, self.visits, self.cursor = log, player, visits, cursor
+        self._train, self._advantage = train, advantage
+
+    async def take(self, step: int) -> list[Group]:
+        """The groups of a step. With other rewards more of them may teach than a step has place for."""
+        try:
+            by_visit = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
+            begun = [self._group(self.visits[number], list(records)) for number, records in by_visit]
+            groups = list(learnable(await asyncio.gather(*begun), self._train.prompts_per_step))
+        except KeyError as problem:
+            raise ValueError(
+                f"{self.log.run_dir}: an episode of step {step} has no {problem}: it was logged by another version; "
+                f"replay it with the git_commit of {self.log.run_dir / SETTINGS_FILE}"
+            ) from None
+        except VideoError as problem:
+            raise ValueError(f"a video of step {step} of {self.log.run_dir} cannot be read now: {problem}") from None
+        self.cursor.take_these(group.visit.number for group in groups)
+        return over_step(groups, self.player.reward, self._advantage)
+
+    def metrics(self) -> dict[str, float]:
+        """What was thrown away is not in a log."""
+        return {}
+
+    async def _group(self, visit: Visit[Prompt], records: Sequence[Mapping[str, Any]]) -> Group:
+        task = task_of(visit, records[0]["frame_budget"])
+        asked = records[0]["id"].rpartition("/")[0]
+        if task.id != asked:
+            raise ValueError(
+                f"{self.log.run_dir} asked {asked} at visit {visit.number}, the data now have {task.id} there: "
+                f"data.train or seed are not those of the run"
+            )
+        if len(records) != self._train.group_size:
+            raise ValueError(
+                f"train.group_size={self._train.group_size}, and {asked} has {len(records)} episodes in "
+                f"{self.log.run_dir}; leave it as it was"
+            )
+        overview = await self.player.agent.look(task) if any("segments" in record for record in records) else None
+        members = [await self._member(record, visit.item, overview) for record in records]
+        members = scored_together(members, self.player.reward)
+        advantages = advantages_of(members, self.player.reward, self._advantage)
+        return Group(visit, task.frame_budget, members, advantages)
+
+    async def _member(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview | None) -> Member:
+        if "segments" not in record:
+            return Member(record["id"], problem=record["problem"], reason=record["reason"], num_lost=record["num_lost"])
+        assert overview is not None
+        score = record["reward"]["accuracy"] if "reward" in record else None
+        player = replace(self.player, judge=Verdict(score)) if self.player.reward.oe_mode == "llm" else self.player
+        return await player.scored(record["id"], await self._episode(record, prompt, overview), prompt)
+
+    async def _episode(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview) -> Episode:
+        turns = []
+        for turn in record["turns"]:
+            asked = find_calls(turn["text"], self.player.agent.signatures)
+            called = zip(asked[: len(turn["calls"])], turn["calls"], strict=True)
+            calls = [await self._call(call, of_call, overview) for call, of_call in called]
+            turns.append(Turn(turn["text"], turn["finish"], tuple(turn["token_span"]), calls, turn["latency_s"]))
+        ledger = _ledger(record["segments"], overview.pictures)
+        return Episode(record["id"], overview.task, ledger, turns, record["finish"], record["seconds"])
+
+    async def _call(self, call: ToolCall, record: Mapping[str, Any], overview: Overview) -> Call:
+        window = None if record["window_s"] is None else Window(*record["window_s"])
+        box = None if record["box"] is None else Box(*record["box"])
+        report = None
+        if record["segments"] is not None:
+            assert window is not None
+            path, prompter = video_of(call.arguments, overview.names), self.player.agent.prompter
+            shown = prompter.crop(path, window) if box is None else prompter.detail(path, window.start_s, box)
+            report = _ledger(record["segments"], [frame.picture for frame in await shown])
+        told = record["outcome"], record["response"], record["problem"]
+        return Call(call, *told, window, box, report, record["latency_s"])
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / SETTINGS_FILE
+    return json.loads(path.read_bytes())["config"] if path.exists() else {}
+
+
+def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
+    """Metrics of a step that its replay has otherwise; what is no finite number is logged as null."""
+
+    def same(key: str) -> bool:
+        value = replayed[key]
+        return logged.get(key) == (value if value is None or np.isfinite(value) else None)
+
+    return [key for key in replayed if not key.startswith(OF_THE_MACHINE) and not same(key)]
+
+
+def _ledger(records: Iterable[Mapping[str, Any]], pictures: Sequence[Picture]) -> Ledger:
+    by_key = {picture.key: picture for picture in pictures}
+    return Ledger([_segment(record, by_key) for record in records])
+
+
+def _segment(record: Mapping[str, Any], by_key: Mapping[str, Picture]) -> Segment:
+    keys = [picture["key"] for picture in record.get("pictures", ())]
+    if unknown := [key for key in keys if key not in by_key]:
+        raise ValueError(
+            f"{len(unknown)} of {len(keys)} frames are not those that were shown in the run: its videos, or the "
+            f"settings of video and rollout, are others now"
+        )
+    logps = np.array(record["behavior_logp"], np.float32) if "behavior_logp" in record else None
+    ids = np.array(record["ids"], np.int32)
+    return Segment(record["kind"], ids, tuple(by_key[key] for key in keys), logps, record.get("version"))
+
+
+def _checkpoint_of(run_dir: Path, step: int) -> Path:
+    for path in (run_dir / CHECKPOINTS_DIR).glob(f"*/{RECORD_FILE}"):
+        if path.parent.name.isdecimal() and json.loads(path.read_bytes())["progress"]["step"] == step:
+            return path.parent
+    raise ValueError(
+        f"the episodes of {run_dir} begin with step {step + 1}, and it has no checkpoint of step {step} to begin with; "
+        f"put the one or the others back"
+    )
+
+
+def _linked(source: str, target: str) -> None:
+    """Checkpoints are large, and their files never change."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    path = run_dir / METRICS_FILE
+    return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}

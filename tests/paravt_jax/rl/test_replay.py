@@ -1,0 +1,200 @@
+"""A log gives the groups that were logged, to the last number; and says what it lacks."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from agents import FakeFrames, call, is_subagent
+from training import rollouts_of
+
+from paravt_jax.config import Config, load_config, to_record
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.rewards.judge import Judge, JudgeConfig
+from paravt_jax.rl.metrics import num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay, differing
+from paravt_jax.rl.rollouts import Player, records
+from rollout.chat import Chat
+from rollout.engine.protocol import DeadlineExceeded, EngineError
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+
+PROMPTS = [
+    Prompt("p0", "Which? A or B", ("/a.mp4", "/b.mp4"), "A", "mcq"),
+    Prompt("p1", "What is it?", ("/c.mp4",), "a dog", "oe"),
+    Prompt("p2", "What is it?", ("/missing.mp4",), "a dog", "oe"),
+]
+SETTINGS = [
+    *("train.prompts_per_step=3", "train.group_size=6", "train.max_resamples=0", "train.max_missing_frac=0.9"),
+    *("video.frame_budgets=[3]", "reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m"),
+]
+LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp4")
+
+
+class Counting(Judge):
+    """Every verdict is another, and now and then there is none."""
+
+    def __init__(self):
+        super().__init__(JudgeConfig("http://judge/v1", "m"))
+        self.scores = iter([0.5, None, 0.0, 1.0])
+
+    async def judge(self, question, answer, prediction):
+        return next(self.scores)
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_hf):
+    return Chat.from_hf(tiny_hf)
+
+
+@pytest.fixture(scope="module")
+def played(chat):
+    """Groups with calls in one of two videos, verdicts and none, a deadline in the second turn, a lost video."""
+    config = load_config(None, *SETTINGS)
+    turns = {}
+
+    async def reply(request):
+        turn = turns[request.episode] = turns.get(request.episode, 0) + (not is_subagent(chat, request))
+        if is_subagent(chat, request):
+            return chat.encode("A report.<|im_end|>").tolist()
+        if request.episode.endswith("/5"):
+            raise EngineError("gone")
+        if request.episode.endswith("/4") and turn == 2:
+            raise DeadlineExceeded("too late")
+        looks, letter = "-p0/" in request.episode and turn == 1, "AB"[int(request.episode[-1]) % 2]
+        return chat.encode(LOOK if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply, version=3), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config, Counting()).take(1)
+
+    return asyncio.run(work())
+
+
+def write_log(run_dir, groups, step=1):
+    (run_dir / "episodes").mkdir(parents=True, exist_ok=True)
+    rows = records(groups, step)
+    (run_dir / "episodes" / f"{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "config.json").write_text(json.dumps({"config": {"judge": {"model": "m"}}}))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+    return run_dir
+
+
+def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
+    config = load_config(None, *SETTINGS, *overrides)
+    player = Player(Agent(NoEngine(), frames or FakeFrames(), chat, config.rollout), config.reward, None, config.seed)
+    log, visits = LoggedSteps.of(run_dir, config), Visits(prompts, 0)
+    replay = Replay(log, player, visits, Cursor(), config.train, config.advantage)
+    return asyncio.run(replay.take(1)), replay
+
+
+def test_groups_made_again_from_their_log_are_those_that_were_logged(played, chat, tmp_path):
+    groups, replay = replayed(write_log(tmp_path, played), chat)
+    metrics = rollout_metrics(played)
+    assert metrics["rollout/calls_ok"] == 4 and metrics["rollout/missing_deadline"] == 1
+    assert metrics["rollout/missing_video"] == 6 and metrics["rollout/missing_judge"] == 1
+    assert records(groups, 1) == records(played, 1)
+    assert rollout_metrics(groups) == metrics
+    assert staleness_mean(groups, 7) == staleness_mean(played, 7)
+    assert num_tokens(groups, chat, 32) == num_tokens(played, chat, 32)
+    assert replay.cursor.to_record() == {"next": 3, "again": [0, 1, 2]}  # open until they are learnt from
+
+
+def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
+    run_dir = write_log(tmp_path, played)
+    rewards = [
+        rollout_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
+        for overrides in ([], ["reward.format_weight=0"])
+    ]
+    assert rewards[0] != rewards[1]
+
+
+def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, tmp_path):
+    assert sum(group.teaches for group in played) == 2
+    groups, replay = replayed(write_log(tmp_path, played), chat, "train.prompts_per_step=1")
+    assert [group.teaches for group in groups].count(True) == 1
+    assert len(groups) == 2  # and the one that teaches nothing
+    (left,) = {0, 1, 2} - {group.visit.number for group in groups}
+    replay.cursor.done([group.visit.number for group in groups])
+    assert replay.cursor.take(1) == [left]
+
+
+def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, chat, tmp_path):
+    run_dir = write_log(tmp_path, played)
+    with pytest.raises(ValueError, match=r"asked 00000\d-p\d at visit \d, the data now have 00000\d-p\d there"):
+        replayed(run_dir, chat, prompts=PROMPTS[::-1])
+    with pytest.raises(ValueError, match=r"train\.group_size=5, and 00000\d-p\d has 6 episodes in"):
+        replayed(run_dir, chat, "train.group_size=5")
+    with pytest.raises(ValueError, match="frames are not those that were shown in the run"):
+        replayed(run_dir, chat, frames=FakeFrames(duration_s=32))
+    path = run_dir / "episodes" / "000001.jsonl"
+    path.write_text(path.read_text().replace('"reason"', '"why"'))
+    with pytest.raises(ValueError, match="of step 1 has no 'reason': it was logged by another version; replay it with"):
+        replayed(run_dir, chat)
+
+
+@pytest.mark.parametrize(
+    ("steps", "logged", "message"),
+    [
+        ([], 0, "is no run: it has no metrics.jsonl"),
+        ([], 3, "has no episodes of the steps that it has done; give a run of paravt_jax.train"),
+        ([1, 2, 4, 5], 5, "has no episodes of step 3, and has those of steps before and after"),
+        ([3, 4, 5], 5, "begin with step 3, and it has no checkpoint of step 2 to begin with"),
+    ],
+)
+def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, message, tmp_path):
+    (tmp_path / "episodes").mkdir()
+    for step in steps:
+        (tmp_path / "episodes" / f"{step:06d}.jsonl").touch()
+    if logged:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n + 1}) + "\n" for n in range(logged)))
+    with pytest.raises(ValueError, match=message):
+        LoggedSteps.of(tmp_path, Config())
+
+
+def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, tmp_path):
+    run_dir = write_log(tmp_path, played)
+    with pytest.raises(ValueError, match="is the run to be replayed; choose another run_dir"):
+        LoggedSteps.of(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
+    (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
+    with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs verdicts"):
+        LoggedSteps.of(run_dir, load_config(None, *SETTINGS))
+
+
+def test_settings_that_are_others_now_or_were_before_are_told(played, tmp_path):
+    run_dir, config = write_log(tmp_path, played), Config(seed=1)
+    (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
+    (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
+    assert LoggedSteps.of(run_dir, config).remarks(to_record(config)) == [
+        f"replaying steps 1 to 1 of {run_dir}",
+        "it had other settings until step 3; a replay has the last ones",
+        "seed: 0 there, 1 here",
+    ]
+
+
+def test_steps_after_the_last_metrics_are_none_of_the_run(played, tmp_path):
+    run_dir = write_log(tmp_path, played)
+    (run_dir / "episodes" / "000002.jsonl").touch()  # a kill between episodes and metrics
+    assert LoggedSteps.of(run_dir, Config()).last == 1
+
+
+def test_metrics_of_the_machine_are_not_compared_and_infinity_is_null():
+    logged = {"loss/total": 0.5, "loss/kl_ref": None, "time/step_s": 1.0, "perf/rows": 3.0}
+    assert differing(logged, {"loss/total": 0.5, "loss/kl_ref": float("nan"), "time/step_s": 9.0}) == []
+    assert differing(logged, {"loss/total": 0.5000001, "loss/new": 1.0}) == ["loss/total", "loss/new"]
+
+
+def test_the_first_steps_with_other_metrics_are_named(tmp_path):
+    def write(name: str, losses: list[float]) -> Path:
+        (tmp_path / name).mkdir()
+        rows = [{"step": n + 1, "loss/total": loss, "time/step_s": n} for n, loss in enumerate(losses)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    log = LoggedSteps(write("run", [1.0, 2.0, 3.0]), 1, 3, None)
+    assert log.compared(write("same", [1.0, 2.0])).startswith("all 2 steps have the same metrics as in ")
+    said = log.compared(write("other", [1.0, 2.5, 3.5]))
+    assert said.startswith("2 of 3 steps have other metrics than in ")
+    assert said.endswith("the first is step 2: loss/total is 2.5 and was 2.0")

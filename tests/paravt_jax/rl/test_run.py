@@ -1,0 +1,58 @@
+"""What a run of RL asks of its parts: validation, by what it logs of it."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agents import FakeFrames
+
+from paravt_jax.config import LogConfig, load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.rl.rollouts import Player
+from paravt_jax.rl.run import Run
+from paravt_jax.run.log import RunLog
+from paravt_jax.run.training import Training
+from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+
+HELD_OUT = [
+    Prompt("m", "Which? A or B", ("/a.mp4",), "A", "mcq"),
+    Prompt("o", "What is it?", ("/b.mp4",), "a dog", "oe"),
+]
+
+
+def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -> list[dict]:
+    """What is logged of a validation before the first step."""
+    config, chat = load_config(None, "video.overview_frames=3"), Chat.from_hf(tiny_hf)
+
+    async def reply(request):
+        asyncio.get_running_loop().call_soon(stopping.set if reply_s else lambda: None)
+        await asyncio.sleep(reply_s)
+        return chat.encode("I have looked.</think><answer>A</answer><|im_end|>").tolist()
+
+    training: Any = object.__new__(Training)
+    training.step, training.num_steps = 0, 5
+    training.log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=5, first_step=0, settings={})
+    training.directory = SimpleNamespace(stopping=stopping)
+    training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
+    run: Any = object.__new__(Run)
+    run.config, run.held_out, run.training = config, HELD_OUT, training
+    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+    run.greedy = Player(agent, config.reward, None, 0)
+    asyncio.run(run.validate_if_due())
+    path = run_dir / "validation.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_validation_is_logged_with_its_question_types(tiny_hf, tmp_path):
+    (row,) = validated(tiny_hf, tmp_path, asyncio.Event())
+    assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
+    assert (row["validation/accuracy_mean_mcq"], row["validation/accuracy_mean_oe"]) == (1.0, 0.0)
+
+
+@pytest.mark.timeout(30)
+def test_validation_that_is_stopped_is_not_logged(tiny_hf, tmp_path):
+    assert validated(tiny_hf, tmp_path, asyncio.Event(), reply_s=60.0) == []
