@@ -133,6 +133,8 @@ class PackConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """A step: what is collected for it, how old it may be, and how many updates learn from it."""
+
     num_steps: int = 500  # of which each collects episodes, updates and publishes
     prompts_per_step: int = 7  # published
     group_size: int = 8  # published: episodes of a prompt
@@ -241,7 +243,7 @@ class Config:
             yield f"advantage.credit={credit} does nothing with reward.anchor_weight=0; leave it at token"
         if self.loss.kind == "dr_grpo" and self.advantage.normalise in ("std", "batch"):
             yield (
-                f"loss.kind=dr_grpo divides by no std, advantage.normalise={self.advantage.normalise} does: set "
+                f"loss.kind=dr_grpo divides by no std of rewards, advantage.normalise={self.advantage.normalise} does: set "
                 f"advantage.normalise=none, or loss.kind=para_grpo"
             )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
