@@ -17,6 +17,7 @@ from paravt_jax.rl.rollouts import Group
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
+from rollout.seeds import derived_seed
 
 
 def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
@@ -25,7 +26,7 @@ def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.nd
     By group, because the episodes of one share a row and its video. Seed and version decide, so that a run that was
     resumed deals as one that was not.
     """
-    return np.random.default_rng((seed, version)).permutation(num_groups) % num_parts
+    return np.random.default_rng(derived_seed("parts", seed, version)).permutation(num_groups) % num_parts
 
 
 class PolicyUpdate:
