@@ -151,7 +151,7 @@ def calls_of_any_text(text, duration_s):
     for question_type, truth in zip(QUESTION_TYPES, ("A", "[1, 2]", "red"), strict=True):
         terms = reward_terms([text], ["ok"] * len(calls), truth, question_type, RewardConfig(), None)
         assert terms.total is None or math.isfinite(terms.total)
-        assert all(0 <= tag.span[0] < tag.span[1] <= len(text) for tag in terms.tags)
+        assert all(0 <= tag.place.start < tag.place.end <= len(text) for tag in terms.tags)
 
 
 def test_any_text_is_searched_for_calls_and_scored(rounds):

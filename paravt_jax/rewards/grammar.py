@@ -47,14 +47,6 @@ class Tag:
     closing: bool
     place: Place
 
-    @property
-    def turn(self) -> int:
-        return self.place.turn
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.place.span
-
 
 @dataclass(frozen=True)
 class Block:

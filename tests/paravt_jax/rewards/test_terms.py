@@ -552,13 +552,13 @@ def test_an_own_term_has_a_name_of_its_own(name):
 def test_every_structural_tag_has_a_span_whatever_the_grammar_says():
     turns = ["</answer><think>x<tool_call>", "<tool_code></tool_code><tool_response></think>"]
     found = terms(*turns)
-    assert [(t.turn, t.name, t.closing) for t in found.tags] == [
+    assert [(t.place.turn, t.name, t.closing) for t in found.tags] == [
         (0, "answer", True),
         (0, "think", False),
         (0, "tool_call", False),
         (1, "think", True),
     ]
-    assert [turns[tag.turn][slice(*tag.span)] for tag in found.tags] == [
+    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in found.tags] == [
         *("</answer>", "<think>", "<tool_call>", "</think>"),
     ]
 
@@ -633,7 +633,7 @@ def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, tr
     for one in found.anchors:
         assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in one.places)
         assert one.met or not turns or one.places
-    assert [turns[tag.turn][slice(*tag.span)] for tag in found.tags] == [
+    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in found.tags] == [
         tag for turn in turns for tag in tags_of(turn) if "tool_res" not in tag and "tool_code" not in tag
     ]
 
