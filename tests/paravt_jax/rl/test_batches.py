@@ -179,17 +179,22 @@ def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
     assert VisionContract.from_hf(tiny_hf) == contract
 
 
-@pytest.mark.slow
-def test_a_detail_larger_than_any_frame_is_learnt_from(tiny_hf):
-    """Frames have one patch row of 32 px, the detail twice the sides; a row of frames must hold it."""
-    zoom = call_of("zoom_frame", time=3, box=[0, 0, 1, 1])
-    asked = set()
-
-    def say(episode):
-        first = episode not in asked
-        asked.add(episode)
-        return f"I look.</think>{zoom}<|im_end|>" if first else half_right(episode)
-
+def test_a_detail_larger_than_any_frame_has_room_in_a_batch(tiny_hf):
+    zoom = f"I look.</think>{call_of('zoom_frame', time=3, box=[0, 0, 1, 1])}<|im_end|>"
     settings = ["rollout.tools=[zoom_frame]", "rollout.subagent_max_frames=4", "video.max_pixels=1024"]
-    _, (metrics,) = taught(tiny_hf, *settings, "train.subagent_loss=true", say=say)
-    assert metrics["loss/num_tokens"] > 0
+    config = load_config(None, *COMMON, *settings, "train.subagent_loss=true")
+    chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
+    learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
+    update = update_of(learner, chat, replace(contract, max_pixels=1024), config)
+
+    async def reply(request):
+        begins = len(request.pictures) == 3 and "tool_response" not in chat.decode(request.ids)
+        return chat.encode(zoom if begins else half_right(request.episode)).tolist()
+
+    async def collected():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+
+    groups = asyncio.run(collected())
+    rows = [row for batch in update._pack(update._dialogues(groups), groups) for row in batch.vision.segment_ids]
+    assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details
