@@ -109,7 +109,8 @@ def test_an_ablation_differs_from_the_full_method_in_what_it_leaves_out(file, di
 def test_the_recommended_file_differs_from_the_published_one_in_what_its_header_says():
     full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
     differ = {key for key, value in full.items() if other[key] != value}
-    assert differ == {"run_dir", "reward.tool_right", "reward.tool_call_weight", "advantage.terms"}
+    rewards = {"reward.tool_right", "reward.tool_call_weight", "advantage.terms"}
+    assert differ == {"run_dir", "train.max_resamples", *rewards}
     head = (CONFIGS / "paragrpo_8b_recommended.yaml").read_text().partition("\nrun_dir:")[0]
     assert all(f"#   {key}=" in head for key in differ - {"run_dir"})
 
