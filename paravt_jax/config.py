@@ -243,8 +243,8 @@ class Config:
             yield f"advantage.credit={credit} does nothing with reward.anchor_weight=0; leave it at token"
         if self.loss.kind == "dr_grpo" and self.advantage.normalise in ("std", "batch"):
             yield (
-                f"loss.kind=dr_grpo divides by no std of rewards, advantage.normalise={self.advantage.normalise} does: set "
-                f"advantage.normalise=none, or loss.kind=para_grpo"
+                f"loss.kind=dr_grpo divides by no std of rewards, advantage.normalise={self.advantage.normalise} does: "
+                f"set advantage.normalise=none, or loss.kind=para_grpo"
             )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"

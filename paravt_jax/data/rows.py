@@ -114,7 +114,7 @@ def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tup
                 for row in batch.to_pylist():
                     yield f"{name} row {number}", row
                     number += 1
-    except (pa.ArrowException, OSError) as problem:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:  # a text that is none is found where it is read
         raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
 
 

@@ -262,6 +262,7 @@ class Rollouts:
             _, late = await asyncio.wait([told, *(one.playing for one in running)], timeout=ABORT_GRACE_S)
             for task in late:
                 task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def _count_done(self) -> None:
         self._num_done += 1

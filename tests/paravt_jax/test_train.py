@@ -86,7 +86,7 @@ def test_every_option_of_the_update_runs(tmp_path):
     lines = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in lines] == [2, 4]
     assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in lines)
-    assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 2 * 2
+    assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 2 * 4
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -255,10 +256,13 @@ def test_a_file_that_holds_no_prompts_is_refused_in_one_sentence(here):
     (here / "rows.csv").write_text("prompt,videos\n")
     pq.write_table(pa.table({"messages": ["[]"]}), here / "sft.parquet")
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), here / "none.parquet")
+    table, no_text = pa.Table.from_pylist([row()]), pc.cast(pa.array([b"\xff"]), pa.string(), safe=False)
+    pq.write_table(table.set_column(2, "extra_info", no_text), here / "bytes.parquet")
     expected = {
         "gone.parquet": "does not exist",
         "text.parquet": "cannot be read as parquet: ",
         "cut.parquet": "cannot be read as parquet: ",
+        "bytes.parquet": "cannot be read as parquet: 'utf-8' codec can't decode byte 0xff",
         "none.jsonl": "has no rows",
         "none.parquet": "has no rows",
         "empty": r"is a directory without \*\.parquet files",

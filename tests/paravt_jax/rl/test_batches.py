@@ -196,5 +196,5 @@ def test_a_detail_larger_than_any_frame_has_room_in_a_batch(tiny_hf):
         return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
 
     groups = asyncio.run(collected())
-    rows = [row for batch in update._pack(update._dialogues(groups), groups) for row in batch.vision.segment_ids]
+    rows = [row for part in update.parts(groups) for batch in part.batches for row in batch.vision.segment_ids]
     assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details
