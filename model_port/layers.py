@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from model_port.attention import ATTENTION_OUT, Form
+
 Carry = TypeVar("Carry")
 Index = int | jax.Array
 
-LAYER_INPUT, ATTENTION_OUT = "layer_input", "attention_out"
+LAYER_INPUT = "layer_input"
 
 # What the backward pass finds saved; everything else is computed again.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -39,7 +41,7 @@ class Compute:
     """How the same mathematics is carried out. Nothing in here changes a result beyond rounding."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep theirs
-    attention: Literal["xla", "blocked"] = "blocked"
+    attention: Form = "auto"
     scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
     remat: Literal["none", "full", "dots", "attention", "offload"] = "none"
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model_port.attention import IMPLEMENTATIONS, Layout
+from model_port.attention import Layout, attention_of
 from model_port.config import ModelConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import DEFAULT_COMPUTE, Compute, Index
@@ -45,10 +45,10 @@ class Qwen3VL(nnx.Module):
     def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
         """Hidden states of packed rows, ready for the head."""
         layout = row_layout(batch)
-        kernel = IMPLEMENTATIONS[self.compute.attention]
+        attention = attention_of(self.compute.attention)
 
         def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None, None]:
-            return kernel(q, k, v, layout, layout, True), None, None
+            return attention(q, k, v, layout, True), None, None
 
         hidden, _, _ = self.text(
             batch.tokens, batch.positions, batch.visual_index, visual, attend, cache=None, compute=self.compute

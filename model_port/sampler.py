@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from model_port.attention import IMPLEMENTATIONS, Layout
+from model_port.attention import Layout, attention_of, blocked_attention
 from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Index
 from model_port.model import Qwen3VL, row_layout
@@ -271,11 +271,10 @@ def _prefill(
 ) -> tuple[Array, Array, Array]:
     """Keys and values of a whole prompt, and the logits of its last token."""
     model = nnx.merge(graphdef, params)
-    layout = row_layout(text)
-    kernel = IMPLEMENTATIONS[model.compute.attention]
+    layout, attention = row_layout(text), attention_of(model.compute.attention)
 
     def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None, tuple[Array, Array]]:
-        return kernel(q, k, v, layout, layout, True), None, (k, v)
+        return attention(q, k, v, layout, True), None, (k, v)
 
     hidden, _, (keys, values) = model.text(
         jnp.asarray(text.tokens),
@@ -323,7 +322,6 @@ def _decode(
 ) -> tuple[Rows, Int[Array, "B n"], Float[Array, "B n"], Bool[Array, "B n"]]:
     """Up to `num_steps` tokens in every running row; the flags say which of the returned tokens count."""
     model = nnx.merge(graphdef, params)
-    kernel = IMPLEMENTATIONS[model.compute.attention]
     every_row = jnp.arange(len(rows.tokens))
     slots = jnp.arange(rows.keys.shape[2])[None]
 
@@ -338,7 +336,8 @@ def _decode(
             keys, values = cache
             keys = keys.at[index, every_row, slot].set(k[:, 0])
             values = values.at[index, every_row, slot].set(v[:, 0])
-            return kernel(q, keys[index], values[index], query_layout, key_layout, True), (keys, values), None
+            mixed = blocked_attention(q, keys[index], values[index], query_layout, key_layout, True)
+            return mixed, (keys, values), None
 
         positions = jnp.broadcast_to(rows.positions[:, None, None], (len(slot), 1, 3))
         no_visual = jnp.full((len(slot), 1), -1)

@@ -7,12 +7,13 @@ and vocabulary. Scales and biases are small and live on every device.
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -83,17 +84,40 @@ def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dic
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one.
-
-    An axis that its mesh axes do not divide stays whole: one prompt being prefilled is no batch to split.
-    """
+    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    wanted = [ACTIVATION_AXES.get(letter) for letter in letters]
-    parts = [math.prod(mesh.shape[name] for name in _names(names)) for names in wanted]
-    fits = [names if size % n == 0 else None for names, size, n in zip(wanted, x.shape, parts, strict=True)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*fits))
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, letters, x.shape))
+
+
+def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[str]) -> Callable[..., Any]:
+    """`work` on each device's own part of its arguments: for what needs nothing of another row or head.
+
+    A layout, such as "btd", is that of all arrays of an argument; those of the results have no other letters.
+    """
+
+    def placed(*arguments: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return work(*arguments)
+        sizes: dict[str, int] = {}
+        for letters, argument in zip(takes, arguments, strict=True):
+            sizes |= zip(letters, jax.tree.leaves(argument)[0].shape, strict=True)
+        in_specs, out_specs = (
+            tuple(_spec(mesh, letters, [sizes[letter] for letter in letters]) for letters in side)
+            for side in (takes, gives)
+        )
+        return jax.shard_map(work, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
+
+    return placed
+
+
+def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSpec:
+    """An axis that its mesh axes do not divide stays whole: one prompt being prefilled is no batch to split."""
+    axes = [ACTIVATION_AXES.get(letter) for letter in letters]
+    parts = [math.prod(mesh.shape[name] for name in _names(names)) for names in axes]
+    return PartitionSpec(
+        *(names if size % number == 0 else None for names, size, number in zip(axes, shape, parts, strict=True))
+    )
 
 
 def flat_params(state: nnx.State) -> dict[str, Any]:

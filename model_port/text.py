@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from model_port.config import TextConfig
 from model_port.inputs import NOT_VISUAL
-from model_port.layers import ATTENTION_OUT, LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
@@ -142,7 +142,7 @@ class TextTower(nnx.Module):
             x, cache = carry
             x = checkpoint_name(x, LAYER_INPUT)
             mixed, cache, out = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
-            x = x + layer.attn.output(checkpoint_name(mixed, ATTENTION_OUT))
+            x = x + layer.attn.output(mixed)
             x = x + layer.mlp(layer.mlp_norm(x))
             if visual is not None:
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)

@@ -11,11 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from model_port.attention import IMPLEMENTATIONS, Attention, Layout
+from model_port.attention import Attention, Layout, attention_of
 from model_port.config import VisionConfig
 from model_port.inputs import VisionBatch
 from model_port.layers import (
-    ATTENTION_OUT,
     LAYER_INPUT,
     Compute,
     Index,
@@ -65,8 +64,7 @@ class VisionAttention(nnx.Module):
     ) -> Float[Array, "B P D"]:
         qkv = jnp.einsum("BPD,CNHD->CBPNH", x, cast(self.qkv_kernel_cnhd, x)) + cast(self.qkv_bias, x)[:, None, None]
         q, k, v = (constrain(part, "bpnh") for part in qkv)
-        mixed = attend(rotate(q, turn), rotate(k, turn), v, layout, layout, False)
-        mixed = checkpoint_name(mixed, ATTENTION_OUT)
+        mixed = attend(rotate(q, turn), rotate(k, turn), v, layout, False)
         return jnp.einsum("BPNH,DNH->BPD", mixed, cast(self.o_kernel_dnh, x)) + along_last(self.o_bias, x)
 
 
@@ -138,7 +136,7 @@ class VisionTower(nnx.Module):
         turn = rotation(batch.positions, vision_frequencies(self.config))
         unordered = jnp.zeros_like(batch.segment_ids)
         layout = Layout(batch.segment_ids, unordered, unordered)
-        attend = IMPLEMENTATIONS[compute.attention]
+        attend = attention_of(compute.attention)
 
         slot_of_layer = np.full(self.config.num_layers, -1, np.int32)
         slot_of_layer[list(self.config.deepstack_layers)] = np.arange(self.config.num_deepstack)

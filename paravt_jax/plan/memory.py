@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model_port.attention import score_blocks
+from model_port.attention import Form, form_of, scanned
+from model_port.attention.blocked import score_blocks
 from model_port.config import ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
@@ -29,6 +30,8 @@ from paravt_jax.config import Config, MeshConfig
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of Adam
 LOGITS_AT_ONCE = 3  # of a chunk, at the head's backward pass: logits, their softmax, their gradient
+SCANNED_ARRAYS = 3  # of a pair of blocks: its scores, weights and their gradient
+BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2: XLA for TPU fuses one away
 PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
 PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
 
@@ -96,10 +99,9 @@ class Kept:
 
 
 def memory_of(
-    config: Config, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, score_arrays: int
+    config: Config, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, platform: str
 ) -> Memory:
-    """`score_arrays`: how often a layer's attention scores exist in float32 at its backward pass."""
-    device = _Device(config, model, batch, _local(model, config.mesh.tensor), score_arrays)
+    device = _Device(config, model, batch, _local(model, config.mesh.tensor), platform)
     beside = device.sampling(sampler) if sampler is not None and sampler.beside_update else {}
     accumulators = {"gradients of the step": FLOAT32_BYTES * device.num_trainable}
     update = accumulators | device.batch_arrays()
@@ -140,7 +142,7 @@ class _Device:
     model: ModelConfig
     batch: BatchShape
     local: ModelConfig  # the language tower as this device computes it
-    score_arrays: int
+    platform: str
 
     @property
     def item_bytes(self) -> int:
@@ -148,7 +150,9 @@ class _Device:
 
     @property
     def compute(self) -> Compute:
-        return Compute(self.config.model.dtype, self.config.model.attention, remat=self.config.model.remat)
+        """To trace: all forms but the oracle keep the same for the backward pass."""
+        form: Form = "xla" if self.config.model.attention == "xla" else "blocked"
+        return Compute(self.config.model.dtype, form, remat=self.config.model.remat)
 
     @property
     def num_params(self) -> int:
@@ -246,12 +250,18 @@ class _Device:
         }
 
     def score_bytes(self, rows: int, row_tokens: int) -> int:
-        """Of a layer. The blocks depend on nothing of each other, and compilers keep all of them at the same time."""
+        """Of a layer. Blocks side by side need nothing of each other: compilers keep all of them at the same time."""
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
-        if self.compute.attention == "xla":
+        form = form_of(self.config.model.attention, row_tokens, self.platform)
+        if form == "xla":
             return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
+        if form == "scanned":
+            pair = scanned.block_tokens(row_tokens) ** 2
+            # And the gradient of the queries, to which every block of keys adds.
+            return heads * (SCANNED_ARRAYS * pair + row_tokens * self.local.text.head_dim)
         blocks = score_blocks(row_tokens, row_tokens, True)
-        return heads * self.score_arrays * sum((block.stop - block.start) * end for block, end in blocks)
+        arrays = BLOCKED_ARRAYS.get(self.platform, 2)
+        return heads * arrays * sum((block.stop - block.start) * end for block, end in blocks)
 
     def head(self) -> Parts:
         actions = self.batch.row_actions

@@ -33,7 +33,7 @@ class DeviceSpec:
     memory_gib: float | None  # as its runtime reports it; None: not judged
     peak_tflops: float | None  # dense, in bfloat16
     memory_tb_per_s: float | None
-    score_arrays: int = 2  # see memory.memory_of: XLA for TPU fuses one away
+    platform: str = "gpu"
 
     @property
     def usable_bytes(self) -> float:
@@ -46,9 +46,9 @@ DEVICES = {
         DeviceSpec("h100", 79.1, 989.0, 3.35),
         DeviceSpec("h200", 139.0, 989.0, 4.8),
         DeviceSpec("a100", 79.1, 312.0, 2.04),
-        DeviceSpec("v5p", 95.0, 459.0, 2.77, score_arrays=1),
-        DeviceSpec("v6e", 31.2, 918.0, 1.64, score_arrays=1),
-        DeviceSpec("cpu", None, None, None),
+        DeviceSpec("v5p", 95.0, 459.0, 2.77, "tpu"),
+        DeviceSpec("v6e", 31.2, 918.0, 1.64, "tpu"),
+        DeviceSpec("cpu", None, None, None, "cpu"),
     )
 }
 
@@ -140,7 +140,7 @@ def _memory(config: Config, model: ModelConfig, device: DeviceSpec) -> Memory:
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
         )
-    return memory_of(config, model, _batch(config, model), sampler, device.score_arrays)
+    return memory_of(config, model, _batch(config, model), sampler, device.platform)
 
 
 def _batch(config: Config, model: ModelConfig) -> BatchShape:

@@ -6,7 +6,7 @@ product of [a, b] and [b, c] has 2·a·b·c of them.
 
 from dataclasses import dataclass
 
-from model_port.attention import score_blocks
+from model_port.attention.blocked import score_blocks
 from model_port.config import ModelConfig
 from paravt_jax.config import Config
 from paravt_jax.learner.packing import TOKEN_STEP, stepped
@@ -152,17 +152,19 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
 
 
 def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
-    remat, blocked = config.model.remat, config.model.attention == "blocked"
+    remat, by_blocks = config.model.remat, config.model.attention != "xla"
     row = work.row_tokens
-    blocks = score_blocks(row, row, True) if blocked else [(slice(0, row), row)]
+    blocks = score_blocks(row, row, True) if by_blocks else [(slice(0, row), row)]
     pairs = sum((block.stop - block.start) * end for block, end in blocks)
     products = _product_flops(model, work.computed_rows * row)
     attention = _attention_flops(model, work.computed_rows * pairs)
     head = _head_flops(model, work.num_episodes * work.response_tokens)
     forward = products + attention + head
     # The head's logits are always computed again, scores also by the backward pass of the blocks itself.
-    again = head + (attention / 2 if blocked else 0.0)
-    again += {"none": 0.0, "dots": attention}.get(remat, products + attention)
+    again = head + (attention / 2 if by_blocks else 0.0)
+    again += {"none": 0.0, "dots": attention, "attention": products + (0.0 if by_blocks else attention)}.get(
+        remat, products + attention
+    )
     seen = work.num_groups * work.frames * _frame_flops(config, model)
     known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
     passes = {"update, frames": seen * (1 + known)}

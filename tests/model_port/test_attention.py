@@ -1,12 +1,18 @@
 """Who may attend to whom, spelled out."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_port import attention
-from model_port.attention import Layout, attend_mask, xla_attention
+from model_port.attention import Layout, attention_of, blocked, blocked_attention, form_of, scanned
+from model_port.attention.flash import even_blocks, partners, seen_blocks
+from model_port.attention.plain import xla_attention
+from model_port.attention.rule import attend_mask, seen_by
+from model_port.layers import REMAT_POLICIES
+from model_port.sharding import make_mesh, on_mesh
 
 
 def layout(segments: str, branches: str) -> Layout:
@@ -50,29 +56,132 @@ def test_padding_gives_no_nan():
     assert np.isfinite(np.asarray(xla_attention(q, k, v, row, row, True))).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("num_tokens", "block_tokens", "max_blocks"), [(37, 128, 16), (37, 8, 16), (37, 8, 2)])
-def test_blocks_equal_the_oracle_on_packed_and_branched_rows(
-    monkeypatch, float64, causal, num_tokens, block_tokens, max_blocks
-):
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(attention, "MAX_BLOCKS", max_blocks)
+#                two segments, the first a trunk of 9 with branches of 4 and 7; padding
+PACKED = layout("1" * 20 + "2" * 11 + "0" * 6, "0" * 9 + "1" * 4 + "2" * 7 + "0" * 17)
+#                the same tokens otherwise: one segment whose branches begin at once, a short one, one to the very end
+OTHER = layout("1" * 5 + "2" * 3 + "3" * 29, "1" * 2 + "2" * 3 + "0" * 3 + "0" * 13 + "1" * 16)
+ROWS = Layout(*(jnp.concatenate(pair) for pair in zip(PACKED, OTHER, strict=True)))
+NUM_TOKENS = 37
+
+
+def value_and_gradients(attend, q, k, v, weight, row, causal=True):
+    """Of a weighted sum over all tokens that are no padding."""
+
+    def objective(q, k, v):
+        out = jnp.where((row.segment_ids != 0)[..., None, None], attend(q, k, v, row, causal), 0)
+        return jnp.sum(out.astype(weight.dtype) * weight), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return out, *gradients
+
+
+def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5):
     random = np.random.default_rng(3)
-    q, k, v, weight = (jnp.asarray(random.standard_normal((2, num_tokens, n, 5))) for n in (6, 3, 3, 6))
-    row = layout("1" * 20 + "2" * 11 + "0" * 6, "0" * 9 + "1" * 4 + "2" * 7 + "0" * 17)
-    row = Layout(*(jnp.concatenate([part, part]) for part in row))
+    return [
+        jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
 
-    def value_and_gradients(kernel):
-        def objective(q, k, v):
-            out = kernel(q, k, v, row, row, causal)
-            return jnp.sum(jnp.where((row.segment_ids != 0)[..., None, None], out * weight, 0)), out
 
-        (_, out), gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-        return out[:, :31], *gradients
+def with_blocks(monkeypatch, form, block_tokens, max_blocks=16):
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(blocked, "MAX_BLOCKS", max_blocks)
+    monkeypatch.setattr(scanned, "BLOCK_TOKENS", block_tokens)
+    return attention_of(form)
 
-    expected = value_and_gradients(xla_attention)
-    for got, want in zip(value_and_gradients(attention.blocked_attention), expected, strict=True):
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("form", "block_tokens", "max_blocks"),
+    [
+        ("blocked", 128, 16),
+        ("blocked", 8, 16),
+        ("blocked", 8, 2),
+        ("scanned", 128, 16),
+        ("scanned", 8, 16),
+        ("scanned", 16, 16),
+    ],
+)
+def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
+    monkeypatch, float64, causal, form, block_tokens, max_blocks
+):
+    attend = with_blocks(monkeypatch, form, block_tokens, max_blocks)
+    expected = value_and_gradients(attention_of("xla"), *random_inputs(), ROWS, causal)
+    for got, want in zip(value_and_gradients(attend, *random_inputs(), ROWS, causal), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(72, 6), (128, 2)])
+def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, head_dim, kv_heads):
+    attend = with_blocks(monkeypatch, "scanned", 8)
+    *inputs, weight = (x.astype(jnp.float32) for x in random_inputs(head_dim=head_dim, kv_heads=kv_heads))
+    exact = value_and_gradients(attention_of("xla"), *inputs, weight, ROWS)
+    short = [x.astype(jnp.bfloat16) for x in inputs]
+
+    def errors(form):
+        return [
+            np.linalg.norm(np.asarray(got, np.float32) - want)
+            for got, want in zip(value_and_gradients(form, *short, weight, ROWS), exact, strict=True)
+        ]
+
+    for ours, oracles in zip(errors(attend), errors(attention_of("xla")), strict=True):
+        assert ours <= 2 * oracles
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_who_sees_a_key_is_one_run_of_queries(causal):
+    queries = jnp.arange(NUM_TOKENS)[None, :, None]
+    seen = seen_by(ROWS, causal=causal)
+    mask = (seen.first[:, None] <= queries) & (queries <= seen.last[:, None])
+    np.testing.assert_array_equal(mask, attend_mask(ROWS, ROWS, causal=causal))
+
+
+def test_blocks_that_cannot_see_each_other_are_not_visited():
+    row = layout("1" * 4 + "1" * 4 + "1" * 4 + "2" * 4 + "0" * 4, "0" * 4 + "1" * 4 + "2" * 4 + "0" * 8)
+    blocks, numbers = partners(seen_blocks(seen_by(row, causal=True), 4))
+    visited = [line[:number].tolist() for line, number in zip(blocks[0], numbers[0], strict=True)]
+    assert visited == [[0], [0, 1], [0, 2], [3], []]  # trunk, both branches, the other sequence, padding
+
+
+def test_blocks_are_even():
+    assert even_blocks(1024, 512, 8) == 512
+    assert even_blocks(1100, 512, 8) == 368  # three of 366.7
+    assert even_blocks(37, 512, 8) == 40
+    assert even_blocks(37, 512, 128) == 128
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2), (1, 4, 1), (1, 1, 4)])
+def test_on_a_mesh_it_is_the_same(monkeypatch, mesh):
+    """Four rows over data and fsdp, two key/value heads over tensor, which four do not divide."""
+    attend = with_blocks(monkeypatch, "scanned", 8)
+    inputs = [x.astype(jnp.float32) for x in random_inputs(4, 4, 2)]
+    rows = Layout(*(jnp.concatenate([part, part]) for part in ROWS))
+    expected = value_and_gradients(attention_of("xla"), *inputs, rows)
+    with on_mesh(make_mesh(*mesh)):
+        for got, want in zip(value_and_gradients(attend, *inputs, rows), expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["blocked", "scanned"])
+def test_a_remat_policy_can_save_what_the_backward_pass_reads(monkeypatch, form):
+    """Queries with keys and weights with values, twice forward: the second time only where nothing was saved."""
+    attend, (q, k, v, _) = with_blocks(monkeypatch, form, 128), random_inputs()
+
+    def num_products(policy):
+        mixed = jax.checkpoint(partial(attend, layout=ROWS, causal=True), policy=REMAT_POLICIES[policy])
+        return str(jax.make_jaxpr(jax.grad(lambda *qkv: mixed(*qkv).sum(), argnums=(0, 1, 2)))(q, k, v)).count(
+            "dot_general"
+        )
+
+    assert num_products("full") - num_products("attention") == 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_tokens", "form"),
+    [("cpu", 4096, "blocked"), ("cpu", 4097, "scanned"), ("tpu", 1024, "blocked"), ("gpu", 1025, "scanned")],
+)
+def test_long_rows_never_have_quadratic_memory_unasked(platform, num_tokens, form):
+    assert form_of("auto", num_tokens, platform) == form
 
 
 def test_blocks_serve_a_query_that_decodes_against_a_cache():
@@ -83,5 +192,5 @@ def test_blocks_serve_a_query_that_decodes_against_a_cache():
     slots = jnp.broadcast_to(jnp.arange(11), (3, 11))
     key = Layout((slots < jnp.array([[2], [7], [11]])).astype(int), slots * 0, slots)
     query = Layout(jnp.ones((3, 1), int), jnp.zeros((3, 1), int), jnp.array([[1], [6], [10]]))
-    got, want = (kernel(q, k, v, query, key, True) for kernel in (attention.blocked_attention, xla_attention))
+    got, want = (kernel(q, k, v, query, key, True) for kernel in (blocked_attention, xla_attention))
     np.testing.assert_allclose(got, want, atol=1e-6)

@@ -21,7 +21,8 @@ from reference import (
 )
 
 import model_port
-from model_port import attention, loading, rope
+from model_port import loading, rope
+from model_port.attention import blocked
 from model_port.config import ModelConfig
 from model_port.layers import Compute
 from model_port.sharding import flat_params
@@ -183,8 +184,8 @@ class TestAblations:
         def whole_row(query, key, *, causal):
             return rule(query, key, causal=causal) if causal else (key.segment_ids != 0)[:, None, :]
 
-        rule = attention.attend_mask
-        monkeypatch.setattr("model_port.attention.attend_mask", whole_row)
+        rule = blocked.attend_mask
+        monkeypatch.setattr("model_port.attention.blocked.attend_mask", whole_row)
         self.assert_noticed(tied_pair)
 
     def test_exact_gelu_in_the_merger(self, tied_pair, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
+from model_port.attention import scanned
 from model_port.config import ModelConfig, TextConfig, VisionConfig, preset
 from model_port.loading import abstract_model, abstract_params
 from model_port.sampler import Sampler
@@ -53,6 +54,7 @@ CASES = {
     "none": (MID, (1, 2, 2), 512, "none", "blocked"),
     "dots": (MID, (2, 1, 2), 512, "dots", "blocked"),
     "full, xla": (MID, (2, 2, 1), 256, "full", "xla"),
+    "full, scanned": (MID, (2, 2, 1), 256, "full", "scanned"),
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
 }
@@ -68,7 +70,8 @@ def case(name: str) -> tuple[ModelConfig, Config]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_memory_of_an_update_is_what_the_compiler_says(name):
+def test_the_memory_of_an_update_is_what_the_compiler_says(name, monkeypatch):
+    monkeypatch.setattr(scanned, "BLOCK_TOKENS", 128)
     model, config = case(name)
     plan = make_plan(config, model, device=CPU)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -267,5 +270,5 @@ def test_an_engine_beside_the_update_takes_memory_in_every_phase():
 def test_memory_needs_no_device():
     batch = make_plan(Config(), preset("8b")).batch
     config = load_config(None, "mesh.fsdp=64", "mesh.tensor=8", "pack.num_rows=64")
-    memory = memory_of(config, preset("8b"), replace(batch, num_rows=64), None, score_arrays=2)
+    memory = memory_of(config, preset("8b"), replace(batch, num_rows=64), None, "gpu")
     assert memory.peak_bytes > sum(memory.resident.values()) > 0

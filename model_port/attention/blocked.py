@@ -1,61 +1,21 @@
-"""One rule of who may attend to whom, for packed rows, branches, decoding and vision, and the implementations of it.
+"""Attention by blocks of queries, each against the keys before its end only.
 
-A row holds several sequences (segments). A sequence may be a trunk followed by branches that share it: a branch token
-sees the trunk and its own branch, never a sibling. Every kernel behind `attention` must equal the `xla` one, which
-spells the rule out as a mask.
+Saves no T x S array for the gradient. The blocks are independent: a CPU runs them side by side, but a compiler also
+keeps the scores of all of them at the same time. So it is for short rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
-MASKED = -1e30  # finite, so that a padding query with no key gets a meaningless mean instead of NaN
+from model_port.attention.rule import ATTENTION_OUT, MASKED, Layout, attend_mask
 
-
-class Layout(NamedTuple):
-    """What the rule needs to know of each token of a row."""
-
-    segment_ids: Int[Array, "B T"]  # 0 = padding
-    branch_ids: Int[Array, "B T"]  # 0 = trunk
-    order: Int[Array, "B T"]  # causal order within the row
-
-
-def attend_mask(query: Layout, key: Layout, *, causal: bool) -> Bool[Array, "B T S"]:
-    """True where a query token may look at a key token."""
-    segment = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
-    real = (key.segment_ids != 0)[:, None, :]
-    if not causal:
-        return segment & real
-    branch = key.branch_ids[:, None, :]
-    visible_branch = (branch == 0) | (branch == query.branch_ids[:, :, None])
-    return segment & real & visible_branch & (key.order[:, None, :] <= query.order[:, :, None])
-
-
-def xla_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    query: Layout,
-    key: Layout,
-    causal: bool,
-) -> Float[Array, "B T N H"]:
-    """The oracle: explicit mask, softmax in float32."""
-    rows, num_tokens, num_heads, head_dim = q.shape
-    grouped = q.reshape(rows, num_tokens, k.shape[2], -1, head_dim)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", grouped, k, preferred_element_type=wide) * head_dim**-0.5
-    mask = attend_mask(query, key, causal=causal)[:, None, None]
-    weights = _softmax(jnp.where(mask, scores, MASKED)).astype(v.dtype)
-    return jnp.einsum("BKRTS,BSKH->BTKRH", weights, v).reshape(rows, num_tokens, num_heads, head_dim)
-
-
-BLOCK_TOKENS = (
-    128  # queries at a time, a multiple of every chip's tile; small blocks skip more of the causal triangle …
-)
+BLOCK_TOKENS = 128  # queries at a time, a multiple of every chip's tile; small ones skip more of the causal triangle …
 MAX_BLOCKS = 16  # … but each is compiled on its own
 
 
@@ -67,10 +27,6 @@ def blocked_attention(
     key: Layout,
     causal: bool,
 ) -> Float[Array, "B T N H"]:
-    """The same by blocks of queries, each against the keys before its end only; saves no T x S array for the gradient.
-
-    The blocks are independent, so that a CPU runs them side by side.
-    """
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     mixed: Array = _blocked(grouped, k, v, query, key, causal)  # pyright: ignore[reportAssignmentType]
     return mixed.reshape(q.shape)
@@ -93,8 +49,9 @@ def _blocked_forward(q: Array, k: Array, v: Array, query: Layout, key: Layout, c
         )
         outs.append((mixed / total).transpose(0, 3, 1, 2, 4).astype(v.dtype))
         log_sums.append(peak + jnp.log(total))
-    out = jnp.concatenate(outs, axis=1)
-    return out, (q, k, v, query, key, out, jnp.concatenate(log_sums, axis=3))
+    both = jnp.concatenate(outs, axis=1), jnp.concatenate(log_sums, axis=3)
+    out, log_sum = (checkpoint_name(x, ATTENTION_OUT) for x in both)
+    return out, (q, k, v, query, key, out, log_sum)
 
 
 def _blocked_backward(causal: bool, saved: Any, d_out: Array) -> tuple[Array | None, ...]:
@@ -132,12 +89,3 @@ def _block_scores(
     scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
     rows, columns = (Layout(*(part[:, where] for part in side)) for side, where in ((query, block), (key, slice(end))))
     return jnp.where(attend_mask(rows, columns, causal=causal)[:, None, None], scores, MASKED)
-
-
-def _softmax(scores: Float[Array, "B K R T S"]) -> Float[Array, "B K R T S"]:
-    shifted = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    return shifted / jnp.sum(shifted, axis=-1, keepdims=True)
-
-
-Attention = Callable[[Array, Array, Array, Layout, Layout, bool], Array]
-IMPLEMENTATIONS: dict[str, Attention] = {"xla": xla_attention, "blocked": blocked_attention}

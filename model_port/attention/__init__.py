@@ -1,0 +1,15 @@
+"""Attention in packed rows, by several programs for one rule (rule.py); each must equal `xla`, which spells it out.
+
+    xla      the oracle: all scores at once
+    blocked  blocks of queries side by side: the fastest on a CPU while rows are short
+    scanned  blocks of queries and keys one after the other: O(T) memory, wherever XLA runs
+
+A tower's short rows (a frame has 196 patches in the published recipe) are `blocked` everywhere: no form gains there.
+"""
+
+from model_port.attention.blocked import blocked_attention
+from model_port.attention.choice import Form, attention_of, form_of
+from model_port.attention.flash import Attention
+from model_port.attention.rule import ATTENTION_OUT, Layout
+
+__all__ = ["ATTENTION_OUT", "Attention", "Form", "Layout", "attention_of", "blocked_attention", "form_of"]

@@ -1,0 +1,28 @@
+"""Attention as it is written: explicit mask, softmax in float32. The oracle of all other forms."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from model_port.attention.rule import MASKED, Layout, attend_mask
+
+
+def xla_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    query: Layout,
+    key: Layout,
+    causal: bool,
+) -> Float[Array, "B T N H"]:
+    rows, num_tokens, num_heads, head_dim = q.shape
+    grouped = q.reshape(rows, num_tokens, k.shape[2], -1, head_dim)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("BTKRH,BSKH->BKRTS", grouped, k, preferred_element_type=wide) * head_dim**-0.5
+    mask = attend_mask(query, key, causal=causal)[:, None, None]
+    weights = _softmax(jnp.where(mask, scores, MASKED)).astype(v.dtype)
+    return jnp.einsum("BKRTS,BSKH->BTKRH", weights, v).reshape(rows, num_tokens, num_heads, head_dim)
+
+
+def _softmax(scores: Float[Array, "B K R T S"]) -> Float[Array, "B K R T S"]:
+    shifted = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return shifted / jnp.sum(shifted, axis=-1, keepdims=True)

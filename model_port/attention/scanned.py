@@ -1,0 +1,112 @@
+"""Attention by blocks of queries and keys, one pair after the other, in plain XLA: O(T) memory wherever XLA runs.
+
+Pairs of blocks that do not see each other are not visited, whether they are in another segment, on another branch or
+later in the row.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from model_port.attention.flash import even_blocks, flash_attention, partners, seen_blocks
+from model_port.attention.rule import MASKED, Seen
+
+BLOCK_TOKENS = 512  # at most
+TINY = 1e-37  # a divisor where a query sees no key at all
+
+
+def block_tokens(num_tokens: int) -> int:
+    return even_blocks(num_tokens, BLOCK_TOKENS, 8)
+
+
+def _forward(
+    q: Float[Array, "B T K R H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], seen: Seen
+) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
+    size, wide = block_tokens(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
+    keys_of, num_keys_of = partners(seen_blocks(seen, size).any(axis=0))
+
+    def of_queries(i: Array) -> tuple[Array, Array]:
+        q_block = _block(q, i, size)
+
+        def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            peak, total, mixed = carry
+            j = keys_of[i, n]
+            scores = jnp.where(_visible(seen, i, j, size), _scores(q_block, _block(k, j, size)), MASKED)
+            higher = jnp.maximum(peak, scores.max(axis=-1))
+            weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
+            new = jnp.einsum(
+                "BKRTS,BSKH->BKRTH", weights.astype(v.dtype), _block(v, j, size), preferred_element_type=wide
+            )
+            return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+
+        rows, _, kv_heads, queries, head_dim = q_block.shape
+        each = (rows, kv_heads, queries, size)
+        start = jnp.full(each, MASKED, wide), jnp.zeros(each, wide), jnp.zeros((*each, head_dim), wide)
+        peak, total, mixed = lax.fori_loop(0, num_keys_of[i], add, start)
+        total = jnp.maximum(total, TINY)
+        return (mixed / total[..., None]).astype(v.dtype), peak + jnp.log(total)
+
+    mixed, log_sum = lax.map(of_queries, jnp.arange(q.shape[1] // size))
+    return jnp.einsum("nBKRtH->BntKRH", mixed).reshape(q.shape), _joined(log_sum)
+
+
+def _backward(
+    q: Float[Array, "B T K R H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    seen: Seen,
+    log_sum: Float[Array, "B K R T"],
+    shared: Float[Array, "B K R T"],
+    d_out: Float[Array, "B T K R H"],
+) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp."""
+    size, wide = block_tokens(q.shape[1]), log_sum.dtype
+    queries_of, num_queries_of = partners(seen_blocks(seen, size).any(axis=0).T)
+
+    def of_keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+        k_block, v_block = _block(k, j, size), _block(v, j, size)
+
+        def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_q, d_k, d_v = carry
+            i = queries_of[j, n]
+            q_block, d_block = _block(q, i, size), _block(d_out, i, size)
+            weights = jnp.exp(_scores(q_block, k_block) - _block(log_sum, i, size, axis=3)[..., None])
+            weights = jnp.where(_visible(seen, i, j, size), weights, 0.0)
+            d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_block, v_block, preferred_element_type=wide)
+            d_scores = weights * (d_weights - _block(shared, i, size, axis=3)[..., None]) * q.shape[-1] ** -0.5
+            d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
+            d_k += jnp.einsum("BKRTS,BTKRH->BSKH", d_scores, q_block, preferred_element_type=wide)
+            d_v += jnp.einsum("BKRTS,BTKRH->BSKH", weights, d_block, preferred_element_type=wide)
+            new = jnp.einsum("BKRTS,BSKH->BTKRH", d_scores, k_block, preferred_element_type=wide)
+            d_q = lax.dynamic_update_slice_in_dim(d_q, _block(d_q, i, size) + new, i * size, axis=1)
+            return d_q, d_k, d_v
+
+        nothing = jnp.zeros(k_block.shape, wide)
+        d_q, d_k, d_v = lax.fori_loop(0, num_queries_of[j], add, (d_q, nothing, nothing))
+        return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
+
+    d_q, of_blocks = lax.scan(of_keys, jnp.zeros(q.shape, wide), jnp.arange(k.shape[1] // size))
+    d_k, d_v = (jnp.moveaxis(d, 0, 1).reshape(k.shape) for d in of_blocks)
+    return d_q.astype(q.dtype), d_k, d_v
+
+
+def _block(x: Array, number: Array, size: int, axis: int = 1) -> Array:
+    return lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+
+def _scores(q: Float[Array, "B t K R H"], k: Float[Array, "B s K H"]) -> Float[Array, "B K R t s"]:
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+
+
+def _visible(seen: Seen, i: Array, j: Array, size: int) -> Bool[Array, "B 1 1 t s"]:
+    query = (i * size + jnp.arange(size))[None, :, None]
+    first, last = (_block(side, j, size)[:, None] for side in seen)
+    return ((first <= query) & (query <= last))[:, None, None]
+
+
+def _joined(blocks: Float[Array, "n B K R t"]) -> Float[Array, "B K R T"]:
+    return jnp.moveaxis(blocks, 0, 3).reshape(*blocks.shape[1:4], -1)
+
+
+scanned_attention = flash_attention(_forward, _backward, block_tokens)
