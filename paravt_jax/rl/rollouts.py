@@ -257,12 +257,13 @@ class Rollouts:
         """Ends groups that nobody waits for. First the engine says what it has sampled, for that is what they cost."""
         running = [one for one in begun if not one.playing.done()]
         if running:
-            ids, abort = [episode.id for one in running for episode in one.episodes], self.player.agent.engine.abort
-            told = asyncio.gather(*map(abort, ids), return_exceptions=True)
+            told = asyncio.create_task(self._tell([episode.id for one in running for episode in one.episodes]))
             _, late = await asyncio.wait([told, *(one.playing for one in running)], timeout=ABORT_GRACE_S)
             for task in late:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _tell(self, aborted: Sequence[str]) -> None:
+        await asyncio.gather(*map(self.player.agent.engine.abort, aborted), return_exceptions=True)
 
     def _count_done(self) -> None:
         self._num_done += 1
