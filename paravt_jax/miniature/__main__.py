@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, Experiment, Runner, Size
+from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, VARIANTS, Experiment, Runner, Size
 from paravt_jax.run.log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
@@ -21,7 +21,8 @@ def main() -> None:
         prog=prog_of("paravt_jax.miniature"),
         description="Runs SFT once and the arms from it, on a small world that it makes itself. Stopped, in whatever "
         "way, the same command goes on where it was.",
-        epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; or {' and '.join(COLD_STARTS)} for a cold start alone.",
+        epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; or {' and '.join(COLD_STARTS)} for a cold start alone; or "
+        f"variants, for {', '.join(VARIANTS)} beside para_grpo.",
     )
     parser.add_argument("--arms", default=",".join(ARMS), help=f"with commas between them (default {','.join(ARMS)})")
     parser.add_argument("--seeds", default="0,1,2", help="of the arms, with commas between them (default 0,1,2)")
@@ -41,7 +42,7 @@ def main() -> None:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
     experiment = Experiment(
         args.dir.absolute(),
-        args.arms.split(","),
+        arms_of(args.arms),
         _seeds(args.seeds),
         _size(args),
         args.train,
@@ -67,6 +68,12 @@ def main() -> None:
 def _size(args: argparse.Namespace) -> Size:
     asked = {"max_windows": args.windows, "num_distractors": args.distractors}
     return replace(QUICK if args.quick else FULL, **{name: n for name, n in asked.items() if n is not None})
+
+
+def arms_of(text: str) -> list[str]:
+    """`variants` stands for all of them, and what they are variants of."""
+    arms = [part for name in text.split(",") for part in (("para_grpo", *VARIANTS) if name == "variants" else (name,))]
+    return list(dict.fromkeys(arms))
 
 
 def _seeds(text: str) -> list[int]:

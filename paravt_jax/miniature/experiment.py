@@ -25,6 +25,25 @@ from rollout.supervisor import supervised
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
+VARIANTS = {  # of PARA-GRPO: the settings that make each
+    "loss_grpo": ("loss.kind=grpo",),
+    "loss_dapo": ("loss.kind=dapo",),
+    "loss_dr_grpo": ("loss.kind=dr_grpo", "advantage.normalise=none"),
+    "loss_gspo": ("loss.kind=gspo",),
+    "loss_cispo": ("loss.kind=cispo",),
+    "credit_span": ("advantage.credit=span",),
+    "credit_sequence": ("advantage.credit=sequence",),
+    "normalise_batch": ("advantage.normalise=batch",),
+    "normalise_loo": ("advantage.normalise=loo",),
+    "terms_apart": ("advantage.terms=apart",),
+    "right_scaled": ("reward.tool_right=scaled",),
+    "right_threshold": ("reward.tool_right=threshold",),
+    "right_needed": ("reward.tool_right=needed",),
+    "recommended": ("reward.tool_right=needed", "reward.tool_call_weight=0", "advantage.terms=apart"),
+    "two_updates": ("train.updates_per_step=2",),
+    "resampled": ("train.max_resamples=2",),
+    "soft_length": ("train.truncated=soft",),
+}
 COLD_STARTS = ("sft", "sft_weak")
 TOOL_PRIOR = Mixture()
 WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # knows neither tools nor bad habits
@@ -97,7 +116,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if not CONFIGS.is_dir():
             raise ValueError(f"{CONFIGS} is not there; run this from a clone of the repository")
-        known = (*ARMS, *READINGS, *COLD_STARTS)
+        known = (*ARMS, *READINGS, *VARIANTS, *COLD_STARTS)
         unknown = [arm for arm in self.arms if arm not in known]
         if unknown:
             raise ValueError(f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join(known)}")
@@ -161,10 +180,11 @@ class Experiment:
             f"model.path={cold_start.done.parent}",
             f"data.train={world / 'rl_train.jsonl'}",
             f"data.validation={world / 'rl_validation.jsonl'}",
+            *VARIANTS.get(arm, ()),
             *self.size.train,
             *self.train,
         ]
-        config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' else arm}.yaml"
+        config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' or arm in VARIANTS else arm}.yaml"
         num_steps = load_config(config, *settings, schema=Config).train.num_steps
         part = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
         return replace(part, needs=cold_start.done)

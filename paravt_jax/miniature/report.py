@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from paravt_jax.eval import RESULTS_FILE
-from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, Experiment
+from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, VARIANTS, Experiment
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.run.plots import STYLE, running_mean
 
@@ -34,6 +34,7 @@ TITLES = {
     "sft_weak": "weak SFT (no tool traces)",
     f"sft_weak{FORCED}": "weak SFT, prefix forced",
     "weak_prior": "weak SFT + PARA-GRPO",
+    **{name: f"`{' '.join(settings)}`" for name, settings in VARIANTS.items()},
 }
 CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
 SMOOTHED_STEPS = 5

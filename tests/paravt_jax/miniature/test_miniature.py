@@ -16,7 +16,8 @@ import pytest
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
 from paravt_jax.eval import RESULTS_FILE
-from paravt_jax.miniature.experiment import ARMS, QUICK, Experiment, Part, Runner
+from paravt_jax.miniature.__main__ import arms_of
+from paravt_jax.miniature.experiment import ARMS, QUICK, VARIANTS, Experiment, Part, Runner
 from paravt_jax.miniature.report import draw, remarks, table
 from paravt_jax.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of
 from paravt_jax.miniature.world import (
@@ -279,6 +280,16 @@ def test_arms_come_from_one_cold_start_and_are_evaluated_as_they_were_trained(tm
     forced = {part.name: "rollout.forced_prefix=" not in part.command for part in evaluations}
     assert not forced["eval grpo/seed0"] and not forced["eval gating/seed1"] and not forced["eval sft"]
     assert forced["eval para_grpo/seed0"] and forced["eval anchoring/seed1"] and forced["eval sft/forced"]
+
+
+def test_a_variant_differs_from_para_grpo_in_its_settings_alone(tmp_path):
+    arms = arms_of("para_grpo,variants")
+    assert arms == ["para_grpo", *VARIANTS]
+    parts = {part.name: part for part in Experiment(tmp_path, arms, [0], QUICK).parts()}
+    whole = parts["para_grpo/seed0"].command
+    for name, settings in VARIANTS.items():
+        own = [one for one in parts[f"{name}/seed0"].command if one not in whole]
+        assert own == [f"run_dir={tmp_path / name / 'seed0'}", *settings]
 
 
 def test_an_arm_that_does_not_exist_is_refused():
