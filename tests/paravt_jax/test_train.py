@@ -21,6 +21,7 @@ MUST_BE_THERE = {
 }
 
 
+@pytest.mark.timeout(600)
 def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     whole = ("data.validation=synthetic", "validation.max_prompts=2", "log.tensorboard=true")
     done = train(tmp_path / "run", *QUICK, *whole)

@@ -70,7 +70,7 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """The command itself."""
     environment = os.environ | forked.ENVIRONMENT
     return subprocess.run(
-        command(run_dir, *overrides), capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment
+        command(run_dir, *overrides), capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment
     )
 
 
