@@ -30,7 +30,7 @@ SETTINGS = (
     "rollout.video_deadline_s=10",
     "optim.learning_rate=1e-5",  # with a larger one the tiny model is another policy after one update
 )
-START_S, STOP_S = 300.0, 180.0
+START_S, STOP_S = 450.0, 180.0
 MARK_VARIABLE = "PARAVT_CHAOS"  # in the environment of whatever belongs to a stage
 POLL_S = 0.2
 
