@@ -4,7 +4,8 @@
     blocked  blocks of queries side by side: the fastest on a CPU while rows are short
     scanned  blocks of queries and keys one after the other: O(T) memory, wherever XLA runs
 
-A tower's short rows (a frame has 196 patches in the published recipe) are `blocked` everywhere: no form gains there.
+Unless another is named, short rows are `blocked` everywhere, those of the vision tower too (a frame has 196 patches in
+the published recipe): no form gains there.
 """
 
 from model_port.attention.blocked import blocked_attention

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from model_port.attention.rule import ATTENTION_OUT, MASKED, Layout, attend_mask
+from model_port.attention.rule import ATTENTION_OUT, MASKED, Layout, attend_mask, scores_of
 
 BLOCK_TOKENS = 128  # queries at a time, a multiple of every chip's tile; small ones skip more of the causal triangle …
 MAX_BLOCKS = 16  # … but each is compiled on its own
@@ -85,7 +85,5 @@ def score_blocks(num_queries: int, num_keys: int, causal: bool) -> Iterator[tupl
 def _block_scores(
     q: Array, k: Array, query: Layout, key: Layout, block: slice, end: int, causal: bool
 ) -> Float[Array, "B K R t s"]:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
     rows, columns = (Layout(*(part[:, where] for part in side)) for side, where in ((query, block), (key, slice(end))))
-    return jnp.where(attend_mask(rows, columns, causal=causal)[:, None, None], scores, MASKED)
+    return jnp.where(attend_mask(rows, columns, causal=causal)[:, None, None], scores_of(q, k), MASKED)

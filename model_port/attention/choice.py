@@ -1,5 +1,6 @@
 """Which form of attention is taken, by name or by what the machine and the length of a row call for."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -32,12 +33,14 @@ def _auto(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout, causal: bool
     return FORMS[form_of("auto", q.shape[1], jax.default_backend())](q, k, v, layout, causal)
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout, causal: bool) -> jax.Array:
-    return xla_attention(q, k, v, layout, layout, causal)
+def _of_rows(attend: Callable[..., jax.Array]) -> Attention:
+    """Of rows that attend to themselves."""
+    return lambda q, k, v, layout, causal: attend(q, k, v, layout, layout, causal)
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout, causal: bool) -> jax.Array:
-    return blocked_attention(q, k, v, layout, layout, causal)
-
-
-FORMS: dict[Form, Attention] = {"auto": _auto, "xla": _xla, "blocked": _blocked, "scanned": scanned_attention}
+FORMS: dict[Form, Attention] = {
+    "auto": _auto,
+    "xla": _of_rows(xla_attention),
+    "blocked": _of_rows(blocked_attention),
+    "scanned": scanned_attention,
+}

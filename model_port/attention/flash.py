@@ -11,14 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from model_port.attention.rule import ATTENTION_OUT, Layout, Seen, seen_by
 from model_port.sharding import per_device
 
-Grouped = Float[Array, "B T K R H"]  # queries by the key/value head that they share
-Heads = Float[Array, "B T K H"]
-PerQuery = Float[Array, "B K R T"]
 Forward = Callable[[Array, Array, Array, Seen], tuple[Array, Array]]  # q, k, v -> mixed values, log-sum-exp
 Backward = Callable[..., tuple[Array, Array, Array]]  # q, k, v, seen, log-sum-exp, shared, d_out -> d_q, d_k, d_v
 Attention = Callable[[Array, Array, Array, Layout, bool], Array]

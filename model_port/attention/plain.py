@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model_port.attention.rule import MASKED, Layout, attend_mask
+from model_port.attention.rule import MASKED, Layout, attend_mask, scores_of
 
 
 def xla_attention(
@@ -16,10 +16,8 @@ def xla_attention(
 ) -> Float[Array, "B T N H"]:
     rows, num_tokens, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_tokens, k.shape[2], -1, head_dim)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", grouped, k, preferred_element_type=wide) * head_dim**-0.5
     mask = attend_mask(query, key, causal=causal)[:, None, None]
-    weights = _softmax(jnp.where(mask, scores, MASKED)).astype(v.dtype)
+    weights = _softmax(jnp.where(mask, scores_of(grouped, k), MASKED)).astype(v.dtype)
     return jnp.einsum("BKRTS,BSKH->BTKRH", weights, v).reshape(rows, num_tokens, num_heads, head_dim)
 
 

@@ -1,4 +1,4 @@
-"""Who may attend to whom in packed rows, branches, decoding and vision: the rule that every form of attention obeys.
+"""Who may attend to whom in packed rows, branches, decoding and vision: what every form of attention has in common.
 
 A row holds several sequences (segments). A sequence may be a trunk followed by branches that share it: a branch token
 sees the trunk and its own branch, never a sibling.
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 ATTENTION_OUT = "attention_out"  # how a remat policy knows what the backward pass reads
 MASKED = -1e30  # finite, so that a padding query with no key gets a meaningless mean instead of NaN
@@ -27,6 +27,12 @@ class Seen(NamedTuple):
 
     first: Int[Array, "B T"]
     last: Int[Array, "B T"]  # before `first` where no query does
+
+
+def scores_of(q: Float[Array, "B T K R H"], k: Float[Array, "B S K H"]) -> Float[Array, "B K R T S"]:
+    """At least in float32, whoever may see whom; `q` by the key/value head that it shares."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
 
 
 def attend_mask(query: Layout, key: Layout, *, causal: bool) -> Bool[Array, "B T S"]:

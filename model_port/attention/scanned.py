@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from model_port.attention.flash import even_blocks, flash_attention, partners, seen_blocks
-from model_port.attention.rule import MASKED, Seen
+from model_port.attention.rule import MASKED, Seen, scores_of
 
 BLOCK_TOKENS = 512  # at most
 TINY = 1e-37  # a divisor where a query sees no key at all
@@ -31,7 +31,7 @@ def _forward(
         def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, mixed = carry
             j = keys_of[i, n]
-            scores = jnp.where(_visible(seen, i, j, size), _scores(q_block, _block(k, j, size)), MASKED)
+            scores = jnp.where(_visible(seen, i, j, size), scores_of(q_block, _block(k, j, size)), MASKED)
             higher = jnp.maximum(peak, scores.max(axis=-1))
             weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
             new = jnp.einsum(
@@ -70,7 +70,7 @@ def _backward(
             d_q, d_k, d_v = carry
             i = queries_of[j, n]
             q_block, d_block = _block(q, i, size), _block(d_out, i, size)
-            weights = jnp.exp(_scores(q_block, k_block) - _block(log_sum, i, size, axis=3)[..., None])
+            weights = jnp.exp(scores_of(q_block, k_block) - _block(log_sum, i, size, axis=3)[..., None])
             weights = jnp.where(_visible(seen, i, j, size), weights, 0.0)
             d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_block, v_block, preferred_element_type=wide)
             d_scores = weights * (d_weights - _block(shared, i, size, axis=3)[..., None]) * q.shape[-1] ** -0.5
@@ -92,11 +92,6 @@ def _backward(
 
 def _block(x: Array, number: Array, size: int, axis: int = 1) -> Array:
     return lax.dynamic_slice_in_dim(x, number * size, size, axis)
-
-
-def _scores(q: Float[Array, "B t K R H"], k: Float[Array, "B s K H"]) -> Float[Array, "B K R t s"]:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
 
 
 def _visible(seen: Seen, i: Array, j: Array, size: int) -> Bool[Array, "B 1 1 t s"]:

@@ -159,12 +159,11 @@ def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[st
     products = _product_flops(model, work.computed_rows * row)
     attention = _attention_flops(model, work.computed_rows * pairs)
     head = _head_flops(model, work.num_episodes * work.response_tokens)
-    forward = products + attention + head
+    layers = products + attention
+    forward = layers + head
     # The head's logits are always computed again, scores also by the backward pass of the blocks itself.
     again = head + (attention / 2 if by_blocks else 0.0)
-    again += {"none": 0.0, "dots": attention, "attention": products + (0.0 if by_blocks else attention)}.get(
-        remat, products + attention
-    )
+    again += {"none": 0.0, "dots": attention, "attention": products if by_blocks else layers}.get(remat, layers)
     seen = work.num_groups * work.frames * _frame_flops(config, model)
     known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
     passes = {"update, frames": seen * (1 + known)}

@@ -15,7 +15,7 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.metrics import member_metrics, parted
 from paravt_jax.rl.rollouts import Player, evaluate, member_record
-from paravt_jax.run.directory import SETTINGS_FILE, held, write_settings
+from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.process import say
@@ -113,10 +113,9 @@ def _cell_file(directory: Path, dispatch: str, budget: int) -> Path:
 
 def _check_same(directory: Path, config: EvalConfig) -> None:
     """Cells of another model or of other prompts must not be mixed with those to come."""
-    path = directory / SETTINGS_FILE
-    if not path.exists() or not any(directory.glob("cell_*.json")):
+    before, now = settings_of(directory), to_record(config)
+    if not before or not any(directory.glob("cell_*.json")):
         return
-    before, now = json.loads(path.read_text())["config"], to_record(config)
     changed = sorted(key for key in now if key not in ("eval", "engine", "mesh") and before.get(key) != now[key])
     if changed:
         raise ValueError(

@@ -34,8 +34,8 @@ from paravt_jax.rl.rollouts import (
     task_of,
 )
 from paravt_jax.run.checkpoint import RECORD_FILE
-from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings
-from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl
+from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
 from rollout.episode import Call, Episode, Turn
@@ -109,7 +109,7 @@ class LoggedSteps:
 
     def compared(self, replay_dir: Path) -> str:
         """In which steps a replay in `replay_dir` has other metrics than the run."""
-        ours, theirs = (_rows(directory) for directory in (replay_dir, self.run_dir))
+        ours, theirs = (rows_by_step(directory / METRICS_FILE) for directory in (replay_dir, self.run_dir))
         steps = [step for step in sorted(ours) if self.first <= step <= self.last]
         differ = {step: keys for step in steps if (keys := differing(theirs.get(step, {}), ours[step]))}
         if not differ:
@@ -240,11 +240,6 @@ class Replay:
         return Call(call, *told, window, box, report, record["latency_s"])
 
 
-def settings_of(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / SETTINGS_FILE
-    return json.loads(path.read_bytes())["config"] if path.exists() else {}
-
-
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
     """Metrics of a step that its replay has otherwise; what is no finite number is logged as null."""
 
@@ -288,8 +283,3 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _rows(run_dir: Path) -> dict[int, dict[str, Any]]:
-    path = run_dir / METRICS_FILE
-    return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}

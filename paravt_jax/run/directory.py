@@ -54,12 +54,17 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
+def settings_of(directory: Path) -> dict[str, Any]:
+    """What RUN/config.json says; nothing where there is none."""
+    path = directory / SETTINGS_FILE
+    return json.loads(path.read_bytes())["config"] if path.exists() else {}
+
+
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
     """By key, what RUN/config.json says and what is asked for now."""
-    path = directory / SETTINGS_FILE
-    if not path.exists():
+    before, now = flat(settings_of(directory)), flat(json.loads(json.dumps(settings)))
+    if not before:
         return {}
-    before, now = flat(json.loads(path.read_bytes())["config"]), flat(json.loads(json.dumps(settings)))
     return {key: (before.get(key), now.get(key)) for key in {**now, **before} if before.get(key) != now.get(key)}
 
 

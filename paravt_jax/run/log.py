@@ -144,10 +144,14 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Of a file with metrics; none where there is no file."""
+    return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
+
+
 def last_step(run_dir: Path) -> int:
     """The last one whose metrics are logged; 0 where none is."""
-    path = run_dir / METRICS_FILE
-    return max((row["step"] for row in load_jsonl(path)), default=0) if path.exists() else 0
+    return max(rows_by_step(run_dir / METRICS_FILE), default=0)
 
 
 def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:

@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.progress import counted
-from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, whole_file
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, rows_by_step, whole_file
 
 PLOTS_DIR = "plots"
 MAX_MARKED_STEPS = 40  # with more, the points give way to a running mean
@@ -426,7 +426,7 @@ def load_run(run_dir: Path) -> LoggedRun:
 
 
 def _table(path: Path) -> Table:
-    return Table({row["step"]: row for row in load_jsonl(path)} if path.exists() else {})
+    return Table(rows_by_step(path))
 
 
 def _kl_levels(run_dir: Path) -> dict[float, str]:

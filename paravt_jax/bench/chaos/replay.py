@@ -18,7 +18,7 @@ from paravt_jax.config import load_config
 from paravt_jax.rl.opening import opened
 from paravt_jax.rl.replay import differing
 from paravt_jax.rl.rollouts import Group
-from paravt_jax.run.log import METRICS_FILE, load_jsonl
+from paravt_jax.run.log import METRICS_FILE, rows_by_step
 from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.ledger import Segment
 
@@ -29,7 +29,7 @@ async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tup
     """Where the run is not what its log leads to, and everything that was sampled according to the log."""
     problems: list[str] = []
     sampled: Counter[Sampled] = Counter()
-    rows = {row["step"]: row for row in load_jsonl(run_dir / METRICS_FILE)}
+    rows = rows_by_step(run_dir / METRICS_FILE)
     config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={directory}", f"train.num_steps={len(rows)}")
     async with opened(config, replay=run_dir) as run:
         for step, row in counted(rows.items(), "replaying the log", "step"):
