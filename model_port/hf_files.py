@@ -22,12 +22,15 @@ PROCESSOR_CLASS = "Qwen3VLProcessor"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
+RECIPE_FILE = "paravt.json"  # how the model is asked, as the run wrote it that trained it
+
 # What belongs to a model beside its weights and card, by name: people keep tokens and notes in the same directory.
 SIDE_FILES = (
     *(CONFIG_FILE, "generation_config.json", "configuration.json"),
     *("tokenizer.json", TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE_FILE),
     *(PROCESSOR_FILE, *FLAT_FILES.values()),
+    RECIPE_FILE,
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
 )
 CARD_FILE = "README.md"

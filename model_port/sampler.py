@@ -148,10 +148,10 @@ class Sampler:
         self._waiting.append(number)
         return number
 
-    def num_sampled(self, number: int) -> int | None:
-        """Tokens that a request has so far; None for one that is finished or aborted."""
+    def sampled(self, number: int) -> list[int]:
+        """What a request has so far; nothing of one that is finished or aborted."""
         completion = self._completions.get(number)
-        return None if completion is None else len(completion.ids)
+        return [] if completion is None else list(completion.ids)
 
     @property
     def busy(self) -> bool:

@@ -9,7 +9,7 @@ such an episode is missing, not bad.
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -133,6 +133,7 @@ class Call:
     box: Box | None = None
     report: Ledger | None = None
     latency_s: float = 0.0
+    path: str = ""  # of the video that it looked at
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -210,6 +211,21 @@ class Episode:
         }
 
 
+class Watcher:
+    """Hears of an episode while it goes on, which waits for every one of these; of what it does not want, nothing."""
+
+    hears_words = False  # whether `said` is to be told a turn's words as they are sampled
+
+    def said(self, turn_number: int, text: str) -> None:
+        """What the main agent has said of a turn so far."""
+
+    def called(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
+        """A turn is over and asks for these."""
+
+    def answered(self, turn_number: int, number: int, call: Call) -> None:
+        """One of a turn's calls is carried out; its siblings may not be."""
+
+
 class Agent:
     """Runs episodes of one engine over one source of frames."""
 
@@ -236,6 +252,7 @@ class Agent:
         seed: int = 0,
         version: int | None = None,
         begun: Callable[[Episode], object] = lambda episode: None,
+        watcher: Watcher | None = None,
     ) -> Episode:
         """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
 
@@ -245,7 +262,8 @@ class Agent:
         started_s = time.monotonic()
         episode = Episode(f"{overview.task.id}/{number}", overview.task, Ledger())
         begun(episode)
-        run = _Run(self, overview, episode, seed, version)
+        watcher = watcher or Watcher()
+        run = _Run(self, overview, episode, seed, version, watcher)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):
             last = turn_number == self.config.tool_turns
@@ -258,6 +276,7 @@ class Agent:
             if not calls:
                 episode.finish = "done" if turn.finish == "stop" else turn.finish
                 break
+            watcher.called(turn, calls)
             turn.calls = await run.dispatch(calls, turn_number)
             # One more than can be made is told so; an answer to every further one would only fill the context.
             answered = turn.calls[: self.config.calls_per_turn + 1]
@@ -283,6 +302,7 @@ class _Run:
     episode: Episode
     seed: int
     version: int | None
+    watcher: Watcher
     said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
 
     def room(self, ledger: Ledger) -> int:
@@ -308,6 +328,7 @@ class _Run:
             turn_number,
             stop_ids=stop_ids,
             affinity=self.overview.task.id,
+            heard=self._heard(turn_number) if self.watcher.hears_words else None,
         )
         ledger.add_sampled(generation)
         self.said_a_picture = not chat.visual_ids.isdisjoint(generation.ids.tolist())
@@ -319,6 +340,13 @@ class _Run:
         )
         self.episode.turns.append(turn)
         return turn
+
+    def _heard(self, turn_number: int) -> Callable[[Sequence[int]], None]:
+        def heard(ids: Sequence[int]) -> None:
+            spoken = ids[:-1] if ids and ids[-1] in self.agent.chat.stop_ids else ids
+            self.watcher.said(turn_number, self.agent.chat.decode([*self.agent._forced, *spoken]))
+
+        return heard
 
     async def dispatch(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
         """Carries out the calls of a turn at the same time; the results are in call order."""
@@ -346,6 +374,7 @@ class _Run:
                 raise
             self._fail(result, "error", tool.failed, problem)  # of something that the tool waited for
         result.latency_s = time.monotonic() - started_s
+        self.watcher.answered(turn_number, number, result)
         return result
 
     async def _answer(self, tool: Tool, result: Call, turn_number: int, number: int) -> str:
@@ -357,7 +386,7 @@ class _Run:
         subtitles = dict(zip(overview.task.videos, overview.task.subtitles, strict=False))
         videos = Videos(overview.videos, overview.names, subtitles)
         wanted = tool.check(result.call.arguments, videos)
-        result.window, result.box = wanted.window, wanted.box
+        result.path, result.window, result.box = wanted.path, wanted.window, wanted.box
         reports: list[str] = []
 
         async def ask(closeup: Closeup, about: str) -> str:
@@ -404,6 +433,7 @@ class _Run:
         *,
         stop_ids: tuple[int, ...],
         affinity: str,
+        heard: Callable[[Sequence[int]], None] | None = None,
     ) -> Generation:
         """`agent_number` 0 is the main agent, n the sub-agent of a turn's n-th call.
 
@@ -425,6 +455,7 @@ class _Run:
                 deadline_s=deadline_s,
                 version=self.version,
                 affinity=affinity,
+                heard=heard,
             )
         )
         self.episode.num_prompt_tokens += generation.num_prompt_tokens

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 import model_port
 from model_port.convert import source_directory
-from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
+from model_port.hf_files import RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
@@ -16,8 +16,9 @@ from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny
-from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, VideoConfig
+from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
 from paravt_jax.run.process import say
+from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
@@ -46,23 +47,25 @@ class Policy:
 async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
     """What a run says of its policy, opened; its parameters are not read yet."""
     say(f"loading {config.model.path}")
-    model, mesh, video, token_px = config.model, config.mesh, config.video, config.rollout.token_px
-    return await in_thread(
-        lambda: open_policy(model, mesh, video, token_px=token_px, seed=config.seed, run_dir=run_dir)
-    )
+    recipe = recipe_of(config)
+    policy = await in_thread(lambda: open_policy(config.model, config.mesh, recipe, seed=config.seed, run_dir=run_dir))
+    for difference in differences(hf_files_of(policy.source), recipe):
+        say(difference)
+    return policy
 
 
-def open_policy(
-    model: PolicyConfig, mesh: MeshConfig, video: VideoConfig, *, token_px: int, seed: int, run_dir: Path
-) -> Policy:
-    """`token_px` is what the run takes for the side of a token; `seed` is that of a tiny model made here."""
+def open_policy(model: PolicyConfig, mesh: MeshConfig, recipe: Recipe, *, seed: int, run_dir: Path) -> Policy:
+    """`recipe` is how the run asks it; `seed` is that of a tiny model made here."""
     source = _source(model.path, seed, run_dir)
     hf_dir = hf_files_of(source)
-    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=video.min_pixels, max_pixels=video.max_pixels)
-    if contract.unit_px != token_px:
-        raise ValueError(f"rollout.token_px={token_px}, but a token of {source} shows {contract.unit_px} px")
+    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
+    if contract.unit_px != recipe.rollout.token_px:
+        raise ValueError(
+            f"rollout.token_px={recipe.rollout.token_px}, but a token of {source} shows {contract.unit_px} px"
+        )
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
+    files[RECIPE_FILE] = recipe.to_bytes()
     if not _holds(hf_files, files):
         with output_directory(hf_files, force=True, source=source) as directory:
             write_side_files(files, directory)

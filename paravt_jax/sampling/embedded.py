@@ -7,7 +7,7 @@ and seed whatever else is being sampled. One thread owns the sampler; the event 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ class _Running:
     done: asyncio.Future[Completion]
     number: int | None = None  # the sampler's, once it has the request
     num_prompt_tokens: int = 0
+    heard: Callable[[Sequence[int]], object] | None = None
+    sampled: list[int] = field(default_factory=list)  # so far, for who is to hear of it
     changes: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -84,7 +86,7 @@ class EmbeddedEngine:
         started_s = time.monotonic()
         if self._pump is None:
             self._pump = asyncio.create_task(self._sample())
-        running = _Running(request.episode, asyncio.get_running_loop().create_future())
+        running = _Running(request.episode, asyncio.get_running_loop().create_future(), heard=request.heard)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
@@ -113,7 +115,7 @@ class EmbeddedEngine:
 
         def update() -> None:
             for number, running in self._running.items():
-                running.changes.append((self._sampler.num_sampled(number) or 0, self._version))
+                running.changes.append((len(self._sampler.sampled(number)), self._version))
             self._sampler.update(weights.model)
             self._version = version
 
@@ -146,6 +148,8 @@ class EmbeddedEngine:
                 self._submitted.clear()
                 while finished := await self._in_thread(self._step):
                     for running, completion in finished:
+                        if running.heard is not None:
+                            running.heard(running.sampled if completion is None else completion.ids)
                         if completion is not None and not running.done.done():
                             running.done.set_result(completion)
         except Exception as problem:  # nothing can be sampled any more, and whoever waits must hear of it
@@ -162,6 +166,9 @@ class EmbeddedEngine:
         finished = self._sampler.step() if was_running else {}
         for number in finished:
             del self._running[number]
+        for number, running in self._running.items():
+            if running.heard is not None:
+                running.sampled = self._sampler.sampled(number)
         return [(running, finished.get(number)) for number, running in was_running.items()]
 
     def _stop(self, running: _Running) -> Completion | None:

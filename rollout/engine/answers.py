@@ -56,6 +56,16 @@ def generation_of(
         raise ServerUnavailable(f"{url} gave an answer that cannot be: {problem!r}") from None
 
 
+def ids_so_far(message: Any, before: Sequence[int], url: str) -> list[int]:
+    """Of one message of a stream, which says again what those before it said."""
+    try:
+        ids = _ids(message["output_ids"]).tolist()
+        _demand(ids[: len(before)] == list(before), "a message of its stream does not begin as the one before")
+        return ids
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ServerUnavailable(f"{url} gave an answer that cannot be: {problem!r}") from None
+
+
 def answer_bytes(sampling: Sampling) -> int:
     return ANSWER_BYTES + TOKEN_BYTES * sampling.max_new_tokens
 

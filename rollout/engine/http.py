@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -13,6 +15,7 @@ CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 300  # of what a server said, in an error
 MAX_ANSWER_BYTES = 2**24  # where the question does not bound it
 KEPT_S = 2.0  # an idle connection: SGLang closes its side after 5 s, and what is sent just then is lost
+EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # of a stream of messages
 MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
 
 
@@ -45,40 +48,79 @@ class HttpClient:
         # In a thread: the pictures of an overview are megabytes of JSON.
         return await self._call("POST", url, await asyncio.to_thread(_encoded, body), deadline_s, max_bytes)
 
+    async def stream(self, url: str, body: Any, deadline_s: float, max_bytes: int) -> AsyncGenerator[Any]:
+        """The messages of an answer as they come, each of at most `max_bytes`; all of them within the deadline."""
+        data = await asyncio.to_thread(_encoded, body)
+        async with self._answer("POST", url, data, deadline_s) as response:
+            async for line in _lines(response, max_bytes):
+                if line.startswith(EVENT) and not line.endswith(LAST_EVENT):
+                    yield _parsed(line.removeprefix(EVENT))
+
     async def _call(self, method: str, url: str, data: bytes | None, deadline_s: float, max_bytes: int) -> Any:
+        async with self._answer(method, url, data, deadline_s) as response:
+            return _parsed(await _read(response, max_bytes))
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, url: str, data: bytes | None, deadline_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is not an error; whatever goes wrong while it is read is told apart as well."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
         headers = {"Content-Type": "application/json"}
         try:
             async with self.session.request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                text = (await _read(response, max_bytes)).decode(errors="replace")
-                if response.status >= 500 or 300 <= response.status < 400:
-                    response.close()  # SGLang closes its side after an error; do not use the connection again
-                    raise ServerUnavailable(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
-                if response.status >= 400:
-                    raise RequestRejected(f"{url} answered {response.status}: {text[:SHOWN_CHARS]}")
+                if response.status >= 300:
+                    await _refuse(response, url)
+                yield response
         except TimeoutError:
             raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
         except (aiohttp.ClientError, OSError) as problem:
             raise ServerUnreachable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return None
 
     async def close(self) -> None:
         await self.session.close()
+
+
+async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:
+    said = (await _read(response, MAX_ANSWER_BYTES)).decode(errors="replace")[:SHOWN_CHARS]
+    if 400 <= response.status < 500:
+        raise RequestRejected(f"{url} answered {response.status}: {said}")
+    response.close()  # SGLang closes its side after an error; do not use the connection again
+    raise ServerUnavailable(f"{url} answered {response.status}: {said}")
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
-        if len(body) > max_bytes:
-            response.close()
-            raise ServerUnavailable(f"{response.url} answers with more than {max_bytes} bytes")
+        _check_size(response, len(body), max_bytes)
     return bytes(body)
+
+
+async def _lines(response: aiohttp.ClientResponse, max_bytes: int) -> AsyncIterator[bytes]:
+    line = bytearray()
+    async for part in response.content.iter_any():
+        *whole, rest = part.split(b"\n")
+        for end in whole:
+            yield bytes(line + end)
+            line.clear()
+        line += rest
+        _check_size(response, len(line), max_bytes)
+
+
+def _check_size(response: aiohttp.ClientResponse, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        response.close()
+        raise ServerUnavailable(f"{response.url} answers with more than {max_bytes} bytes")
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _encoded(body: Any) -> bytes:

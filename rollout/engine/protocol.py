@@ -4,7 +4,7 @@ The ids that an engine returns are the only truth about what was sampled; text i
 carries the policy version that produced it: the number of optimizer steps in the weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -59,6 +59,7 @@ class Request:
     deadline_s: float | int
     version: int | None = None  # tokens of any other version are an error; None takes any, each token labelled
     affinity: str = ""  # equal ones go to one server, whose prefix cache knows them; by default the episode
+    heard: Callable[[Sequence[int]], object] | None = None  # gets the ids so far, whenever there are more
 
 
 @dataclass(frozen=True, eq=False)

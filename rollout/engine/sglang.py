@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout.engine.answers import Fingerprint, answer_bytes, generation_of, probe_body
+from rollout.engine.answers import Fingerprint, answer_bytes, generation_of, ids_so_far, probe_body
 from rollout.engine.http import HttpClient, ServerUnavailable, ServerUnreachable
 from rollout.engine.protocol import (
     DeadlineExceeded,
@@ -252,10 +252,7 @@ class SGLangEngine:
         """One attempt. Whatever ends it other than an answer also ends the computation on the server."""
         rid = uuid.uuid4().hex[:RID_CHARS]
         remaining_s = deadline_s - time.monotonic()
-        max_bytes = answer_bytes(request.sampling)
-        call = asyncio.create_task(
-            self._client.post(f"{server.url}/generate", body | {"rid": rid}, remaining_s, max_bytes)
-        )
+        call = asyncio.create_task(self._sample(server, request, body | {"rid": rid}, remaining_s))
         server.running[rid] = request.episode
         server.calls.add(call)
         answered = False
@@ -280,6 +277,18 @@ class SGLangEngine:
             server.calls.discard(call)
             if not answered:
                 self._abandon(server, rid)
+
+    async def _sample(self, server: _Server, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+        url, heard, max_bytes = f"{server.url}/generate", request.heard, answer_bytes(request.sampling)
+        if heard is None:
+            return await self._client.post(url, body, deadline_s, max_bytes)
+        answer, ids = None, []
+        messages = self._client.stream(url, body | {"stream": True}, deadline_s, max_bytes)
+        async with contextlib.aclosing(messages):
+            async for answer in messages:
+                ids = ids_so_far(answer, ids, server.url)
+                heard(ids)
+        return answer
 
     def _abandon(self, server: _Server, rid: str) -> None:
         if server.up:

@@ -1,6 +1,7 @@
 """A server that speaks as much of SGLang's HTTP as the engine uses, and misbehaves on demand."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -134,8 +135,27 @@ class FakeServer:
             return web.Response(text="[" * 200_000)
         if self.mode == "endless":
             return await self._endless(request)
+        if body.get("stream"):
+            return await self._stream(request, answer)
         WRONG.get(self.mode, lambda answer: None)(answer)
         return web.json_response(answer)
+
+    async def _stream(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+        """A message for each token; what is wrong with an answer is wrong in the last."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        ids = answer["output_ids"]
+        for number in range(1, len(ids) + 1):
+            first = number - 1 if self.mode == "pieces" else 0
+            message = answer | {"output_ids": ids[first:number]}
+            if number == len(ids):
+                WRONG.get(self.mode, lambda answer: None)(message)
+            await response.write(f"data: {json.dumps(message)}\n\n".encode())
+            if self.mode == "broken off":
+                assert request.transport is not None
+                request.transport.abort()
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _endless(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -42,8 +42,9 @@ class NoWeights:
         (directory / "model.safetensors").write_bytes(b"12345678")
 
 
-def request(episode="e", deadline_s=5.0, version=None, num_tokens=4) -> Request:
-    return Request(np.arange(3, dtype=np.int32), (), Sampling(num_tokens, stop_ids=(99,)), episode, deadline_s, version)
+def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, heard=None) -> Request:
+    sampling = Sampling(num_tokens, stop_ids=(99,))
+    return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, heard=heard)
 
 
 def with_servers(num_servers, work, settings=QUICK):
@@ -76,6 +77,32 @@ def test_an_answer_becomes_a_generation():
         assert engine.version == 0
 
     with_servers(1, work)
+
+
+def test_who_wants_to_hears_of_every_token():
+    async def work(engine, server):
+        heard = []
+        streamed = await engine.generate(request(heard=heard.append))
+        assert heard == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
+        whole = await engine.generate(request())
+        assert streamed.ids.tolist() == whole.ids.tolist() and streamed.finish == whole.finish
+        assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
+
+    with_servers(1, work)
+
+
+STREAMED = ["500", "drop", "garbage", "endless", "broken off", "pieces", *WRONG]
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_server_whose_stream_cannot_be_costs_only_another_attempt(mode):
+    async def work(engine, bad, good):
+        bad.mode = mode
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", heard=len)) for n in range(4)))
+        assert all(len(one.ids) == 4 and one.server == good.url for one in found)
+        assert bad.asked["/generate"] >= 1 and bad.sent_bytes < 2**26
+
+    with_servers(2, work)
 
 
 @pytest.mark.parametrize("mode", ["500", "drop", "garbage", "redirect", "nested", "endless", *WRONG])

@@ -4,14 +4,15 @@ import shutil
 
 import pytest
 
-from paravt_jax.config import MeshConfig, PolicyConfig, VideoConfig
+from paravt_jax.config import MeshConfig, PolicyConfig
 from paravt_jax.run.policy import HF_FILES_DIR, open_policy
+from paravt_jax.run.recipe import Recipe
 
-VIDEO = VideoConfig(min_pixels=1024, max_pixels=50_176)
+RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
 
 
-def opened(model_path, run_dir, video=VIDEO):
-    return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), video, token_px=32, seed=0, run_dir=run_dir)
+def opened(model_path, run_dir, recipe=RECIPE):
+    return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), recipe, seed=0, run_dir=run_dir)
 
 
 def test_a_model_that_lies_in_the_run_directory_is_read_and_stays(tiny_hf, tmp_path):
@@ -38,5 +39,5 @@ def test_our_own_files_follow_the_settings_and_a_copied_run_may_keep_them(tiny_h
     (moved / HF_FILES_DIR / "notes.txt").write_text("mine")
     opened(tiny_hf, moved)
     assert (moved / HF_FILES_DIR / "notes.txt").exists()
-    wider = opened(tiny_hf, tmp_path / "run", VideoConfig(min_pixels=1024, max_pixels=100_352))
+    wider = opened(tiny_hf, tmp_path / "run", Recipe(min_pixels=1024, max_pixels=100_352))
     assert "100352" in (wider.hf_files / "preprocessor_config.json").read_text()

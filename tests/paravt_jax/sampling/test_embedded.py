@@ -1,6 +1,7 @@
 """The embedded engine gives what the sampler gives, whoever else is sampling, and says which version sampled what."""
 
 import asyncio
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, c
 
     async def work(engine):
         task = asyncio.create_task(engine.generate(request(chat, "r", seed=3, **long)))
-        while not any(engine._sampler.num_sampled(n) for n in list(engine._running)):
+        while not any(engine._sampler.sampled(n) for n in list(engine._running)):
             await asyncio.sleep(0.01)
         await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
         fresh = await engine.generate(request(chat, "f", seed=3, version=7))
@@ -121,6 +122,18 @@ def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, c
     np.testing.assert_array_equal(fresh.ids, run(other, contract, from_scratch).ids)
 
 
+def test_who_wants_to_hears_of_the_tokens_while_they_are_sampled(model, contract, chat):
+    heard = []
+
+    async def work(engine):
+        streamed = await engine.generate(request(chat, "h", seed=5, heard=heard.append))
+        return streamed, await engine.generate(request(chat, "h", seed=5))
+
+    streamed, unheard = run(model, contract, work)
+    assert len(heard) > 1 and all(len(one) < len(two) for one, two in itertools.pairwise(heard))
+    assert heard[-1] == streamed.ids.tolist() == unheard.ids.tolist()
+
+
 def test_another_version_than_asked_for_is_an_error(model, contract, chat):
     async def work(engine):
         with pytest.raises(VersionMismatch, match="version 3 was asked for"):
@@ -132,7 +145,7 @@ def test_another_version_than_asked_for_is_an_error(model, contract, chat):
 def test_abort_returns_what_there_is_and_frees_the_row(model, contract, chat):
     async def work(engine):
         tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
-        while len(engine._running) < 2 or not all(engine._sampler.num_sampled(n) for n in list(engine._running)):
+        while len(engine._running) < 2 or not all(engine._sampler.sampled(n) for n in list(engine._running)):
             await asyncio.sleep(0.01)
         await engine.abort("a")
         aborted = await tasks[0]

@@ -1,0 +1,72 @@
+"""Opens a model to be asked, in the words and pixels that it was trained with."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+import model_port
+from model_port.convert import source_directory
+from model_port.hf_files import RECIPE_FILE
+from model_port.layers import Compute
+from model_port.layout import hf_files_of
+from model_port.model import Qwen3VL
+from model_port.processing import VisionContract
+from model_port.progress import Meter
+from paravt_jax.asking.answerer import Answerer
+from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.run.policy import Policy
+from paravt_jax.run.process import say
+from paravt_jax.run.recipe import Recipe, read_recipe
+from paravt_jax.run.threads import in_thread
+from paravt_jax.sampling.opening import frame_reader, open_engine
+from rollout.chat import Chat
+from rollout.episode import Agent, Dispatch
+
+MAX_ROWS = 16  # that the embedded engine samples at the same time; each has a whole context in memory
+
+
+def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
+    """How a model is asked: as its own files say, but for what the user wants otherwise."""
+    recipe = read_recipe(hf_files_of(source))
+    if recipe is None:
+        say(f"{source} has no {RECIPE_FILE}: it is asked in the words of this project, which may not be its own")
+        recipe = Recipe()
+    rollout = replace(recipe.rollout, temperature=0.0, dispatch=dispatch or recipe.rollout.dispatch)
+    return replace(recipe, num_frames=num_frames or recipe.num_frames, rollout=rollout)
+
+
+@asynccontextmanager
+async def opened(
+    model: str, urls: list[str], *, num_frames: int | None, dispatch: Dispatch | None, num_questions: int = 1
+) -> AsyncIterator[Answerer]:
+    """`num_questions` are asked at the same time. `urls` are SGLang servers that have the model; none: it is loaded."""
+    source = await in_thread(lambda: source_directory(model, "--model DIR"))
+    recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
+    hf_files = hf_files_of(source)
+    contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
+
+    def load() -> Qwen3VL:
+        with Meter(f"loading {source}"):
+            return model_port.load(source, dtype)
+
+    rollout, max_rows = recipe.rollout, min(MAX_ROWS, num_questions * max(1, recipe.rollout.calls_per_turn))
+    settings = EngineConfig("sglang", urls) if urls else EngineConfig("jax", max_rows=max_rows)
+    async with AsyncExitStack() as stack:
+        frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))
+        engine = await open_engine(
+            settings,
+            policy,
+            None if urls else await in_thread(load),
+            0,
+            say,
+            dtype=dtype,
+            max_context_tokens=rollout.max_context_tokens,
+            max_pixels=recipe.max_pixels * rollout.detail_factor,
+        )
+        stack.push_async_callback(engine.close)
+        yield Answerer(Agent(engine, frames, policy.chat, rollout), recipe.num_frames)

@@ -1,0 +1,96 @@
+"""paravt.json beside a model's weights: the words, pixels and turns that it was trained with, to ask it in the same.
+
+A run writes it, checkpoints and exports carry it. It comes with a model from anywhere, so what it says is checked as a
+stranger's: it can name no file, neither of prompts nor of a tool, and nothing in it stands for something else.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from model_port.hf_files import RECIPE_FILE
+from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
+from paravt_jax.keys import flat
+from rollout.episode import EpisodeConfig
+
+# Of an episode, what is the asker's to choose.
+NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "call_deadline_s", "video_deadline_s", "prompts_file")
+NOT_COMPARED = ("num_frames", "rollout.dispatch")  # which runs vary on purpose
+MAX_SHOWN = 60  # characters of a value that differs
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is asked; its defaults are those of a run."""
+
+    num_frames: int = VideoConfig.overview_frames  # of an overview
+    min_pixels: int = VideoConfig.min_pixels
+    max_pixels: int = VideoConfig.max_pixels
+    rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
+
+    def __post_init__(self) -> None:
+        VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+    def to_bytes(self) -> bytes:
+        return (json.dumps(self.to_record(), indent=2, ensure_ascii=False) + "\n").encode()
+
+    def to_record(self) -> dict[str, Any]:
+        record = asdict(self)
+        return record | {"rollout": {key: value for key, value in record["rollout"].items() if key not in NOT_KEPT}}
+
+
+def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
+    video = config.video
+    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, config.rollout)
+
+
+def read_recipe(directory: Path) -> Recipe | None:
+    """That of a model's files; None where there is none."""
+    record, told = _record(directory), directory / RECIPE_FILE
+    if record is None:
+        return None
+    known = set(flat(Recipe().to_record()))
+    for key, value in flat(record).items():
+        if key not in known:
+            raise ValueError(f"{told}: {key} is no setting of how a model is asked")
+        if "${" in str(value):
+            raise ValueError(f"{told}: {key} has a ${{…}}, and nothing there may stand for something else")
+    own = [name for name in record.get("rollout", {}).get("tools", []) if ":" in str(name)]
+    if own:
+        raise ValueError(
+            f"{told}: rollout.tools names {own[0]}, and no code is loaded that a model names; take it out there"
+        )
+    try:
+        recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
+    except (OmegaConfBaseException, ValueError) as problem:
+        raise ValueError(f"{told}: {str(problem).splitlines()[0]}") from None
+    return recipe
+
+
+def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
+    """What the files of a model say of how it is asked, where that is another."""
+    record = _record(directory)
+    if record is None:
+        return
+    before, now = flat(record), flat(recipe.to_record())
+    for key in now:
+        if key in before and key not in NOT_COMPARED and before[key] != now[key]:
+            was, is_now = (repr(value)[:MAX_SHOWN] for value in (before[key], now[key]))
+            yield f"{directory.name}/{RECIPE_FILE}: the model was asked with {key}={was}, here it is {is_now}"
+
+
+def _record(directory: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((directory / RECIPE_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{directory / RECIPE_FILE} is no JSON: {problem}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("rollout", {}), dict):
+        raise ValueError(f"{directory / RECIPE_FILE} must hold an object with an object rollout")
+    return record
