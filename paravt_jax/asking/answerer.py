@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,16 @@ class Answerer:
     agent: Agent
     num_frames: int
 
+    def with_temperature(self, temperature: float | int) -> "Answerer":
+        return replace(self, agent=self.agent.with_settings(temperature=temperature))
+
     async def answer(
-        self, videos: Sequence[str], question: str, listener: Listener | None = None, name: str = "question"
+        self,
+        videos: Sequence[str],
+        question: str,
+        listener: Listener | None = None,
+        name: str = "question",
+        seed: int = 0,
     ) -> Answer:
         """`name` tells questions apart that are asked at the same time; the engine aborts them by it."""
         listener, started_s = listener or Listener(), time.monotonic()
@@ -83,7 +91,7 @@ class Answerer:
         overview = await self.agent.look(task)
         overview_s = time.monotonic() - started_s
         listener.looked(overview, overview_s)
-        episode = await self.agent.run(overview, watcher=listener)
+        episode = await self.agent.run(overview, seed=seed, watcher=listener)
         return Answer(_text(episode), tuple(_evidence(episode)), _seconds(overview_s, episode.turns), episode)
 
 

@@ -1,0 +1,272 @@
+"""An agent behind HTTP: OpenAI's chat completions, what can be asked, health, and metrics.
+
+A question costs minutes of a GPU, so there are never more than a few at the same time: whoever comes then is told when
+to come again. A client that goes takes its question along, and no question outlives its deadline.
+"""
+
+import asyncio
+import itertools
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from aiohttp import web
+
+from model_port.progress import Meter
+from paravt_jax.asking.answerer import Answer, Answerer, Listener
+from paravt_jax.asking.media import Media
+from paravt_jax.asking.openai import BadRequest, Question, chunk, completion, error, last_chunks, question_of
+from paravt_jax.asking.terminal import clock, spoken
+from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
+from rollout.episode import Call
+from rollout.video.errors import VideoError, VideoTimeout
+
+MAX_BODY_BYTES = 64 * 2**20  # videos in the request itself included
+BODY_DEADLINE_S = WRITE_DEADLINE_S = 60.0
+FIRST_RETRY_S = 10.0  # until a question has shown how long one takes
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(eq=False)
+class Service:
+    """Use `service.app()` as an application of aiohttp."""
+
+    answerer: Answerer
+    model: str
+    media: Media
+    max_questions: int
+    deadline_s: float | int
+    running: int = 0
+    stopping: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0  # of questions that were answered
+    num_tokens: Counter[str] = field(default_factory=Counter)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "paravt_jax"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        alive = not self.stopping and (await self.answerer.agent.engine.health()).alive
+        return web.json_response({"status": "ok" if alive else "unavailable"}, status=200 if alive else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics(), content_type="text/plain", charset="utf-8")
+
+    def metrics(self) -> str:
+        """In the text format of Prometheus."""
+        lines = ["# TYPE paravt_questions_running gauge", f"paravt_questions_running {self.running}"]
+        lines += ["# TYPE paravt_questions_total counter"]
+        lines += [f'paravt_questions_total{{outcome="{name}"}} {count}' for name, count in sorted(self.counts.items())]
+        lines += ["# TYPE paravt_tokens_total counter"]
+        lines += [f'paravt_tokens_total{{kind="{name}"}} {count}' for name, count in sorted(self.num_tokens.items())]
+        lines += ["# TYPE paravt_answer_seconds summary", f"paravt_answer_seconds_sum {self.seconds:.3f}"]
+        return "\n".join([*lines, f"paravt_answer_seconds_count {self.counts['answered']}", ""])
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.stopping:
+            raise Refused(503, "the server is stopping", "unavailable")
+        if self.running >= self.max_questions:
+            self.counts["turned away"] += 1
+            raise Refused(429, f"{self.running} questions are being answered", "rate_limit", self._retry_s())
+        self.running += 1
+        outcome = "failed"
+        try:
+            question = question_of(await _body(request), self.model)
+            response = await self._answered(request, question)
+            outcome = "answered"
+            return response
+        except asyncio.CancelledError:
+            outcome = "given up"
+            raise
+        finally:
+            self.running -= 1
+            self.counts[outcome] += 1
+
+    async def _answered(self, request: web.Request, question: Question) -> web.StreamResponse:
+        name = f"chatcmpl-{next(self._numbers)}"
+        started_s = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self.deadline_s
+        with TemporaryDirectory(prefix="paravt_") as made:
+            async with asyncio.timeout_at(deadline):
+                media = enumerate(question.media)
+                paths = [str(await self.media.path_of(medium, Path(made), number)) for number, medium in media]
+            answerer = self.answerer.with_temperature(question.temperature)
+
+            async def answer(listener: Listener | None = None) -> Answer:
+                async with asyncio.timeout_at(deadline):
+                    given = await answerer.answer(paths, question.text, listener, name, question.seed)
+                self._count(given, started_s)
+                return given
+
+            if question.stream:
+                return await self._streamed(request, question, name, answer)
+            return web.json_response(completion(await answer(), name, self.model))
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        question: Question,
+        name: str,
+        answer: Callable[[Listener], Coroutine[Any, Any, Answer]],
+    ) -> web.StreamResponse:
+        """What is thought, called and reported comes as reasoning while it happens, the answer at the end."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        told: asyncio.Queue[str | None] = asyncio.Queue()
+        answering = asyncio.create_task(answer(_Told(told.put_nowait)))
+        answering.add_done_callback(lambda _: told.put_nowait(None))
+        try:
+            await response.prepare(request)
+            await _send(response, chunk(name, self.model, {"role": "assistant"}))
+            while (text := await told.get()) is not None:
+                await _send(response, chunk(name, self.model, {"reasoning_content": text}))
+            for one in last_chunks(await answering, name, self.model, question.usage_in_stream):
+                await _send(response, one)
+        except (TimeoutError, EngineError, VideoError) as problem:  # the status is sent, so it comes as a message
+            self.counts["failed while streaming"] += 1
+            refused = _refusal(problem)
+            await _send(response, error(refused.message, refused.kind))
+        finally:
+            answering.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await answering
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _count(self, answer: Answer, started_s: float) -> None:
+        self.seconds += time.monotonic() - started_s
+        self.num_tokens["prompt"] += answer.episode.num_prompt_tokens
+        self.num_tokens["sampled"] += answer.episode.num_sampled
+
+    def _retry_s(self) -> int:
+        """When one of those that are being answered will probably be."""
+        answered = self.counts["answered"]
+        mean_s = self.seconds / answered if answered else FIRST_RETRY_S
+        return max(1, round(mean_s / self.max_questions))
+
+
+class Refused(Exception):
+    """An answer that is an error, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, kind: str, retry_s: int | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.kind, self.retry_s, self.param = status, message, kind, retry_s, param
+
+
+class _Told(Listener):
+    """What happens, as text."""
+
+    hears_words = True
+
+    def __init__(self, tell: Callable[[str], object]):
+        self._tell = tell
+        self._turn, self._said = 0, 0
+
+    def said(self, turn_number: int, text: str) -> None:
+        if turn_number != self._turn:
+            self._turn, self._said = turn_number, 0
+        words = spoken(text)
+        if len(words) > self._said:
+            self._tell(words[self._said :])
+            self._said = len(words)
+
+    def answered(self, turn_number: int, number: int, call: Call) -> None:
+        where = "" if call.window is None else f" {clock(call.window.start_s)} to {clock(call.window.end_s)}"
+        self._tell(f"\n[{call.call.name or 'call'}{where}: {call.response}]\n")
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            text = await request.read()
+    except TimeoutError:
+        raise Refused(408, f"the request did not come in {BODY_DEADLINE_S:.0f} s", "timeout") from None
+    try:
+        return await asyncio.to_thread(json.loads, text)
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is no JSON") from None
+
+
+async def _send(response: web.StreamResponse, message: Any) -> None:
+    async with asyncio.timeout(WRITE_DEADLINE_S):  # a client that reads nothing
+        await response.write(f"data: {json.dumps(message)}\n\n".encode())
+
+
+@web.middleware
+async def _as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as problem:
+        return _error(Refused(problem.status, problem.reason, "invalid_request_error"))
+    except Exception as problem:
+        return _error(_refusal(problem))
+
+
+def _refusal(problem: Exception) -> Refused:
+    match problem:
+        case Refused():
+            return problem
+        case BadRequest():
+            return Refused(400, str(problem), "invalid_request_error", param=problem.param)
+        case VideoTimeout() | DeadlineExceeded() | TimeoutError():
+            return Refused(504, "the question was not answered in time", "timeout")
+        case VideoError() | RequestRejected():
+            return Refused(400, str(problem), "invalid_request_error")
+        case EngineError():
+            return Refused(503, str(problem), "unavailable", round(FIRST_RETRY_S))
+        case _:
+            return Refused(500, f"{type(problem).__name__}: {problem}", "server_error")
+
+
+def _error(refused: Refused) -> web.Response:
+    headers = {} if refused.retry_s is None else {"Retry-After": str(refused.retry_s)}
+    body = error(refused.message, refused.kind, refused.param)
+    return web.json_response(body, status=refused.status, headers=headers)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Had before a model is loaded, which takes minutes; nobody can connect until it is served."""
+    with ExitStack() as unless_bound:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            place = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind(address)
+        except (OSError, OverflowError) as problem:
+            said = problem.strerror if isinstance(problem, OSError) else problem
+            raise ValueError(f"--port {port} of --host {host} cannot be had: {said}") from None
+        unless_bound.pop_all()
+        return place
+
+
+async def serve(service: Service, place: socket.socket, grace_s: float | int, stop: asyncio.Event) -> None:
+    """Until `stop` is set; what is being answered then has so long to be."""
+    runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, place).start()
+        await stop.wait()
+        service.stopping = True
+        with Meter("stopping, once the questions are answered"), suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while service.running:
+                    await asyncio.sleep(0.05)
+    finally:
+        await runner.cleanup()
