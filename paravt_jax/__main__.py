@@ -11,6 +11,8 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan says beforehand what that takes"),
     "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
+    "ask": ("paravt_jax.ask", "asks a policy about a video, and shows what it looks at"),
+    "serve": ("paravt_jax.serve", "serves a policy with its sub-agents as one model, behind OpenAI's API"),
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
     "checkpoint": ("paravt_jax.run.checkpoint", "compares checkpoints of a run with what was written: verify"),
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),

@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> None:
-    from paravt_jax.asking.media import Media  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.media import Sources  # late: --help and wrong arguments need not wait for jax
     from paravt_jax.asking.opening import opened
     from paravt_jax.asking.service import Service, bound, serve
 
@@ -44,7 +44,7 @@ async def run(args: argparse.Namespace) -> None:
         args.model, args.url, num_frames=args.frames, dispatch=args.dispatch, num_questions=args.max_questions
     ) as answerer:
         service = Service(
-            answerer, args.model, Media(args.video_root, args.allow_fetch), args.max_questions, args.deadline_s
+            answerer, args.model, Sources(args.video_root, args.allow_fetch), args.max_questions, args.deadline_s
         )
         say(f"serving {args.model} at http://{args.host}:{place.getsockname()[1]}/v1")
         await serve(service, place, args.deadline_s, stop)

@@ -21,7 +21,15 @@ else
 fi
 "$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force
 
+video=$(ls "$run"/world/videos/*.mp4 | tail -1)
+question="What color is shown between 24 and 32 seconds?"
+echo "It is asked about a video that it has not seen:"
+"$python" -m paravt_jax.ask "$video" "$question" --model "$run/trained.hf"
+
 cat <<END
+
+Ask it about a video of yours (it knows nothing but colours in its small world; a trained 8B is asked the same way):
+  $python -m paravt_jax.ask VIDEO "$question" --model $run/trained.hf
 
 Look at
   $run/table.md                        before (SFT) and after (PARA-GRPO): format, tool calls, accuracy

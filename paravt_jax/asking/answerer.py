@@ -43,7 +43,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class Reply:
     text: str  # empty where none was given
     evidence: tuple[Evidence, ...]
     seconds: Seconds
@@ -84,7 +84,7 @@ class Answerer:
         listener: Listener | None = None,
         name: str = "question",
         seed: int = 0,
-    ) -> Answer:
+    ) -> Reply:
         """`name` tells questions apart that are asked at the same time; the engine aborts them by it."""
         listener, started_s = listener or Listener(), time.monotonic()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
@@ -92,7 +92,7 @@ class Answerer:
         overview_s = time.monotonic() - started_s
         listener.looked(overview, overview_s)
         episode = await self.agent.run(overview, seed=seed, watcher=listener)
-        return Answer(_text(episode), tuple(_evidence(episode)), _seconds(overview_s, episode.turns), episode)
+        return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview_s, episode.turns), episode)
 
 
 def _text(episode: Episode) -> str:

@@ -55,7 +55,7 @@ def is_public(address: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Media:
+class Sources:
     """What may be asked about."""
 
     video_root: Path | None  # of files; None: none may

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paravt_jax.asking.answerer import Answer
+from paravt_jax.asking.answerer import Reply
 
 Kind = Literal["video", "image"]
 MAX_QUESTION_CHARS = 100_000
@@ -34,7 +34,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Question:
+class Asked:
     text: str
     media: tuple[Medium, ...]
     stream: bool = False
@@ -43,7 +43,7 @@ class Question:
     seed: int = 0
 
 
-def question_of(body: Any, model: str) -> Question:
+def question_of(body: Any, model: str) -> Asked:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     if body.get("model") != model:
@@ -55,7 +55,7 @@ def question_of(body: Any, model: str) -> Question:
         raise BadRequest("one answer is given at a time; ask again for another", "n")
     options = body.get("stream_options") or {}
     text, media = _asked(body.get("messages"))
-    return Question(
+    return Asked(
         text,
         media,
         body.get("stream") is True,
@@ -118,7 +118,7 @@ def _number(body: Mapping[str, Any], name: str, least: float | int, most: float 
     return value
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: Reply) -> dict[str, Any]:
     """Of the main agent and all its sub-agents."""
     episode = answer.episode
     return {
@@ -129,7 +129,7 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def completion(answer: Answer, name: str, model: str) -> dict[str, Any]:
+def completion(answer: Reply, name: str, model: str) -> dict[str, Any]:
     """`paravt` is ours: what the answer rests on, and how long each part took."""
     message = {"role": "assistant", "content": answer.text, "reasoning_content": _reasoning(answer)}
     record = answer.to_record()
@@ -146,7 +146,7 @@ def chunk(name: str, model: str, delta: Mapping[str, str], finish: str | None = 
     return {**_envelope(name, model, "chat.completion.chunk"), "choices": [choice]}
 
 
-def last_chunks(answer: Answer, name: str, model: str, with_usage: bool) -> Iterator[dict[str, Any]]:
+def last_chunks(answer: Reply, name: str, model: str, with_usage: bool) -> Iterator[dict[str, Any]]:
     yield chunk(name, model, {"content": answer.text})
     yield chunk(name, model, {}, FINISHES[answer.finish])
     if with_usage:
@@ -157,7 +157,7 @@ def error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-def _reasoning(answer: Answer) -> str:
+def _reasoning(answer: Reply) -> str:
     return "\n".join(turn.text for turn in answer.episode.turns)
 
 

@@ -5,13 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from paravt_jax.asking.answerer import Answer, Answerer
+from paravt_jax.asking.answerer import Answerer, Reply
 from paravt_jax.run.log import EPISODES_DIR
 from paravt_jax.view.episodes import TOKENIZER_FILE
 from paravt_jax.view.page import make_page
 
 
-def page_of(answer: Answer, answerer: Answerer) -> bytes:
+def page_of(answer: Reply, answerer: Answerer) -> bytes:
     agent = answerer.agent
     settings = {"config": {"rollout": asdict(agent.config)}}
     record = {"step": 0, "missing": False, **answer.episode.to_record()}

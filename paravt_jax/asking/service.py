@@ -20,9 +20,9 @@ from typing import Any
 from aiohttp import web
 
 from model_port.progress import Meter
-from paravt_jax.asking.answerer import Answer, Answerer, Listener
-from paravt_jax.asking.media import Media
-from paravt_jax.asking.openai import BadRequest, Question, chunk, completion, error, last_chunks, question_of
+from paravt_jax.asking.answerer import Answerer, Listener, Reply
+from paravt_jax.asking.media import Sources
+from paravt_jax.asking.openai import Asked, BadRequest, chunk, completion, error, last_chunks, question_of
 from paravt_jax.asking.terminal import clock, spoken
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.episode import Call
@@ -40,7 +40,7 @@ class Service:
 
     answerer: Answerer
     model: str
-    media: Media
+    sources: Sources
     max_questions: int
     deadline_s: float | int
     running: int = 0
@@ -99,17 +99,17 @@ class Service:
             self.running -= 1
             self.counts[outcome] += 1
 
-    async def _answered(self, request: web.Request, question: Question) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, question: Asked) -> web.StreamResponse:
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
         with TemporaryDirectory(prefix="paravt_") as made:
             async with asyncio.timeout_at(deadline):
                 media = enumerate(question.media)
-                paths = [str(await self.media.path_of(medium, Path(made), number)) for number, medium in media]
+                paths = [str(await self.sources.path_of(medium, Path(made), number)) for number, medium in media]
             answerer = self.answerer.with_temperature(question.temperature)
 
-            async def answer(listener: Listener | None = None) -> Answer:
+            async def answer(listener: Listener | None = None) -> Reply:
                 async with asyncio.timeout_at(deadline):
                     given = await answerer.answer(paths, question.text, listener, name, question.seed)
                 self._count(given, started_s)
@@ -122,9 +122,9 @@ class Service:
     async def _streamed(
         self,
         request: web.Request,
-        question: Question,
+        question: Asked,
         name: str,
-        answer: Callable[[Listener], Coroutine[Any, Any, Answer]],
+        answer: Callable[[Listener], Coroutine[Any, Any, Reply]],
     ) -> web.StreamResponse:
         """What is thought, called and reported comes as reasoning while it happens, the answer at the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -150,7 +150,7 @@ class Service:
         await response.write_eof()
         return response
 
-    def _count(self, answer: Answer, started_s: float) -> None:
+    def _count(self, answer: Reply, started_s: float) -> None:
         self.seconds += time.monotonic() - started_s
         self.num_tokens["prompt"] += answer.episode.num_prompt_tokens
         self.num_tokens["sampled"] += answer.episode.num_sampled

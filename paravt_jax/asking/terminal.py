@@ -6,7 +6,7 @@ Nothing is drawn over, so a log of it reads as well. What the model says is show
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from paravt_jax.asking.answerer import Answer, Listener, Seconds
+from paravt_jax.asking.answerer import Listener, Reply, Seconds
 from paravt_jax.view.episodes import visible
 from rollout.episode import Call, Turn
 from rollout.prompter import Overview
@@ -93,7 +93,7 @@ def clock(seconds: float | int) -> str:
     return f"{hours}:{minutes:02d}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"
 
 
-def summary(answer: Answer) -> Iterator[str]:
+def summary(answer: Reply) -> Iterator[str]:
     """What an answer rests on, and where its time went; why there is none."""
     if not answer.text:
         yield f"{'no answer':<{NAME_COLUMNS}}{ENDINGS[answer.finish]}"

@@ -8,7 +8,7 @@ from agents import ANSWER, FakeFrames, call, script
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
-from paravt_jax.asking.answerer import Answer, Answerer
+from paravt_jax.asking.answerer import Answerer, Reply
 from paravt_jax.asking.page import page_of
 from paravt_jax.asking.terminal import BAR_COLUMNS, Live, bar, clock, spoken, summary
 from rollout.chat import Chat
@@ -23,7 +23,7 @@ def chat():
     return Chat(tiny_tokenizer(), CHAT_TEMPLATE)
 
 
-def asked(chat, turns, videos=("/data/a.mp4",), **script_settings) -> tuple[Answer, str]:
+def asked(chat, turns, videos=("/data/a.mp4",), **script_settings) -> tuple[Reply, str]:
     """The answer, and what was shown."""
     shown = io.StringIO()
     agent = Agent(script(chat, turns, **script_settings), FakeFrames(), chat, EpisodeConfig())

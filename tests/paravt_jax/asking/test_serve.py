@@ -18,7 +18,7 @@ from model_port.tiny import tiny_tokenizer
 from paravt_jax.asking import media as media_module
 from paravt_jax.asking import service as service_module
 from paravt_jax.asking.answerer import Answerer
-from paravt_jax.asking.media import Media, is_public
+from paravt_jax.asking.media import Sources, is_public
 from paravt_jax.asking.openai import BadRequest, Medium, question_of
 from paravt_jax.asking.service import Service, bound, serve
 from rollout.chat import Chat
@@ -58,7 +58,7 @@ class Served:
 
 def with_service(chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2):
     agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig())
-    service = Service(Answerer(agent, 8), MODEL, Media(videos, False), max_questions, deadline_s)
+    service = Service(Answerer(agent, 8), MODEL, Sources(videos, False), max_questions, deadline_s)
 
     async def body():
         stop, place = asyncio.Event(), bound("127.0.0.1", 0)
@@ -255,7 +255,7 @@ def test_a_refusal_names_what_is_wrong_to_openais_client(chat, videos):
 def path_of(url, tmp_path, kind="video", **media):
     made = tmp_path / "made"
     made.mkdir(exist_ok=True)
-    found = Media(media.get("video_root"), media.get("allow_fetch", False))
+    found = Sources(media.get("video_root"), media.get("allow_fetch", False))
     return asyncio.run(found.path_of(Medium(kind, url), made, 0))
 
 
@@ -370,7 +370,7 @@ def test_a_fetch_looks_at_every_address_that_it_is_sent_to(path, said, tmp_path,
 
     async def fetch():
         async with website() as url:
-            return await Media(None, True).path_of(Medium("video", url + path), tmp_path, 0)
+            return await Sources(None, True).path_of(Medium("video", url + path), tmp_path, 0)
 
     if said:
         with pytest.raises(BadRequest, match=said):
@@ -385,7 +385,7 @@ def test_a_fetch_of_more_than_may_be_ends(tmp_path, monkeypatch):
 
     async def fetch():
         async with website() as url:
-            await Media(None, True).path_of(Medium("video", f"{url}/video"), tmp_path, 0)
+            await Sources(None, True).path_of(Medium("video", f"{url}/video"), tmp_path, 0)
 
     with pytest.raises(BadRequest, match="larger than"):
         asyncio.run(fetch())
