@@ -76,8 +76,8 @@ class Live(Listener):
 
 
 def spoken(text: str) -> str:
-    """The words of a turn, without tags, calls, and an end that may yet become one."""
-    return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0])))
+    """The words of a turn, without tags, calls, and an end that may yet become one or stay empty."""
+    return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0]))).rstrip()
 
 
 def bar(window: Window, duration_s: float | int) -> str:
