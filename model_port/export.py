@@ -16,39 +16,21 @@ from types import TracebackType
 
 import jax
 import numpy as np
-from huggingface_hub import ModelCardData
 
+from model_port.card import CURVE_FILE, curve_of, make_card
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
-from model_port.hf_files import CARD_FILE, base_model, read_side_files, with_dtype, write_side_files
-from model_port.hub import check_hub_access, push_to_hub
+from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
+from model_port.hub import check_hub_access
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
+from model_port.push import add_push_flags, push
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
 
 MAX_SHARD_GIB = 4.7  # just below the 5 GB of the published shards
-CARD = """\
----
-{metadata}
----
-
-# {name}
-
-A Qwen3-VL in Hugging Face format, exported from {what} with `model_port.export` of
-paravt_jax, a JAX implementation of agentic reinforcement learning for long-video understanding.
-{base}
-```python
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-
-model = Qwen3VLForConditionalGeneration.from_pretrained("{name}", dtype="{dtype}", device_map="auto")
-processor = AutoProcessor.from_pretrained("{name}")
-```
-
-vLLM and SGLang load it the same way, by this name or directory.
-"""
 
 
 def export(
@@ -75,7 +57,10 @@ def export(
     dtype = dtype or only_dtype(stored.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(stored.hf_dir), dtype)
-    files[CARD_FILE] = _card(Path(src), name or Path(dst).name, base_model(stored.hf_dir), dtype).encode()
+    title, base = name or Path(dst).name, base_model(stored.hf_dir)
+    files[CARD_FILE] = make_card(Path(src), title, base, dtype, has_recipe=RECIPE_FILE in files).encode()
+    if (curve := curve_of(Path(src))) is not None:
+        files[CURVE_FILE] = curve.read_bytes()
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
     shards = plan_shards(shapes, storage, int(max_shard_gib * GIB))
     param_bytes = sum(shard.num_bytes for shard in shards)
@@ -160,23 +145,6 @@ class _ShardedWriter:
             self._close()
 
 
-def _card(src: Path, name: str, base: str | None, dtype: str) -> str:
-    metadata = ModelCardData(
-        base_model=base,
-        library_name="transformers",
-        pipeline_tag="image-text-to-text",
-        tags=["qwen3_vl", "paravt_jax", "jax"],
-    )
-    trained = src.absolute().parent.name == "checkpoints" and src.name.isdecimal()
-    return CARD.format(
-        metadata=metadata.to_yaml(),
-        name=name,
-        what=f"step {src.name} of a training run" if trained else "a checkpoint",
-        base=f"\nIt began as [{base}](https://huggingface.co/{base}), whose license applies.\n" if base else "",
-        dtype=dtype,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.export"),
@@ -186,7 +154,7 @@ def main() -> None:
     parser.add_argument("--dst", required=True, metavar="HF_DIR", help="where to write it; must not exist")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
-    parser.add_argument("--public", action="store_true", help="with --push-to-hub: for everybody to see")
+    add_push_flags(parser, "with --push-to-hub: ")
     parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
     parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
     add_debug_flag(parser)
@@ -201,7 +169,7 @@ def main() -> None:
     )
     print(report)
     if args.push_to_hub is not None:
-        print(push_to_hub(args.dst, args.push_to_hub, public=args.public))
+        print(push(Path(args.dst), args.push_to_hub, args))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
+from model_port.card import CURVE_FILE
 from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
@@ -117,7 +118,7 @@ def _additions(directory: Path) -> list[CommitOperationAdd]:
         HfTensors(directory).close()
     except ValueError as problem:
         raise ValueError(f"the model to push is incomplete, export it again: {problem}") from problem
-    ours = (*SIDE_FILES, CARD_FILE)
+    ours = (*SIDE_FILES, CARD_FILE, CURVE_FILE)
     sent = [path for path in sorted(directory.iterdir()) if path.name in ours or WEIGHT_FILE.fullmatch(path.name)]
     additions = [CommitOperationAdd(path.name, path) for path in sent]
     return sorted(additions, key=lambda addition: -addition.upload_info.size)

@@ -26,6 +26,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "tiny": ("model_port.tiny", "writes a tiny random Qwen3-VL in Hugging Face format"),
     "convert": ("model_port.convert", "converts a Hugging Face Qwen3-VL to a checkpoint"),
     "export": ("model_port.export", "writes a checkpoint as a Hugging Face directory, or to the hub"),
+    "push": ("model_port.push", "uploads an exported model to the hub"),
     "verify": ("model_port.verify", "compares an export's logits in transformers with ours"),
     "sglang": ("rollout.serve", "serves a model with SGLang, for rollouts"),
     "check": ("rollout.check", "compares the log-probs of SGLang servers with the learner's"),

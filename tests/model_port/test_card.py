@@ -1,0 +1,65 @@
+"""The card says what a run wrote down of itself, how to ask the model, and nothing of the machine."""
+
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+from model_port.card import CURVE_FILE, curve_of, make_card
+
+BASE = "Qwen/Qwen3-VL-8B-Instruct"
+RL = {
+    "model": {"path": "/secret/place/sft.ckpt"},
+    "data": {"train": "ParaVT/ParaVT-Parquet/rl@main", "validation": "/secret/place/own.jsonl"},
+    "train": {"num_steps": 54, "group_size": 8},
+    "video": {"frame_budgets": [4, 64]},
+    "optim": {"learning_rate": 1e-6},
+    "loss": {"kind": "para_grpo|x"},
+    "judge": None,
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "54"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({"config": RL}))
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "loss.png").write_bytes(b"picture")
+    return checkpoint
+
+
+def test_of_a_run_it_tells_data_stage_and_hyper_parameters(trained):
+    card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True)
+    data = ModelCard(card).data
+    assert (data.license, data.base_model, data.datasets) == ("apache-2.0", BASE, ["ParaVT/ParaVT-Parquet"])
+    assert "step 54 of a training run" in card and "Reinforcement learning" in card
+    assert "| train.num_steps | 54 |" in card and "| video.frame_budgets | [4, 64] |" in card
+    assert "| loss.kind | para_grpo x |" in card  # no value ends a cell
+    assert f"![training]({CURVE_FILE})" in card and curve_of(trained).read_bytes() == b"picture"
+    assert 'paravt_jax.ask VIDEO "QUESTION" --model me/policy' in card and "paravt.json" in card
+    assert "arXiv:2605.20342" in card
+
+
+def test_it_names_no_path_of_the_machine(trained):
+    assert "secret" not in make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=False)
+
+
+def test_a_cold_start_is_called_one(trained):
+    settings = {**RL, "sft": {"num_steps": 500}}
+    (trained.parents[1] / "config.json").write_text(json.dumps({"config": settings}))
+    assert "Imitation of traces" in make_card(trained, "x", None, "float32", has_recipe=False)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 7}'])
+def test_without_readable_settings_there_is_a_card_all_the_same(trained, content):
+    (trained.parents[1] / "config.json").write_text(content)
+    card = make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
+    assert "## Training" not in card and "## Ask it" in card
+    assert ModelCard(card).data.license is None
+
+
+def test_a_checkpoint_of_no_run_has_no_training(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": RL}))
+    card = make_card(tmp_path / "8b.ckpt", "8b.hf", "some/base", "bfloat16", has_recipe=False)
+    assert "a checkpoint with" in card and "## Training" not in card and curve_of(tmp_path / "8b.ckpt") is None
