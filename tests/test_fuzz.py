@@ -154,6 +154,7 @@ def calls_of_any_text(text, duration_s):
         assert all(0 <= tag.place.start < tag.place.end <= len(text) for tag in terms.tags)
 
 
+@pytest.mark.slow
 def test_any_text_is_searched_for_calls_and_scored(rounds):
     rounds(calls_of_any_text)
 
@@ -273,6 +274,7 @@ def read_or_refused(path):
             raise
 
 
+@pytest.mark.slow
 def test_any_data_set_is_read_or_refused_by_name(rounds, tmp_path):
     rounds(any_data_set, tmp_path)
 
@@ -335,5 +337,6 @@ def any_checkpoint(checkpoint, damage):
         path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_any_damage_to_a_checkpoint_is_found(rounds, checkpoint):
     rounds(any_checkpoint, checkpoint)

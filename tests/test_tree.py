@@ -228,6 +228,21 @@ def test_rollout_loads_neither_jax_nor_torch():
     assert not loaded_after(ROOT, modules_of(ROOT, ["rollout"])) & LEARNER_ONLY
 
 
+def packages_with_unchecked_shapes(root: Path, checked: set[str]) -> set[str]:
+    files = [path for package in ("model_port", "paravt_jax") for path in files_of(root, package)]
+    stating = {path.relative_to(root) for path in files if any("jaxtyping" in name for name in imports_of(path))}
+    packages = {".".join(path.parts[: 1 if path.parts[0] == "model_port" else 2]) for path in stating}
+    return {package.removesuffix(".py") for package in packages} - checked
+
+
+def test_shapes_are_checked_in_every_package_that_states_them(pytestconfig, tmp_path):
+    *checked, _ = pytestconfig.getoption("jaxtyping_packages").split(",")
+    assert packages_with_unchecked_shapes(ROOT, set(checked)) == set()
+    plant(tmp_path, "paravt_jax/rewards/shapes.py", "from jaxtyping import Array\n")
+    assert packages_with_unchecked_shapes(tmp_path, set(checked)) == {"paravt_jax.rewards"}
+
+
+@pytest.mark.slow
 def test_the_learner_does_not_load_torch():
     assert "torch" not in loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"]))
 

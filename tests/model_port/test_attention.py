@@ -111,6 +111,7 @@ def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(72, 6), (128, 2)])
 def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, head_dim, kv_heads):
     attend = with_blocks(monkeypatch, "scanned", 8)
@@ -150,6 +151,7 @@ def test_blocks_are_even():
     assert even_blocks(37, 512, 128) == 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2), (1, 4, 1), (1, 1, 4)])
 def test_on_a_mesh_it_is_the_same(monkeypatch, mesh):
     """Four rows over data and fsdp, two key/value heads over tensor, which four do not divide."""

@@ -138,6 +138,7 @@ def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path)
         StoredParams(tmp_path / "ckpt")
 
 
+@pytest.mark.slow
 def test_orbax_saves_layers_apart_so_that_they_stream_out(converted, tmp_path, monkeypatch):
     _, params = converted
     monkeypatch.setattr(checkpoint, "MIN_LAYER_BYTES", 2**14)

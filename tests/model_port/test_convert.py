@@ -3,10 +3,9 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
@@ -17,24 +16,6 @@ from model_port.layout import INFO_FILE, is_checkpoint
 from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 from model_port.tiny import make_tiny
 
-# Dies by a signal as soon as the function named in argv has been called as often as argv says.
-DIES = """
-import importlib, os, sys
-from model_port.cli import run_cli
-from model_port.convert import main
-module, function, num_calls, number = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-sys.argv[1:5] = []
-module = importlib.import_module(module)
-original = getattr(module, function)
-def dies(*args, **kwargs):
-    global num_calls
-    num_calls -= 1
-    if num_calls == 0:
-        os.kill(os.getpid(), number)
-    return original(*args, **kwargs)
-setattr(module, function, dies)
-run_cli(main)
-"""
 MOMENTS = {
     "nothing written": ("model_port.convert", "write_side_files", 1),
     "arrays created": ("model_port.checkpoint", "_create_array", 13),
@@ -52,9 +33,7 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
-    module, function, num_calls = MOMENTS[moment]
-    arguments = [module, function, str(num_calls), str(number), "--src", str(src), "--dst", str(dst)]
-    return subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, timeout=120).returncode
+    return forked.run("dying", *MOMENTS[moment], int(number), "--src", src, "--dst", dst).returncode
 
 
 @pytest.mark.slow

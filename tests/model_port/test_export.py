@@ -67,6 +67,7 @@ def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
     assert [shard.num_bytes for shard in shards] == [12, 44, 12]
 
 
+@pytest.mark.slow
 def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, tmp_path):
     params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
     trained = {path: value * 1.001 for path, value in params.items()}

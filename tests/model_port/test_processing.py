@@ -85,6 +85,7 @@ def test_any_image_equals_transformers(height, width, name):
     assert_equals_reference([noise(height, width)], CONTRACTS[name])
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(height=st.integers(1, 20_000), width=st.integers(1, 20_000), name=st.sampled_from(list(CONTRACTS)))
 def test_every_frame_size_equals_transformers(height, width, name):
@@ -254,6 +255,7 @@ def test_video_bounds_count_all_frames(num_frames, height, width, bounds, expect
     assert video_frame_size(num_frames, height, width, PUBLISHED, bounds) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(
     num_frames=st.integers(2, 67),

@@ -46,6 +46,7 @@ def assert_same_bytes(first: dict[str, np.ndarray], second: dict[str, np.ndarray
         assert value.tobytes() == second[name].tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_changes_there_and_back(name, dtype, tmp_path):
@@ -75,6 +76,7 @@ def divisible(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "hf", folder / "ckpt"
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_with_what_was_exported(tmp_path):
     config = CONFIGS["untied"]
     reference = make_reference(config)
@@ -97,6 +99,7 @@ def side_files(tmp_path: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (tmp_path / "side").iterdir() if path.name.startswith(keep)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2), dict(data=8)], ids=str)
 def test_a_checkpoint_loads_on_any_mesh(divisible, shape):
     hf, ckpt = divisible
@@ -277,6 +280,7 @@ def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny, tmp_path):
     assert run.returncode == 0 and "1.04 million parameters" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_push_without_a_token_fails_before_any_work(tiny, tmp_path):
     convert(tiny, tmp_path / "ckpt")
     environment = dict(
@@ -289,6 +293,7 @@ def test_a_push_without_a_token_fails_before_any_work(tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_export_pushes_what_it_wrote(tiny, tmp_path):
     convert(tiny, tmp_path / "ckpt")
     with serve_hub(tmp_path / "hub") as hub:

@@ -76,6 +76,7 @@ def test_greedy_equals_transformers_generate(pair, sampler, kind):
     np.testing.assert_allclose(got.behavior_logp, logp, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
     _, ours = pair
     inputs = prompts(CONFIG)["mixed"]
@@ -86,6 +87,7 @@ def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
     np.testing.assert_allclose(got.behavior_logp, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_request_gives_the_same_tokens_in_any_company(sampler, requests):
     alone = [sampler.generate([request])[0] for request in requests]
     together = sampler.generate(requests)
@@ -104,6 +106,7 @@ def test_another_seed_gives_other_tokens(sampler, requests):
     assert seeds[0] != seeds[1] and seeds[0] != seeds[2]
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_follow_the_tempered_distribution(pair):
     """Chi-square of the first token over 2000 seeds against log_softmax(z / T), pooled to expected counts above 5."""
     _, ours = pair
@@ -135,6 +138,7 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
     assert (stopped.finish, free.finish) == ("stop", "length")
 
 
+@pytest.mark.slow
 def test_one_compile_serves_a_bucket(pair):
     sampler = Sampler(pair[1], **SETTINGS)
     for length, programs in ((3, 1), (17, 1), (32, 1), (33, 2)):

@@ -124,6 +124,7 @@ def test_decoding_without_special_tokens_shows_tool_calls_and_thinking(tokenizer
     assert tokenizer.decode(ids, skip_special_tokens=True) == "".join(shown)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300, database=None)
 @given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS) | st.integers(0, 10**6).map(str)).map("".join))
 def test_any_text_comes_back_byte_for_byte(tokenizer, text):
@@ -333,6 +334,7 @@ def test_help_names_every_option(monkeypatch, capsys):
     assert all(flag in out for flag in ("--dst", "--seed", "--dtype", "--force", "--debug"))
 
 
+@pytest.mark.slow
 def test_command_line(tiny, tmp_path):
     runs = {
         "made": start("--dst", tmp_path / "made", "--seed", 0),

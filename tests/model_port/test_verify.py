@@ -1,7 +1,6 @@
 """The command that shows that transformers computes what we do."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 
 from model_port.safetensors_io import SINGLE_FILE, HfTensors, SafetensorsWriter
 from model_port.tiny import make_tiny
-from model_port.verify import largest_difference
+from model_port.verify import main
 
 
 @pytest.fixture(scope="module")
@@ -20,21 +19,28 @@ def hf(tmp_path_factory):
     return directory
 
 
-def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "model_port.verify", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def verify(monkeypatch):
+    """The command, in this process, which has imported torch already."""
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["verify", *arguments])
+        main()
+
+    return run
 
 
 @pytest.mark.slow
 def test_the_same_files_give_the_same_logits(hf):
-    done = verify("--hf", str(hf))
+    command = [sys.executable, "-m", "model_port.verify", "--hf", str(hf)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["largest_difference"] < 1e-4 < found["largest_logit"]
 
 
 @pytest.mark.slow
-def test_one_changed_weight_is_found(hf, tmp_path):
+def test_one_changed_weight_is_found(hf, verify, tmp_path, capsys):
     changed = tmp_path / "changed"
     make_tiny(changed)
     with HfTensors(hf) as tensors:
@@ -45,20 +51,17 @@ def test_one_changed_weight_is_found(hf, tmp_path):
     with SafetensorsWriter(changed / SINGLE_FILE, shapes) as writer:
         for array in arrays.values():
             writer.write(array)
-    assert largest_difference(changed, hf)[0] > 1e-2
-    done = verify("--hf", str(changed), "--src", str(hf))
-    assert done.returncode == 1 and "the two sides differ by" in done.stderr
+    with pytest.raises(RuntimeError, match="the two sides differ by"):
+        verify("--hf", str(changed), "--src", str(hf))
+    assert json.loads(capsys.readouterr().out)["largest_difference"] > 1e-2
 
 
-def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(hf, tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("""raise ModuleNotFoundError("No module named 'torch'")""")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = verify("--hf", str(hf))
-    assert done.returncode == 1 and done.stdout == ""
-    assert "No module named 'torch'" in done.stderr and "bash scripts/setup.sh dev" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(hf, verify, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RuntimeError, match=r"^the comparison needs torch .* run `bash scripts/setup.sh dev`, .*$"):
+        verify("--hf", str(hf))
 
 
-def test_a_directory_that_is_not_there_is_said(hf):
-    done = verify("--hf", f"{hf}/nowhere")
-    assert done.returncode == 1 and "nowhere is not a directory" in done.stderr
+def test_a_directory_that_is_not_there_is_said(hf, verify):
+    with pytest.raises((ValueError, OSError), match="nowhere is not a directory"):
+        verify("--hf", f"{hf}/nowhere")

@@ -46,6 +46,7 @@ def test_every_command_has_help_under_its_short_name(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"usage: paravt {name} [-h]")
 
 
+@pytest.mark.slow
 def test_a_command_gets_its_arguments():
     assert "\nseed: 41  " in "\n" + paravt("train", "--show", "run_dir=elsewhere", "seed=41").stdout
     done = paravt("train", "--show", "seed=many")

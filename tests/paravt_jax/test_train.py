@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from training import QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here
+from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here
 
 import model_port
 from model_port.export import export
@@ -24,7 +24,7 @@ MUST_BE_THERE = {
 @pytest.mark.timeout(600)
 def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     whole = ("data.validation=synthetic", "validation.max_prompts=2", "log.tensorboard=true")
-    done = train(tmp_path / "run", *QUICK, *whole)
+    done = train(tmp_path / "run", *QUICK, *whole, **OPTIMISED)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -24,17 +24,25 @@ from rollout.episode import Agent
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
+SHORT_PROMPT = [  # without the schema, which would be most of it
+    "rollout.prompts.system=Call crop_video or zoom_frame.",
+    "rollout.prompts.system_has_tools=true",
+    "rollout.prompts.with_tool=Look, or answer.",
+]
 QUICK = [  # a smaller smoke run
+    *SHORT_PROMPT,
     "train.prompts_per_step=1",
     "train.group_size=4",
     "rollout.max_new_tokens=32",
     "video.frame_budgets=[3,4]",
+    "pack.sizes_per_doubling=1",  # one program for the updates of all steps
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
     "loss.kl_coef=0.01",
     "data.validation=",
     "log.tensorboard=false",
 ]
 ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
+OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a user's run is compiled
 
 
 def rollouts_of(
@@ -66,9 +74,9 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "paravt_jax.train", *arguments(run_dir, *overrides)]
 
 
-def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command itself."""
-    environment = os.environ | forked.ENVIRONMENT
+    environment = os.environ | forked.ENVIRONMENT | variables
     return subprocess.run(
         command(run_dir, *overrides), capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment
     )

@@ -94,6 +94,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_whatever_a_model_emits_the_ledger_is_what_the_engine_saw(chat, data):

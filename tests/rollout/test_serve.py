@@ -121,6 +121,7 @@ def descendants():
     return psutil.Process().children(recursive=True)
 
 
+@pytest.mark.slow
 def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
     before, seen = descendants(), []
 
@@ -193,6 +194,7 @@ def test_a_killed_supervisor_takes_the_server_along(options, fake):
     assert len(processes) >= 3 and all_gone(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [lambda server: asyncio.run(server.stop(0)), lambda server: os.kill(server.pid, 9)])
 def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     server = start(fake("serve", "--semaphore"))

@@ -361,6 +361,7 @@ def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
     with_servers(1, work)
 
 
+@pytest.mark.slow
 def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
     class Server(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections are kept

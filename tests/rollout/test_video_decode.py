@@ -139,11 +139,13 @@ def test_a_single_frame_lasts_one_frame(tmp_path):
     assert np.abs(video.decoded([0])[0].astype(int) - numbered_frame(0)).mean() < 5
 
 
+@pytest.mark.slow
 def test_8k_is_read(tmp_path):
     video = Probed(write_video(tmp_path / "video.mp4", [0.0], size_px=(4320, 7680)))
     assert video.size_px == (4320, 7680) and number_of(video.decoded([0], (96, 128))[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "codec", "message"),
     [("mp4", "libx264", "its frames of 8200x4400 have more than"), ("ts", "mpeg2video", "damaged, or have more than")],
@@ -155,6 +157,7 @@ def test_frames_larger_than_8k_are_refused_wherever_their_size_stands(tmp_path, 
         probe(str(path))
 
 
+@pytest.mark.slow
 def test_a_frame_larger_than_8k_is_left_out_where_the_file_begins_with_small_ones(tmp_path):
     path = write_video(tmp_path / "video.ts", [0.0])
     large = write_video(tmp_path / "large.ts", [10.0], size_px=(4400, 8200))

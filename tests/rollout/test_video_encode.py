@@ -54,5 +54,6 @@ def test_a_file_does_not_depend_on_what_was_in_memory(files, tmp_path, memory):
     assert files_written(tmp_path / "made", memory) == files
 
 
+@pytest.mark.slow
 def test_a_file_does_not_depend_on_the_number_of_cores(files, tmp_path):
     assert files_written(tmp_path / "made", memory=0, first=ONE_CORE) == files

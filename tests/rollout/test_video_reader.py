@@ -152,6 +152,7 @@ def test_the_impatience_of_one_does_not_fail_another_who_waits_for_the_same(vide
     with_reader(test, num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go_on(video):
     async def test(reader: FrameReader) -> None:
         await all_up(reader, video)
@@ -293,6 +294,7 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.slow
 def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path):
     large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
     with contextlib.closing(WorkerPool(1, 256, worker_bytes=300 * 2**20)) as pool:

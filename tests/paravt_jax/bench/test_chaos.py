@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.bench import chaos
-from paravt_jax.bench.chaos import left_in_memory
+from paravt_jax.bench.chaos import left_in_memory, stage
 from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, schedule
 from paravt_jax.bench.chaos.replay import replay
@@ -127,8 +127,7 @@ def test_a_replay_notices_what_was_not_sampled_so(survived, tmp_path):
     out, _ = survived
     run = shutil.copytree(out / "run", tmp_path / "run")
     settings = json.loads((run / "config.json").read_text())["config"]
-    own = [f"model.path={settings['model']['path']}", f"data.train={settings['data']['train']}"]
-    own += ["train.prompts_per_step=3", "optim.learning_rate=1e-5"]
+    own = [*stage.SETTINGS, f"model.path={settings['model']['path']}", f"data.train={settings['data']['train']}"]
     edit(run, lambda segment: segment["behavior_logp"].__setitem__(0, segment["behavior_logp"][0] - 0.5))
     problems, _ = asyncio.run(replay(run, own, tmp_path / "replay"))
     assert any("is not what a replay of the log gives" in problem for problem in problems)

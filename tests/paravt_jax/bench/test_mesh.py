@@ -5,19 +5,17 @@ import json
 import math
 import os
 import subprocess
-import sys
 
+import forked
 import pytest
 
 from paravt_jax.bench import mesh
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paravt_jax.bench", "mesh", *arguments]
     # Not the eight devices of the tests: the command makes its own.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return forked.run("paravt_jax.bench.__main__", "mesh", *arguments, XLA_FLAGS=" ".join(flags))
 
 
 def test_shapes_are_all_ways_to_split_the_devices():
@@ -52,6 +50,7 @@ def test_a_large_model_is_estimated_on_every_mesh(tmp_path):
     assert "| 1 x 16 x 1 |" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_bad_option_is_one_line_and_a_failure():
     run = bench("--row-tokens", "10")
     assert (run.returncode, run.stdout) == (1, "") and run.stderr.startswith("error: --row-tokens 10 must be at least")

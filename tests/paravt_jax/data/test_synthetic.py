@@ -46,6 +46,7 @@ def world(tmp_path_factory):
     return make_synthetic(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.slow
 def test_every_answer_is_what_the_video_shows(world):
     asked = [*load(world), *load(world.with_name("validation.jsonl"))]
     assert len(asked) == 24
@@ -85,6 +86,7 @@ def test_a_complete_world_is_not_made_again(world):
     assert files_of(world.parent) == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_world_is_completed_with_what_is_there(tmp_path, monkeypatch):
     whole = make_synthetic(tmp_path / "whole", num_videos=3)
     written = []

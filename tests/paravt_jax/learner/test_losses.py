@@ -203,6 +203,7 @@ def test_each_option_changes_the_gradient_of_its_own_term_only(change):
     assert (one.kl_ref, one.behavior_kl, one.num_tokens) == (other.kl_ref, other.behavior_kl, other.num_tokens)
 
 
+@pytest.mark.slow
 def test_on_fresh_rollouts_the_gradient_is_that_of_reinforce():
     given = random_tokens()
     given |= {"behavior_logp": given["policy_logp"], "prox_logp": given["policy_logp"]}

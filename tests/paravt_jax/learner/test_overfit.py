@@ -26,19 +26,24 @@ from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.prompts import Prompts
 
 PROMPT = Prompt("p", "Which letter? A, B, C or D", ("/video.mp4",), "C", "mcq")
-ROLLOUT = EpisodeConfig(dispatch="none", max_new_tokens=24, max_context_tokens=256, temperature=0.7)
+PROMPTS = Prompts(without_tool="Answer.")
+ROLLOUT = EpisodeConfig(dispatch="none", max_new_tokens=24, max_context_tokens=256, temperature=0.7, prompts=PROMPTS)
 SFT_STEPS, RL_STEPS = 30, 25
 COMMON = [
     "model.dtype=float32",
     "rollout.dispatch=none",
     "rollout.max_new_tokens=24",
     "rollout.max_context_tokens=256",
+    f"rollout.prompts.without_tool={PROMPTS.without_tool}",
     "reward.tool_reward=false",
     "video.frame_budgets=[2,4]",
     "video.overview_frames=4",
+    "video.max_pixels=1024",
     "pack.row_tokens=1024",
+    "pack.sizes_per_doubling=1",
     "train.prompts_per_step=1",
     "train.group_size=16",
     "train.max_resamples=0",
@@ -85,7 +90,7 @@ def cold_start(tiny_hf):
             d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat, 32)
         ]
         shown = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
-        batches += pack(dialogues, shown, model.config, Shape(1, 512, 196))
+        batches += pack(dialogues, shown, model.config, Shape(1, 256, 16))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
     for _ in range(SFT_STEPS):
         learner.update([StepPart(batches, StepCounts(num_tokens, 8.0, num_tokens))], 8)

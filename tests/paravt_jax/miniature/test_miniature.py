@@ -95,6 +95,7 @@ def test_a_question_names_the_right_window_and_often_another():
     assert 0.3 < np.mean(first) < 0.7  # no telling which of two it is
 
 
+@pytest.mark.slow
 def test_clean_traces_have_the_full_reward_and_make_calls_that_can_be_carried_out():
     rows = [row for row in rows_of(SCENES, (4, 64), CLEAN, 0) if is_main(row)]
     asked = [question for scene in SCENES for question in questions(scene)]
@@ -111,6 +112,7 @@ def test_clean_traces_have_the_full_reward_and_make_calls_that_can_be_carried_ou
     assert set(num_calls) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_the_cold_start_is_badly_formed_and_believes_its_reports():
     rows = [row for row in rows_of(SCENES, (4, 64), Mixture(), 0) if is_main(row)]
     asked = [question for scene in SCENES for question in questions(scene)]

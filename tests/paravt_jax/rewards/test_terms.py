@@ -238,6 +238,7 @@ def test_the_weights_of_r_tool_are_those_that_are_set():
     assert called("B", "B", "mcq", "error", tool_call_weight=0.6, tool_right_weight=0.3) == pytest.approx(2.5)
 
 
+@pytest.mark.slow
 def test_the_recommended_reward_cannot_be_raised_by_calling_covering_or_naming_several():
     file = Path(__file__).parents[3] / "configs" / "paragrpo_8b_recommended.yaml"
     reward = {field.name: getattr(load_config(file).reward, field.name) for field in fields(RewardConfig)}

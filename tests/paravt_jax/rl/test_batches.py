@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from agents import FakeFrames, call_of
-from training import rollouts_of, update_of
+from training import SHORT_PROMPT, rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -24,6 +24,7 @@ from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]
 COMMON = [
+    *SHORT_PROMPT,
     "model.dtype=float32",
     "train.prompts_per_step=2",
     "train.group_size=4",

@@ -174,6 +174,7 @@ def test_an_answer_without_a_verdict_is_missing(chat):
     assert [m.problem for m in group.members if m.missing] == ["no verdict of the judge"]
 
 
+@pytest.mark.slow
 def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
     def same(episode, request):
         return RIGHT
@@ -237,6 +238,7 @@ def test_a_prompt_that_was_given_back_is_waited_for_the_next_time(chat):
     assert all(group.teaches for groups, _ in found for group in groups)
 
 
+@pytest.mark.slow
 def test_oversampling_loses_no_visit_and_makes_none_twice_however_long_each_takes(chat):
     chance = random.Random(0)
 
@@ -270,6 +272,7 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
         assert len(set(epochs)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("updates", "stale"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 3), (2, 6), (3, 0), (3, 5), (3, 8)])
 def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat):
     settings = ["train.prompts_per_step=3", f"train.updates_per_step={updates}", f"train.max_staleness={stale}"]

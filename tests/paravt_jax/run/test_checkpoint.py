@@ -160,6 +160,7 @@ def test_a_step_is_saved_once_with_the_progress_of_that_moment(tiny_hf, subject,
             checkpoints.save(at_step(subject, 5), {"cursor": np.int64(3)})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_a_model_for_every_reader(tiny_hf, subject, two_steps, tmp_path):
     directory, expected = two_steps[0] / "2", two_steps[1][2]
     at_step(subject, 2)

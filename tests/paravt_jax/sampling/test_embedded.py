@@ -142,6 +142,7 @@ def test_another_version_than_asked_for_is_an_error(model, contract, chat):
     run(model, contract, work)
 
 
+@pytest.mark.slow
 def test_abort_returns_what_there_is_and_frees_the_row(model, contract, chat):
     async def work(engine):
         tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
