@@ -243,6 +243,7 @@ def any_row(prompt, trace):
                 read(one, lambda name: f"/{name}").id.encode()
 
 
+@pytest.mark.slow
 def test_any_row_is_read_or_bad(rounds):
     rounds(any_row)
 
@@ -307,6 +308,7 @@ def any_answer(answer):
         assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))
 
 
+@pytest.mark.slow
 def test_any_answer_of_a_server_is_possible_or_that_servers_failure(rounds):
     rounds(any_answer)
 

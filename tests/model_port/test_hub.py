@@ -391,6 +391,7 @@ assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
 """
 
 
+@pytest.mark.slow
 def test_environment_alone_configures_a_push_that_needs_no_jax(hub: FakeHub, model: Path, tmp_path: Path):
     hub_environment = {
         "HF_ENDPOINT": hub.url,

@@ -171,7 +171,6 @@ class TestAblations:
         monkeypatch.setattr("model_port.text.add_deepstack", lambda x, **_: x)
         self.assert_noticed(tied_pair)
 
-    @pytest.mark.slow
     def test_interleaved_mrope(self, tied_pair, monkeypatch):
         def chunked(config):
             radians, _ = interleaved(config)
@@ -189,7 +188,6 @@ class TestAblations:
         monkeypatch.setattr("model_port.attention.blocked.attend_mask", whole_row)
         self.assert_noticed(tied_pair)
 
-    @pytest.mark.slow
     def test_exact_gelu_in_the_merger(self, tied_pair, monkeypatch):
         gelu = jax.nn.gelu
         monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=True))

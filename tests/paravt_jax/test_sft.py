@@ -126,6 +126,7 @@ def tokens_of(step: TraceBatch) -> list[list[int]]:
     return [batch.text.tokens.tolist() for batch in step.batches]
 
 
+@pytest.mark.slow
 def test_a_step_follows_from_its_first_visit_alone(tiny_hf):
     traces = [trace(number, "word " * (5 * number)) for number in range(9)]
     whole = take(batches_of(tiny_hf, traces, row_tokens=1024), 4)
@@ -134,6 +135,7 @@ def test_a_step_follows_from_its_first_visit_alone(tiny_hf):
     assert [step.next for step in again] == [step.next for step in whole[2:]]
 
 
+@pytest.mark.slow
 def test_every_trace_is_taken_once_an_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
     taken = take(batches_of(tiny_hf, traces, row_tokens=1024), 5)

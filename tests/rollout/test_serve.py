@@ -168,6 +168,7 @@ def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_pa
 # --- ending
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
     server = start(fake("stubborn"))
     processes = family(server.pid)
@@ -210,6 +211,7 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command_ends_when_its_supervisor_is_killed(fake):
     command = serve(fake(), "--json")
     shown = json.loads(command.stdout.readline())

@@ -400,6 +400,7 @@ async def overview_and_crop(reader: FrameReader, path: Path) -> tuple[list[tuple
     return shown(overview), shown(crop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times_s", "num_overview", "num_crop"),
     [(at_fps(30, 15), 8, 1), ([0.0], 1, 1), (at_fps(0.2, 2160), 8, 16)],

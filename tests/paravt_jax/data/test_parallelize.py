@@ -227,6 +227,7 @@ def test_turns_with_another_message_between_are_not_merged():
     assert [len(group) for group in plan.groups] == [1, 1] and not plan.merges
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60), st.text(max_size=30), st.text(max_size=40)), max_size=7)

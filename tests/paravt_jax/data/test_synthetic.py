@@ -128,6 +128,7 @@ def test_another_seed_in_the_same_directory_is_another_world(tmp_path):
     assert seen_in(of_1[0].videos[0])[0] == of_1[2].answer != of_0[2].answer
 
 
+@pytest.mark.slow
 def test_pixels_and_questions_follow_from_the_seed_in_every_process():
     code = """
 import hashlib

@@ -120,6 +120,7 @@ def test_the_vision_tower_moves_only_when_it_trains(train_vision, tiny_hf, dialo
     assert (num_moments == sum(value.size for value in before.values())) == train_vision
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_skip_the_update_and_in_the_end_stop_the_run(tiny_hf, dialogues, frames):
     ours = learner(tiny_hf, replace(OPTIM, max_bad_steps=2))
     (good,) = batches(tiny_hf, dialogues, frames)

@@ -259,6 +259,7 @@ def test_k3_averages_to_the_kl_and_keeps_its_digits_when_small(float64):
     np.testing.assert_allclose(small, [5.001667e-7, 4.998334e-7, 5.00017e-9], rtol=1e-2)  # x² / 2 + x³ / 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ALL_KINDS)
 def test_an_uneven_split_into_micro_batches_changes_nothing(config, float64):
     given = random_tokens(rows=5, dtype=np.float64)
@@ -383,6 +384,7 @@ def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
     assert found.num_tokens.sum() == sums.num_tokens
 
 
+@pytest.mark.slow
 def test_quantiles_of_the_ratio_are_read_off_bins_that_add_up():
     log_ratio = np.concatenate([np.zeros(900), np.full(60, -0.2), np.full(40, 0.3), [jnp.nan]])
     mask = jnp.asarray(np.arange(1001) < 1000)

@@ -16,7 +16,8 @@ from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
 from paravt_jax.learner.programs import action_scores
 
-SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=32)
+SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=48)
+SMALL = replace(SHAPE, num_rows=1, row_tokens=80)
 TEMPERATURE = 0.7
 
 
@@ -114,7 +115,7 @@ def test_the_entropy_of_a_token_is_that_of_the_logits_it_was_drawn_from_and_has_
 @pytest.mark.slow
 def test_a_shared_prompt_has_the_gradient_of_separate_rows(model, group, frames):
     shared = pack(group, frames, model.config, SHAPE)
-    separate = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1, row_tokens=64))
+    separate = pack(alone(group), frames, model.config, SMALL)
     assert (len(shared), len(separate)) == (1, 4)
     assert_same(objective_and_gradient(model, shared), objective_and_gradient(model, separate), 1e-5)
 
@@ -125,7 +126,7 @@ def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, floa
     wide = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params))
     wide.compute = replace(model.compute, dtype="float64")
     shared = pack(group, frames, model.config, SHAPE)
-    separate = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1, row_tokens=64))
+    separate = pack(alone(group), frames, model.config, SMALL)
     assert_same(objective_and_gradient(wide, shared), objective_and_gradient(wide, separate), 1e-10)
 
 
@@ -142,7 +143,7 @@ def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens
 @pytest.mark.slow
 def test_eight_devices_give_the_same_gradient_as_one(model, group, frames):
     others = [dialogue(model, n, own=20 + n, prompt_seed=n) for n in range(5, 12)]
-    batches = pack([*group, *others], frames, model.config, Shape(8, 160, 32))
+    batches = pack([*group, *others], frames, model.config, Shape(8, 160, 48))
     expected = objective_and_gradient(model, batches)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
@@ -153,7 +154,7 @@ def test_eight_devices_give_the_same_gradient_as_one(model, group, frames):
 def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(model, group, frames):
     others = [dialogue(model, 7, frames=("c",), prompt_seed=1)]
     everything = [*group, *others]
-    batches = pack(everything, frames, model.config, replace(SHAPE, row_tokens=80, num_rows=1))
+    batches = pack(everything, frames, model.config, SMALL)
     found = sorted(
         (
             everything[int(batch.dialogue[b, a])].episode,

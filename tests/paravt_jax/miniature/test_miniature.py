@@ -196,6 +196,7 @@ def test_a_part_that_is_done_is_not_run_again(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "ran\n"
 
 
+@pytest.mark.slow
 def test_a_part_begins_when_what_it_needs_is_there_and_others_do_not_wait_for_it(tmp_path):
     def writing(name: str, needs: str | None = None) -> Part:
         path, needed = tmp_path / name, tmp_path / needs / "done" if needs else None
@@ -234,6 +235,7 @@ while not (directory / "heard").exists():
     assert "\nit: done in " in sys.stderr.getvalue()
 
 
+@pytest.mark.slow
 def test_a_killed_experiment_takes_its_runs_along(tmp_path):
     child = """
 import os, time

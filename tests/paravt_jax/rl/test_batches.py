@@ -180,6 +180,7 @@ def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
     assert VisionContract.from_hf(tiny_hf) == contract
 
 
+@pytest.mark.slow
 def test_a_detail_larger_than_any_frame_has_room_in_a_batch(tiny_hf):
     zoom = f"I look.</think>{call_of('zoom_frame', time=3, box=[0, 0, 1, 1])}<|im_end|>"
     settings = ["rollout.tools=[zoom_frame]", "rollout.subagent_max_frames=4", "video.max_pixels=1024"]

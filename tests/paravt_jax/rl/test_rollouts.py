@@ -262,6 +262,7 @@ def test_without_oversampling_nothing_is_said_of_it(chat):
     assert metrics == {}
 
 
+@pytest.mark.slow
 def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
     for ahead in (0, 2):
         cursor = Cursor()
@@ -394,6 +395,7 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
 
 
+@pytest.mark.slow
 def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):
     arms = [["reward.anchor_weight=0", "reward.unclosed_penalty=0"], ["reward.format_weight=0.1"], []]
     found = [rollout_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
