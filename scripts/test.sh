@@ -5,10 +5,10 @@
 # model is model_port, rollout is rollout, train is paravt_jax. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu" tests=()
+select="not gpu" workers=3 tests=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow" ;;
+    quick) select="not gpu and not slow" workers=2 ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
     train) tests+=(tests/paravt_jax) ;;
@@ -17,19 +17,20 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-# Side by side: installing is half waiting and half unpacking.
+# Side by side, and types are checked meanwhile: installing is half waiting and half unpacking.
 sidecar=
 if [ "$select" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
 trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-[ -z "$sidecar" ] || wait "$sidecar"
 types=$(mktemp)
 .venv/bin/pyright > "$types" 2>&1 & checking=$!
+[ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Three processes, each with whole files: much of the suite waits for servers, disks and compilers.
-.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+# Each with whole files. Three, since much of the suite waits for servers and disks; the quick part waits for less than a
+# process takes to import all tests, and types are checked beside it.
+.venv/bin/python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"
 exit "$status"

@@ -33,9 +33,10 @@ QUICK = [  # a smaller smoke run
     *SHORT_PROMPT,
     "train.prompts_per_step=1",
     "train.group_size=4",
-    "rollout.max_new_tokens=32",
+    "rollout.max_new_tokens=16",  # also with an answer to a call every step has rows of one size
     "video.frame_budgets=[3,4]",
-    "pack.sizes_per_doubling=1",  # one program for the updates of all steps
+    "video.max_pixels=6144",  # of the synthetic ones; larger ones would be padding, and the gate's own
+    "pack.sizes_per_doubling=1",
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
     "loss.kl_coef=0.01",
     "data.validation=",

@@ -28,8 +28,9 @@ SETTINGS = (
     "rollout.turn_deadline_s=40",
     "rollout.call_deadline_s=25",
     "rollout.video_deadline_s=10",
+    "video.max_pixels=6144",  # as many as the videos have: with more, the gate of every start shows larger pictures
     "rollout.prompts.system=Call crop_video.",
-    "rollout.prompts.system_has_tools=true",  # the schema would be most of what each step and its replay compute
+    "rollout.prompts.system_has_tools=true",  # the schema would be most of what every step and its replay compute
     "rollout.prompts.with_tool=Look, or answer.",
     "optim.learning_rate=1e-5",  # with a larger one the tiny model is another policy after one update
 )
