@@ -33,7 +33,8 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
-    return forked.run("dying", *MOMENTS[moment], int(number), "--src", src, "--dst", dst).returncode
+    arguments = (*MOMENTS[moment], int(number), "--src", src, "--dst", dst)
+    return forked.run("dying", *arguments, deadline_s=120).returncode
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from paravt_jax.bench import mesh
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     # Not the eight devices of the tests: the command makes its own.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return forked.run("paravt_jax.bench.__main__", "mesh", *arguments, XLA_FLAGS=" ".join(flags))
+    return forked.run("paravt_jax.bench.__main__", "mesh", *arguments, deadline_s=280, XLA_FLAGS=" ".join(flags))
 
 
 def test_shapes_are_all_ways_to_split_the_devices():
