@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from paravt_jax.rewards.answers import interval_iou
 
+STRICT, OFFICIAL = "strict", "official"  # which rule a score is by
 LETTERS = "ABCDEFGHIJ"
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 THINK_END = "</think>"

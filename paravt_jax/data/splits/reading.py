@@ -48,7 +48,7 @@ def load_samples(
     read, bad = kept_rows(rows, split.checked, max_bad_frac, source or split.repo)
     find = _finder(split, root, allow_outside)
     taken: set[str] = set()
-    samples = tuple(_found(sample, unique_id(sample.prompt.id, taken), find) for sample in read)
+    samples = tuple(_found(split, sample, unique_id(sample.prompt.id, taken), find) for sample in read)
     _check_videos(split, samples, root)
     revision = SNAPSHOT.search(str(files[0].absolute()))
     return SampleSet(samples, bad, {file.name: _sha256(file) for file in files}, revision and revision[1], split)
@@ -121,9 +121,10 @@ def _places(split: PublicSplit, path: PurePosixPath) -> Iterator[str]:
             yield str(folder / path.with_suffix(suffix).name)
 
 
-def _found(sample: Sample, name: str, find: Callable[[str], str]) -> Sample:
+def _found(split: PublicSplit, sample: Sample, name: str, find: Callable[[str], str]) -> Sample:
     videos = tuple(map(find, sample.prompt.videos))
-    subtitles = tuple(find(path) if path else "" for path in sample.prompt.subtitles)
+    subtitles = tuple(find(path) if path and split.shown == "subtitles" else "" for path in sample.prompt.subtitles)
+    subtitles = tuple(path if Path(path).is_file() else "" for path in subtitles)
     return replace(sample, prompt=replace(sample.prompt, id=name, videos=videos, subtitles=subtitles))
 
 
