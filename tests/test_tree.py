@@ -56,6 +56,8 @@ PURE = (  # no config, no I/O, no logger
     "rewards/grammar",
     "rewards/settings",
     "rewards/answers",
+    "rewards/official",
+    "evaluation/statistics",
     "learner/advantages",
     "learner/packing",
     "learner/losses",

@@ -37,6 +37,7 @@ class Evaluation:
 
     directory: Path
     config: EvalConfig
+    record: Mapping[str, Any]  # the same as RUN/config.json has it
     loaded: SampleSet
     samples: Sequence[Sample]  # those that this run plays
     player: Player | None = None  # None where nothing is left to play
@@ -70,7 +71,7 @@ class Evaluation:
         return not any(_undone(keys, lines.read(keys)) for keys, lines in cells)
 
     def _keys(self, dispatch: Dispatch, frame_budget: int) -> dict[str, Sample]:
-        settings = settings_key(self.config, dispatch, frame_budget)
+        settings = settings_key(self.record, dispatch, frame_budget)
         return {sample_key(settings, sample): sample for sample in self.samples}
 
     def _lines(self, dispatch: Dispatch, frame_budget: int) -> Lines:
@@ -114,12 +115,12 @@ async def opened(config: EvalConfig, part: Part | None = None) -> AsyncIterator[
     """Opens an evaluation, or one part of it; a model is loaded only where something is left to play."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(held(_directory(config, part)))
-        loaded = _load(config)
-        _check_same(directory, config)
-        write_settings(to_record(config), directory)
+        loaded, record = _load(config), to_record(config)
+        _check_same(directory, record)
+        write_settings(record, directory)
         samples = loaded.samples[: config.eval.max_prompts]
         number, num_parts = part or (1, 1)
-        evaluation = Evaluation(directory, config, loaded, samples[number - 1 :: num_parts])
+        evaluation = Evaluation(directory, config, record, loaded, samples[number - 1 :: num_parts])
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_parts} has none of {len(samples)} samples")
         if not evaluation.is_done():
@@ -166,10 +167,10 @@ def _load(config: EvalConfig) -> SampleSet:
     return loaded
 
 
-def _check_same(directory: Path, config: EvalConfig) -> None:
+def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
     """Cells of another model or of other prompts must not be mixed with those to come."""
     before = settings_of(directory)
-    changed = changed_sections(config, before) if before and any(directory.glob("samples_*.jsonl")) else []
+    changed = changed_sections(record, before) if before and any(directory.glob("samples_*.jsonl")) else []
     if changed:
         raise ValueError(
             f"{directory} has cells of an evaluation with other settings ({', '.join(changed)}); choose another run_dir"

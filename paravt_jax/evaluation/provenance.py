@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax import rewards
-from paravt_jax.config import EvalConfig, to_record
+from paravt_jax.config import EvalConfig
 from paravt_jax.data.splits.reading import SampleSet
 from paravt_jax.run.directory import versions
 from rollout.episode import Dispatch
@@ -19,16 +19,15 @@ OF_EVAL = ("mode", "num_samples")
 PIECE_BYTES = 2**16
 
 
-def settings_key(config: EvalConfig, dispatch: Dispatch, frame_budget: int) -> str:
-    """Of all that an answer depends on, but for the sample itself and for what lies where."""
-    settings = {name: value for name, value in to_record(config).items() if name not in (*ABOUT_THE_MACHINE, "data")}
-    evaluated = [*(getattr(config.eval, name) for name in OF_EVAL), dispatch, frame_budget, config.data.split]
+def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: int) -> str:
+    """Of all settings that an answer depends on, but for what lies where; `record` has all of a run."""
+    settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
+    evaluated = [*(record["eval"][name] for name in OF_EVAL), dispatch, frame_budget, record["data"]["split"]]
     return digest([settings, evaluated])
 
 
-def changed_sections(config: EvalConfig, before: Mapping[str, Any]) -> list[str]:
+def changed_sections(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """What an answer depends on and is set otherwise than before."""
-    now = to_record(config)
     changed = sorted(key for key in now if key not in ABOUT_THE_MACHINE and before.get(key) != now[key])
     return changed + [f"eval.{key}" for key in OF_EVAL if before["eval"].get(key) != now["eval"][key]]
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
+@cache
 def versions() -> dict[str, Any]:
-    """The commit, and the versions of what computes."""
+    """The commit, and the versions of what computes, as this process began with them."""
     return {"git_commit": _commit(Path(__file__)), "packages": {name: version(name) for name in VERSIONED}}
 
 

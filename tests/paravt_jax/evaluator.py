@@ -1,13 +1,13 @@
 """Evaluations without a model: a copy of a split, frames made of numbers, an engine that says what a test writes."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agents import FakeFrames, is_subagent
 from published import make_copy
-from training import ROOT
 
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.evaluation import opening
@@ -29,9 +29,15 @@ def config_of(split: str, root: Path, *overrides: str, num_rows: int = 3) -> Eva
     """An evaluation of a copy of this split, made at `root` unless it is there."""
     if not root.exists():
         make_copy(split, root, num_rows)
-    settings = [f"run_dir={root / 'run'}", f"data.split={split}", f"data.validation={root}", "model.path=scripted"]
-    settings += ["eval.dispatches=[none]", "eval.frame_budgets=[3]", "engine.urls=[]"]
-    return load_config(ROOT / "configs" / "eval_8b.yaml", *settings, *overrides, schema=EvalConfig)
+    settings = {
+        "run_dir": f"{root / 'run'}",
+        "model": {"path": "scripted"},
+        "data": {"split": split, "validation": f"{root}"},
+        "rollout": {"max_turns": 3, "max_parallel": 5},
+        "eval": {"dispatches": ["none"], "frame_budgets": [3]},
+    }
+    (root / "config.json").write_text(json.dumps(settings))
+    return load_config(root / "config.json", *overrides, schema=EvalConfig)
 
 
 class Evaluator:

@@ -102,7 +102,7 @@ def grounding(name: str, caption: str, window_s: Sequence[float], video: str) ->
 def options_in(text: str) -> tuple[str, list[str]]:
     """A question whose options stand in its own last lines, `(A) …`, taken apart."""
     lines = text.rstrip().split("\n")
-    first = next((at for at, line in enumerate(lines) if (match := LETTERED.match(line)) and match[1] == "A"), 0)
+    first = max((at for at, line in enumerate(lines) if (match := LETTERED.match(line)) and match[1] == "A"), default=0)
     return "\n".join(lines[:first]), unlettered(lines[first:])
 
 

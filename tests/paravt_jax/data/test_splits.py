@@ -5,7 +5,17 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from published import FILES, ROWS, VIDEOS, longvideobench_row, make_copy, mmvu_row, videomme_row, write_rows
+from published import (
+    FILES,
+    ROWS,
+    VIDEOS,
+    longvideobench_row,
+    lvbench_row,
+    make_copy,
+    mmvu_row,
+    videomme_row,
+    write_rows,
+)
 
 from paravt_jax.data.splits import SPLITS, split_named
 from paravt_jax.data.splits.public import ASK_LETTER, ASK_WINDOW, ASK_WORDS
@@ -77,6 +87,15 @@ def test_an_open_question_of_mmvu_has_no_options_and_its_answer_no_stray_spaces(
 def test_options_of_longvideobench_end_where_they_are_not_used(tmp_path):
     root = make_copy("longvideobench", tmp_path)
     assert load_row("longvideobench", root, longvideobench_row(0, option3="N/A")).options == ("Milk", "Tea", "Oil")
+
+
+def test_options_of_lvbench_are_the_last_lines_of_its_question(tmp_path):
+    root = make_copy("lvbench", tmp_path)
+    question = "Which is said\nA: to B?\n(A) one\n(B) A. two\n(C) three"
+    sample = load_row("lvbench", root, lvbench_row(0, question=question, answer="B"))
+    assert sample.options == ("one", "A. two", "three") and sample.prompt.question.startswith(
+        "Which is said\nA: to B?\nA."
+    )
 
 
 def test_an_answer_of_mlvu_may_be_the_text_of_one_option(tmp_path):

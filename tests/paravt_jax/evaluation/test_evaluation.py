@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from agents import call
 from evaluator import Evaluator, answer, config_of
 from published import longvideobench_row, make_copy, write_rows
 
@@ -334,6 +335,18 @@ def test_the_release_is_asked_in_its_own_words_or_not_at_all(evaluator, tmp_path
         config_of("longvideobench", tmp_path / "copy", *given[:2])
     with pytest.raises(ValueError, match=r"eval\.mode=direct offers no tool, eval\.dispatches=\['parallel'\] does"):
         config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", given[1])
+
+
+def test_calls_are_played_and_their_frames_counted(evaluator, tmp_path):
+    turns = {}
+
+    def say(episode, request):
+        turns[episode] = turns.get(episode, 0) + 1
+        return f"I look closer.</think>{call(3, 8)}{call(20, 22)}<|im_end|>" if turns[episode] == 1 else answer("A")
+
+    (cell,) = evaluator(say).run(config_of("longvideobench", tmp_path / "copy", "eval.dispatches=[parallel]"))
+    assert cell["crop_frames"] == {"min": 7, "median": 7, "max": 7} and cell["metrics"]["tool_calls_mean"] == 2
+    assert cell["metrics"]["calls_ok"] == 6 and cell["hashes"]["schema"]
 
 
 def test_progress_has_accuracy_rate_and_what_is_missing(evaluator, tmp_path):
