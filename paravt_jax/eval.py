@@ -33,14 +33,14 @@ SHOWN = {
     "missing": "num_missing",
 }
 Cell = dict[str, Any]
-Part = tuple[int, int]
+OfShards = tuple[int, int]
 
 
-async def run_eval(config: EvalConfig, part: Part | None = None) -> list[Cell]:
-    """The cells, in the order of dispatches and budgets; of one part, the k-th of n, where that is given."""
+async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Cell]:
+    """The cells, in the order of dispatches and budgets; of one shard, the k-th of n, where that is given."""
     from paravt_jax.evaluation.opening import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, part) as evaluation:
+    async with opened(config, shard) as evaluation:
         for cell in config.eval.cells:
             await evaluation.fill(*cell)
         cells = [evaluation.cell(*cell) for cell in config.eval.cells]
@@ -91,10 +91,10 @@ def refusal(cells: Iterable[Cell]) -> str:
     return f"no headline for {'; '.join(told)}" if told else ""
 
 
-def part_of(text: str) -> Part:
+def shard_of(text: str) -> OfShards:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard such as 3/8")
     return int(match[1]), int(match[2])
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--shard",
-        type=part_of,
+        type=shard_of,
         metavar="K/N",
         help="only every N-th sample, from the K-th on, in run_dir/shards/K_of_N; the same command without it puts "
         "all of them together",

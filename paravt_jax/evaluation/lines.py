@@ -29,7 +29,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ran:
+class SampleResult:
     """What a certificate needs of a line; the dialogues stay on disk."""
 
     id: str
@@ -48,6 +48,10 @@ class Ran:
     @property
     def problem(self) -> str:
         return next((f"{self.id}: {episode['problem']}" for episode in self.episodes if episode["missing"]), "")
+
+    @property
+    def answered(self) -> bool:
+        return all(episode["answered"] for episode in self.episodes)
 
     def scores(self, scorer: str) -> list[float]:
         """Of each episode."""
@@ -109,12 +113,12 @@ class Lines:
         self._others = sorted(directory.glob(f"{SHARDS_DIR}/*/{self._path.name}"))
         _mend(self._path)
 
-    def read(self, keys: Container[str]) -> dict[str, Ran]:
+    def read(self, keys: Container[str]) -> dict[str, SampleResult]:
         """Those with these keys, the newest of each; one that is done is not undone by a later one that is missing."""
-        found: dict[str, Ran] = {}
-        for ran in (ran for path in (*self._others, self._path) for ran in _rans(path)):
-            if ran.key in keys and (not ran.missing or ran.key not in found or found[ran.key].missing):
-                found[ran.key] = ran
+        found: dict[str, SampleResult] = {}
+        for result in (result for path in (*self._others, self._path) for result in _results(path)):
+            if result.key in keys and (not result.missing or result.key not in found or found[result.key].missing):
+                found[result.key] = result
         return found
 
     def write(self, line: Line) -> None:
@@ -124,16 +128,16 @@ class Lines:
             os.fsync(file.fileno())
 
 
-def ran_of(line: Line) -> Ran:
+def result_of(line: Line) -> SampleResult:
     kept = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
     episodes = tuple({name: episode[name] for name in kept if name in episode} for episode in line["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
-    return Ran(**{name: line[name] for name in names}, episodes=episodes)
+    return SampleResult(**{name: line[name] for name in names}, episodes=episodes)
 
 
-def _rans(path: Path) -> Iterator[Ran]:
+def _results(path: Path) -> Iterator[SampleResult]:
     if path.exists():
-        yield from map(ran_of, load_jsonl(path))
+        yield from map(result_of, load_jsonl(path))
 
 
 def _mend(path: Path) -> None:

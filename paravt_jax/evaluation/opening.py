@@ -12,7 +12,7 @@ from paravt_jax.data.rows import left_out
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
-from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, Ran, cell_name, sample_key
+from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, SampleResult, cell_name, sample_key
 from paravt_jax.evaluation.playing import Playing
 from paravt_jax.evaluation.provenance import changed_sections, model_record, provenance, settings_key
 from paravt_jax.rewards.judge import Judge
@@ -28,7 +28,7 @@ from rollout.episode import Agent, Dispatch
 
 MODEL_FILE = "model.json"
 Cell = dict[str, Any]
-Part = tuple[int, int]  # the k-th of n, from 1
+OfShards = tuple[int, int]  # the k-th of n, from 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,35 +94,35 @@ class Evaluation:
             self.config.eval.max_in_flight,
         )
 
-    def _certified(self, dispatch: Dispatch, frame_budget: int, rans: Sequence[Ran]) -> Cell:
-        name, problems = self._name(dispatch, frame_budget), [ran.problem for ran in rans if ran.missing]
-        if len(problems) == len(rans):
+    def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
+        name, problems = self._name(dispatch, frame_budget), [result.problem for result in results if result.missing]
+        if len(problems) == len(results):
             raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
         if problems:
             say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
         model = _known_model(self.directory) or {"path": self.config.model.path}
         about = provenance(self.config, self.loaded, model, dispatch, frame_budget)
-        return certificate(self.loaded.split, self._num_rows, self.loaded.bad, rans, about)
+        return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
-def _undone(keys: Mapping[str, Sample], found: Mapping[str, Ran]) -> dict[str, Sample]:
+def _undone(keys: Mapping[str, Sample], found: Mapping[str, SampleResult]) -> dict[str, Sample]:
     """The samples without a line, or with one that is missing."""
     return {key: sample for key, sample in keys.items() if key not in found or found[key].missing}
 
 
 @asynccontextmanager
-async def opened(config: EvalConfig, part: Part | None = None) -> AsyncIterator[Evaluation]:
-    """Opens an evaluation, or one part of it; a model is loaded only where something is left to play."""
+async def opened(config: EvalConfig, shard: OfShards | None = None) -> AsyncIterator[Evaluation]:
+    """Opens an evaluation, or one shard of it; a model is loaded only where something is left to play."""
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(held(_directory(config, part)))
+        directory = stack.enter_context(held(_directory(config, shard)))
         loaded, record = _load(config), to_record(config)
         _check_same(directory, record)
         write_settings(record, directory)
         samples = loaded.samples[: config.eval.max_prompts]
-        number, num_parts = part or (1, 1)
-        evaluation = Evaluation(directory, config, record, loaded, samples[number - 1 :: num_parts])
+        number, num_shards = shard or (1, 1)
+        evaluation = Evaluation(directory, config, record, loaded, samples[number - 1 :: num_shards])
         if not evaluation.samples:
-            raise ValueError(f"--shard {number}/{num_parts} has none of {len(samples)} samples")
+            raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
             evaluation = replace(evaluation, player=await _open_player(config, directory, stack))
         yield evaluation
@@ -148,9 +148,9 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
-def _directory(config: EvalConfig, part: Part | None) -> Path:
+def _directory(config: EvalConfig, shard: OfShards | None) -> Path:
     run_dir = Path(config.run_dir)
-    return run_dir if part is None else run_dir / SHARDS_DIR / f"{part[0]}_of_{part[1]}"
+    return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
 
 
 def _load(config: EvalConfig) -> SampleSet:
@@ -189,9 +189,9 @@ def _note_model(directory: Path, model: Mapping[str, Any]) -> None:
 
 
 def _known_model(directory: Path) -> Mapping[str, Any] | None:
-    """That of the run and of its parts, which must be one."""
+    """That of the run and of its shards, which must be one."""
     files = [directory / MODEL_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{MODEL_FILE}"))]
     models = [json.loads(file.read_bytes()) for file in files if file.exists()]
     if len({model["digest"] for model in models}) > 1:
-        raise ValueError(f"{directory}: its parts are of different models ({MODEL_FILE} of each says which)")
+        raise ValueError(f"{directory}: its shards are of different models ({MODEL_FILE} of each says which)")
     return models[0] if models else None

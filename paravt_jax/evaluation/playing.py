@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from model_port.progress import Meter
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
-from paravt_jax.evaluation.lines import Line, Lines, Ran, line_of, ran_of
+from paravt_jax.evaluation.lines import Line, Lines, SampleResult, line_of, result_of
 from paravt_jax.rewards.official import STRICT
 from paravt_jax.rl.rollouts import Player
 from paravt_jax.run.threads import in_thread
@@ -34,7 +34,7 @@ class Playing:
     num_samples: int  # episodes of a sample
     max_in_flight: int
 
-    async def play(self, todo: Mapping[str, Sample], lines: Lines, so_far: Iterable[Ran]) -> None:
+    async def play(self, todo: Mapping[str, Sample], lines: Lines, so_far: Iterable[SampleResult]) -> None:
         """Every sample of `todo`, by key: each has its line when it ends. What had ended before is counted too.
 
         An engine that gives nothing any more ends it: what is not played then is played by the next start.
@@ -45,7 +45,7 @@ class Playing:
             for key, sample in left:
                 line = await self._line(key, sample)
                 lines.write(line)
-                tally.add(ran_of(line))
+                tally.add(result_of(line))
                 meter.at(meter.done + 1, tally.told())
                 self._check(tally)
 
@@ -105,7 +105,7 @@ class Tally:
     """How a cell goes, as far as it is played."""
 
     name: str
-    so_far: Iterable[Ran] = ()
+    so_far: Iterable[SampleResult] = ()
     now_s: Callable[[], float] = time.monotonic
     num_there: int = field(default=0, init=False)
     num_new: int = field(default=0, init=False)
@@ -116,19 +116,19 @@ class Tally:
 
     def __post_init__(self) -> None:
         self._began_s = self.now_s()
-        for ran in self.so_far:
-            self._count(ran)
+        for result in self.so_far:
+            self._count(result)
 
-    def add(self, ran: Ran) -> None:
+    def add(self, result: SampleResult) -> None:
         self.num_new += 1
-        self._count(ran)
-        self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if ran.missing in ENGINE_REASONS else 0
+        self._count(result)
+        self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if result.missing in ENGINE_REASONS else 0
 
-    def _count(self, ran: Ran) -> None:
-        if ran.missing:
-            self.num_missing, self.problem = self.num_missing + 1, ran.problem
+    def _count(self, result: SampleResult) -> None:
+        if result.missing:
+            self.num_missing, self.problem = self.num_missing + 1, result.problem
         else:
-            scores = ran.scores(STRICT)
+            scores = result.scores(STRICT)
             self.num_there, self._score = self.num_there + 1, self._score + sum(scores) / len(scores)
 
     def told(self) -> str:

@@ -61,7 +61,7 @@ class Evaluator:
         agent = Agent(ScriptedEngine(self.reply), self.frames, self.chat, config.rollout)
         return Player(agent, config.reward, None, config.seed)
 
-    def run(self, config: EvalConfig, part: tuple[int, int] | None = None) -> list[Cell]:
+    def run(self, config: EvalConfig, shard: tuple[int, int] | None = None) -> list[Cell]:
         from paravt_jax.eval import run_eval
 
-        return asyncio.run(run_eval(config, part))
+        return asyncio.run(run_eval(config, shard))

@@ -14,9 +14,9 @@ from published import longvideobench_row, make_copy, write_rows
 from paravt_jax import eval as command
 from paravt_jax.config import DIRECT
 from paravt_jax.data.splits import SPLITS
-from paravt_jax.eval import part_of, refusal, score_table
+from paravt_jax.eval import refusal, score_table, shard_of
 from paravt_jax.evaluation import opening, provenance
-from paravt_jax.evaluation.lines import Lines, ran_of
+from paravt_jax.evaluation.lines import Lines, result_of
 from paravt_jax.evaluation.playing import Tally, on_screen
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
@@ -207,21 +207,21 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same(moment, evaluator, t
     assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
 
 
-def test_parts_merge_to_what_the_whole_would_be(evaluator, tmp_path):
+def test_shards_merge_to_what_the_whole_would_be(evaluator, tmp_path):
     copy = tmp_path / "copy"
     whole = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'whole'}"))
-    config = config_of("longvideobench", copy, f"run_dir={tmp_path / 'parts'}")
+    config = config_of("longvideobench", copy, f"run_dir={tmp_path / 'shards'}")
     asked = []
-    for part in ((1, 2), (2, 2)):
+    for shard in ((1, 2), (2, 2)):
         one = evaluator("A")
-        one.run(config, part)
+        one.run(config, shard)
         asked.append(len(one.asked))
     assert asked == [2, 1]
     merged = evaluator("B")
     assert merged.run(config) == whole and not merged.asked
 
 
-def test_parts_of_other_settings_are_not_merged(evaluator, tmp_path):
+def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy")
     evaluator("A").run(config, (1, 1))
     other = evaluator("B")
@@ -234,10 +234,10 @@ def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
     opening._note_model(tmp_path, {"path": "m", "digest": "1"})
     with pytest.raises(ValueError, match="has samples of another model: the files of m were others then"):
         opening._note_model(tmp_path, {"path": "m", "digest": "2"})
-    part = tmp_path / "shards" / "1_of_2"
-    part.mkdir(parents=True)
-    (part / "model.json").write_text('{"path": "m", "digest": "2"}')
-    with pytest.raises(ValueError, match="its parts are of different models"):
+    shard = tmp_path / "shards" / "1_of_2"
+    shard.mkdir(parents=True)
+    (shard / "model.json").write_text('{"path": "m", "digest": "2"}')
+    with pytest.raises(ValueError, match="its shards are of different models"):
         opening._known_model(tmp_path)
 
 
@@ -249,11 +249,11 @@ def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_a_part_is_written_as_such():
-    assert part_of("3/8") == (3, 8)
+def test_a_shard_is_written_as_such():
+    assert shard_of("3/8") == (3, 8)
     for text in ("8", "0/8", "9/8", "a/b"):
-        with pytest.raises(Exception, match="is no part such as 3/8"):
-            part_of(text)
+        with pytest.raises(Exception, match="is no shard such as 3/8"):
+            shard_of(text)
 
 
 def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
@@ -352,10 +352,10 @@ def test_calls_are_played_and_their_frames_counted(evaluator, tmp_path):
 def test_progress_has_accuracy_rate_and_what_is_missing(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy", num_rows=4)
     evaluator("A").run(config)
-    rans = list(map(ran_of, lines_of(config)))
+    results = list(map(result_of, lines_of(config)))
     times_s = iter([0.0, 30.0])
-    tally = Tally("longvideobench", rans[:1], now_s=lambda: next(times_s))
-    tally.add(rans[1])
+    tally = Tally("longvideobench", results[:1], now_s=lambda: next(times_s))
+    tally.add(results[1])
     assert tally.told() == "longvideobench · 50.0 % of 2 right · 2.0 a minute"
 
 
