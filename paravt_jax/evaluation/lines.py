@@ -65,7 +65,7 @@ def cell_name(dispatch: Dispatch, frame_budget: int) -> str:
 def sample_key(settings: str, sample: Sample) -> str:
     """Equal where a line would say the same: the settings, and all of a sample but where its video lies."""
     prompt = sample.prompt
-    content = json.dumps([settings, prompt.id, prompt.question, prompt.answer, prompt.question_type, sample.video])
+    content = json.dumps([settings, prompt.id, prompt.question, prompt.answer, prompt.question_type])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 

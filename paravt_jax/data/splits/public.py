@@ -11,7 +11,6 @@ to answer. DIFFERS from lmms-eval and from the release, each of which has words 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
@@ -33,13 +32,9 @@ class Sample:
     """A prompt of an evaluation. In those of a split, paths are as in the hub's layout until they are found."""
 
     prompt: Prompt
+    video: str  # equal for samples on the same video
     options: tuple[str, ...] = ()
     groups: Groups = field(default_factory=dict)
-
-    @property
-    def video(self) -> str:
-        """What samples of one cluster share: the names of their videos, wherever these lie."""
-        return " ".join(PurePosixPath(video).name for video in self.prompt.videos)
 
 
 @dataclass(frozen=True)
@@ -81,14 +76,14 @@ def choice(
         raise BadRow("answer outside of the options", f"the answer of {name} is {answer!r}, its options are {letters}")
     listed = [f"{letter}. {' '.join(option.split())}" for letter, option in zip(letters, options, strict=True)]
     asked = "\n".join([_stem(question, name), *listed, ASK_LETTER])
-    return Sample(_prompt(name, asked, video, answer, "mcq", subtitles), tuple(options), groups)
+    return Sample(_prompt(name, asked, video, answer, "mcq", subtitles), video, tuple(options), groups)
 
 
 def open_question(name: str, question: str, answer: str, video: str, groups: Groups) -> Sample:
     if not answer.strip():
         raise BadRow("empty answer", f"{name} has none")
     asked = f"{_stem(question, name)}\n{ASK_WORDS}"
-    return Sample(_prompt(name, asked, video, answer.strip(), "oe"), groups=groups)
+    return Sample(_prompt(name, asked, video, answer.strip(), "oe"), video, groups=groups)
 
 
 def grounding(name: str, caption: str, window_s: Sequence[float], video: str) -> Sample:
@@ -96,7 +91,7 @@ def grounding(name: str, caption: str, window_s: Sequence[float], video: str) ->
     if len(window_s) != 2 or not 0 <= window_s[0] < window_s[1]:
         raise BadRow("wrong window", f"that of {name} is {list(window_s)}, expected [start, end] in seconds")
     asked = f"When in the video does this happen: {_stem(caption, name)}\n{ASK_WINDOW}"
-    return Sample(_prompt(name, asked, video, f"[{window_s[0]:.1f}, {window_s[1]:.1f}]", "tvg"))
+    return Sample(_prompt(name, asked, video, f"[{window_s[0]:.1f}, {window_s[1]:.1f}]", "tvg"), video)
 
 
 def options_in(text: str) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paravt_jax.data.hub import HubName, downloaded_files, hub_name
-from paravt_jax.data.prompts import load_prompts
+from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import BadRow, file_finder, kept_rows, rows_of, unique_id
 from paravt_jax.data.splits.public import PublicSplit, Sample
 
@@ -40,8 +40,7 @@ def load_samples(
     """Those of a split, from `source`, which is empty for the hub's newest; or those of a file of prompts."""
     if split is None:
         loaded = load_prompts(source, video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside)
-        own = (Sample(prompt, groups={"question_type": (prompt.question_type,)}) for prompt in loaded.prompts)
-        return SampleSet(tuple(own), loaded.bad)
+        return SampleSet(tuple(map(_own, loaded.prompts)), loaded.bad)
     files = _row_files(split, source)
     root = Path(video_root or _copy_of(split, files[0])).absolute()
     rows = (placed for file in files for placed in _rows(split, file))
@@ -52,6 +51,10 @@ def load_samples(
     _check_videos(split, samples, root)
     revision = SNAPSHOT.search(str(files[0].absolute()))
     return SampleSet(samples, bad, {file.name: _sha256(file) for file in files}, revision and revision[1], split)
+
+
+def _own(prompt: Prompt) -> Sample:
+    return Sample(prompt, " ".join(prompt.videos), groups={"question_type": (prompt.question_type,)})
 
 
 def _row_files(split: PublicSplit, source: str) -> list[Path]:

@@ -78,6 +78,15 @@ def test_what_is_reported_apart_comes_with_every_sample(tmp_path):
     assert groups["mmvu"] == {"question_type": ("open-ended",), "subject": ("Computer_Science",)}
 
 
+def test_videos_of_the_same_name_in_two_folders_are_two(tmp_path):
+    root = make_copy("mmvu", tmp_path)
+    rows = [mmvu_row(0), mmvu_row(2), mmvu_row(0, video=mmvu_row(0)["video"].replace("Computer_Science", "Law"))]
+    write_rows("mmvu", root, rows)
+    assert len({sample.video for sample in load("mmvu", root).samples}) == 3
+    videomme = load("videomme", make_copy("videomme", tmp_path / "other")).samples
+    assert [sample.video for sample in videomme] == ["data/fFjv93ACGo0.mp4"] * 2 + ["data/fFjv93ACGo1.mp4"]
+
+
 def test_an_open_question_of_mmvu_has_no_options_and_its_answer_no_stray_spaces(tmp_path):
     sample = load("mmvu", make_copy("mmvu", tmp_path)).samples[1]
     assert (sample.prompt.question_type, sample.options) == ("oe", ())
