@@ -103,5 +103,5 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        figure.savefig(file, dpi=150, format="png")
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -28,7 +28,7 @@ class SampleSet:
     """What there is to evaluate on, and where it came from."""
 
     samples: tuple[Sample, ...]  # in the order of the rows
-    bad: Mapping[str, int] = field(default_factory=dict)  # reason -> rows that were left out for it
+    bad: dict[str, int] = field(default_factory=dict)  # reason -> rows that were left out for it
     files: Mapping[str, str] = field(default_factory=dict)  # name -> sha256 of the files with rows
     revision: str | None = None  # of the hub's repository, where that is known
     split: PublicSplit | None = None  # None: rows of one's own

@@ -122,7 +122,7 @@ def test_charades_has_the_shares_above_each_threshold(evaluator, tmp_path):
     assert (scores["R@0.3"], scores["R@0.5"], scores["R@0.7"]) == pytest.approx((1, 2 / 3, 0))
 
 
-def test_missing_is_neither_wrong_nor_right_and_both_readings_are_given(evaluator, tmp_path, complete):
+def test_a_video_that_cannot_be_opened_is_neither_wrong_nor_right(evaluator, tmp_path, complete):
     root = make_copy("longvideobench", tmp_path / "copy")
     write_rows("longvideobench", root, [longvideobench_row(n, correct_choice=0) for n in range(2)])
     row = longvideobench_row(2, video_path="missing.mp4")
