@@ -59,7 +59,7 @@ class Playing:
 
     async def _line(self, key: str, sample: Sample) -> Line:
         prompt, subtitles = sample.prompt, ""
-        if self.split is not None and self.split.shown == "subtitles":
+        if self.split is not None and self.split.with_subtitles:
             prompt, subtitles = await self._subtitled(sample)
         num_frames = max(self.frame_budget, len(prompt.videos))
         task = Task(f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles)

@@ -448,7 +448,7 @@ def test_every_public_split_has_the_same_greedy_answers_from_the_server_and_in_p
 
 
 def engines(url: str) -> list[list[str]]:
-    return [["engine.kind=sglang", f"engine.urls=[{url}]"], ["engine.kind=jax", "engine.max_rows=2"]]
+    return [["engine.kind=sglang", f"engine.urls=[{url}]"], ["engine.kind=jax", "engine.urls=[]", "engine.max_rows=2"]]
 
 
 def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[str]]:

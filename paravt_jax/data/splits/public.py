@@ -11,7 +11,7 @@ to answer. DIFFERS from lmms-eval and from the release, each of which has words 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
 from paravt_jax.data.rows import BadRow, check_text, encodable
@@ -24,7 +24,6 @@ ASK_WINDOW = "Answer with [start, end] in seconds."
 
 Groups = Mapping[str, tuple[str, ...]]  # what is reported apart -> the labels of a sample, mostly one
 Official = Callable[[str, str, Sequence[str]], float]  # of a reply, the answer and the options: a score in [0, 1]
-Shown = Literal["frames", "subtitles"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class PublicSplit:
     num_samples: int  # published
     official: Official  # the rule of the benchmark's own harness
     folders: tuple[str, ...] = ()  # where videos may lie beside the place that `sample` says, once they are unpacked
-    shown: Shown = "frames"  # subtitles: also the lines that are on screen with the frames
+    with_subtitles: bool = False  # the lines that are on screen with the frames are shown
     mean_over: str = ""  # the headline is the mean over these groups; empty: over samples
     thresholds: tuple[float, ...] = ()  # of a score, whose share above each is reported: R@1 of temporal grounding
 

@@ -126,7 +126,7 @@ def _places(split: PublicSplit, path: PurePosixPath) -> Iterator[str]:
 
 def _found(split: PublicSplit, sample: Sample, name: str, find: Callable[[str], str]) -> Sample:
     videos = tuple(map(find, sample.prompt.videos))
-    subtitles = tuple(find(path) if path and split.shown == "subtitles" else "" for path in sample.prompt.subtitles)
+    subtitles = tuple(find(path) if path and split.with_subtitles else "" for path in sample.prompt.subtitles)
     subtitles = tuple(path if Path(path).is_file() else "" for path in subtitles)
     return replace(sample, prompt=replace(sample.prompt, id=name, videos=videos, subtitles=subtitles))
 

@@ -33,4 +33,4 @@ WITHOUT_SUBTITLES = PublicSplit(
     num_samples=2700,
     official=first_capital,
 )
-WITH_SUBTITLES = replace(WITHOUT_SUBTITLES, name="videomme_subtitles", title="VideoMME w/ sub", shown="subtitles")
+WITH_SUBTITLES = replace(WITHOUT_SUBTITLES, name="videomme_subtitles", title="VideoMME w/ sub", with_subtitles=True)

@@ -114,7 +114,7 @@ def test_an_answer_of_mlvu_may_be_the_text_of_one_option(tmp_path):
 
 
 def test_only_the_split_with_subtitles_shows_them_and_its_file_is_found(tmp_path):
-    assert SPLITS["videomme"].shown == "frames" and SPLITS["videomme_subtitles"].shown == "subtitles"
+    assert [name for name, split in SPLITS.items() if split.with_subtitles] == ["videomme_subtitles"]
     samples = load("videomme_subtitles", make_copy("videomme_subtitles", tmp_path)).samples
     assert samples[0].prompt.subtitles == (str(tmp_path / "subtitle" / "fFjv93ACGo0.srt"),)
 
