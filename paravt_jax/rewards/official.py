@@ -3,7 +3,7 @@
 Every rule is a function of a reply, the answer and the options, and gives a score in [0, 1]. A reply is what follows
 the thinking, or what stands in the last `<answer>` if there is one: these rules would find letters in a thinking, too.
 They are kept with their faults, so that a published number can be compared with one made by the same rule; what
-departs from them is marked.
+departs from them is marked. DIFFERS from the newest lmms-eval, which no longer takes a letter out of a word.
 """
 
 import re
