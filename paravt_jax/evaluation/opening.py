@@ -14,7 +14,7 @@ from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
 from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, SampleResult, cell_name, sample_key
 from paravt_jax.evaluation.playing import Playing
-from paravt_jax.evaluation.provenance import changed_sections, model_record, provenance, settings_key
+from paravt_jax.evaluation.provenance import changed_sections, engine_record, model_record, provenance, settings_key
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.rollouts import Player
@@ -26,7 +26,7 @@ from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.episode import Agent, Dispatch
 
-MODEL_FILE = "model.json"
+PLAYED_FILE = "played_by.json"
 Cell = dict[str, Any]
 OfShards = tuple[int, int]  # the k-th of n, from 1
 
@@ -100,8 +100,7 @@ class Evaluation:
             raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
         if problems:
             say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
-        model = _known_model(self.directory) or {"path": self.config.model.path}
-        about = provenance(self.config, self.loaded, model, dispatch, frame_budget)
+        about = provenance(self.config, self.loaded, _played_by(self.directory), dispatch, frame_budget)
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
@@ -132,7 +131,8 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
-    _note_model(directory, model_record(config.model.path, policy.source))
+    model = model_record(config.model.path, policy.source)
+    _check_model(directory, model)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
     engine = await open_engine(
         config.engine,
@@ -145,6 +145,9 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
     )
     stack.push_async_callback(engine.close)
+    played = {"model": model, "engine": await engine_record(config.engine, engine)}
+    with whole_file(directory / PLAYED_FILE) as file:
+        file.write(json.dumps(played, indent=2).encode() + b"\n")
     return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
@@ -177,21 +180,19 @@ def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
         )
 
 
-def _note_model(directory: Path, model: Mapping[str, Any]) -> None:
-    known = _known_model(directory)
-    if known is not None and known["digest"] != model["digest"]:
+def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
+    """Samples of another model must not be mixed with those to come, though its path is the same."""
+    if any(one["model"]["digest"] != model["digest"] for one in _played_by(directory)):
         raise ValueError(
             f"{directory} has samples of another model: the files of {model['path']} were others then; choose another "
             f"run_dir"
         )
-    with whole_file(directory / MODEL_FILE) as file:
-        file.write(json.dumps(model, indent=2).encode() + b"\n")
 
 
-def _known_model(directory: Path) -> Mapping[str, Any] | None:
-    """That of the run and of its shards, which must be one."""
-    files = [directory / MODEL_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{MODEL_FILE}"))]
-    models = [json.loads(file.read_bytes()) for file in files if file.exists()]
-    if len({model["digest"] for model in models}) > 1:
-        raise ValueError(f"{directory}: its shards are of different models ({MODEL_FILE} of each says which)")
-    return models[0] if models else None
+def _played_by(directory: Path) -> list[dict[str, Any]]:
+    """What played the run and each of its shards, which must be of one model."""
+    files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
+    played = [json.loads(file.read_bytes()) for file in files if file.exists()]
+    if len({one["model"]["digest"] for one in played}) > 1:
+        raise ValueError(f"{directory}: its shards are of different models ({PLAYED_FILE} of each says which)")
+    return played

@@ -2,21 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paravt_jax import rewards
-from paravt_jax.config import EvalConfig
+from paravt_jax.config import EngineConfig, EvalConfig
 from paravt_jax.data.splits.reading import SampleSet
 from paravt_jax.run.directory import versions
+from rollout.engine.http import HttpClient
+from rollout.engine.protocol import Engine
 from rollout.episode import Dispatch
 
 SCORERS = ("answers", "grammar", "official", "terms")  # the modules of `paravt_jax/rewards` that make a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # no answer depends on these sections, but on OF_EVAL
 OF_EVAL = ("mode", "num_samples")
 PIECE_BYTES = 2**16
+SERVER_DEADLINE_S = 30.0
 
 
 def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: int) -> str:
@@ -33,8 +36,13 @@ def changed_sections(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[
 
 
 def provenance(
-    config: EvalConfig, loaded: SampleSet, model: Mapping[str, Any], dispatch: Dispatch, frame_budget: int
+    config: EvalConfig,
+    loaded: SampleSet,
+    played: Sequence[Mapping[str, Any]],
+    dispatch: Dispatch,
+    frame_budget: int,
 ) -> dict[str, Any]:
+    """`played` says which model and engine it was, of a run and of each of its shards."""
     episode = config.episode(dispatch)
     repository = loaded.split.repo if loaded.split else config.data.validation
     return {
@@ -49,8 +57,8 @@ def provenance(
             "schema": digest([tool.offer.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
             "scorer": scorer_digest(config),
         },
-        "model": dict(model),
-        "engine": {"kind": config.engine.kind, "device": config.engine.device, "urls": list(config.engine.urls)},
+        "model": played[0]["model"] if played else {"path": config.model.path},
+        "engines": [one["engine"] for one in played],
         **versions(),
     }
 
@@ -67,6 +75,20 @@ def model_record(path: str, source: Path) -> dict[str, Any]:
     files = sorted(file for file in source.rglob("*") if file.is_file())
     tasted = [[file.relative_to(source).as_posix(), *_taste(file)] for file in files]
     return {"path": path, "source": str(source), "digest": digest(tasted)}
+
+
+async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:
+    """What samples, and of which version its servers are."""
+    record: dict[str, Any] = {"kind": settings.kind}
+    if settings.kind == "jax":
+        return record
+    client = HttpClient.make()
+    try:
+        urls = [server.url for server in (await engine.health()).servers if server.alive]
+        infos = [await client.get(f"{url}/server_info", SERVER_DEADLINE_S) for url in urls]
+    finally:
+        await client.close()
+    return record | {"servers": {url: info.get("version") for url, info in zip(urls, infos, strict=True)}}
 
 
 def _taste(file: Path) -> tuple[int, str]:

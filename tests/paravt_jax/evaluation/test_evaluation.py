@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from agents import call
 from evaluator import Evaluator, answer, config_of
+from fake_server import FakeServer
 from published import longvideobench_row, make_copy, write_rows
 
 from paravt_jax import eval as command
-from paravt_jax.config import DIRECT
+from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import refusal, score_table, shard_of
 from paravt_jax.evaluation import opening, provenance
@@ -20,6 +21,7 @@ from paravt_jax.evaluation.lines import Lines, result_of
 from paravt_jax.evaluation.playing import Tally, on_screen
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
 
 RIGHT = {  # of the rows of published.py: what is said to each, and the scores of each by both rules
@@ -230,15 +232,16 @@ def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
 
 
 def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
-    opening._note_model(tmp_path, {"path": "m", "digest": "1"})
-    opening._note_model(tmp_path, {"path": "m", "digest": "1"})
+    first, other = ({"model": {"path": "m", "digest": digest}, "engine": {}} for digest in "12")
+    (tmp_path / "played_by.json").write_text(json.dumps(first))
+    opening._check_model(tmp_path, first["model"])
     with pytest.raises(ValueError, match="has samples of another model: the files of m were others then"):
-        opening._note_model(tmp_path, {"path": "m", "digest": "2"})
+        opening._check_model(tmp_path, other["model"])
     shard = tmp_path / "shards" / "1_of_2"
     shard.mkdir(parents=True)
-    (shard / "model.json").write_text('{"path": "m", "digest": "2"}')
+    (shard / "played_by.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="its shards are of different models"):
-        opening._known_model(tmp_path)
+        opening._played_by(tmp_path)
 
 
 def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
@@ -247,6 +250,19 @@ def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(b"0" * 200_000 + middle + b"0" * 200_000)
         digests.append(provenance.model_record("m", tmp_path)["digest"])
     assert digests[0] == digests[2] != digests[1]
+
+
+def test_an_engine_of_servers_is_known_by_their_versions():
+    async def work():
+        async with FakeServer() as server:
+            engine = await SGLangEngine.connect([server.url], SGLangSettings())
+            try:
+                return server.url, await provenance.engine_record(EngineConfig(kind="sglang"), engine)
+            finally:
+                await engine.close()
+
+    url, record = asyncio.run(work())
+    assert record == {"kind": "sglang", "servers": {url: "0.5.23"}}
 
 
 def test_a_shard_is_written_as_such():
