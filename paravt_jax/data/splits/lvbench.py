@@ -12,7 +12,7 @@ from paravt_jax.rewards.official import first_capital
 
 def sample(row: Mapping[str, Any]) -> Sample:
     stem, options = options_in(row["question"])
-    groups = {"question_type": tuple(map(str, row["question_type"])), "type": (row["type"],)}
+    groups = {"question_type": tuple(row["question_type"]), "type": (row["type"],)}
     return choice(row["uid"], stem, options, row["answer"], row["video_path"], groups)
 
 
@@ -21,7 +21,7 @@ ALL = PublicSplit(
     title="LVBench",
     repo="lmms-lab/LVBench",
     rows="data/*.parquet",
-    columns={"uid": str, "video_path": str, "question": str, "answer": str, "type": str, "question_type": list},
+    columns={"uid": str, "video_path": str, "question": str, "answer": str, "type": str, "question_type": list[str]},
     sample=sample,
     num_samples=1549,
     official=first_capital,

@@ -13,7 +13,7 @@ from paravt_jax.rewards.official import first_capital
 
 def sample(row: Mapping[str, Any]) -> Sample:
     stem = row["question"].split("\n(A)")[0]
-    options = list(map(str, row["candidates"]))
+    options = row["candidates"]
     video, answer = file_name(row["video_name"]), letter_of(row["answer"].strip(), options)
     return choice(f"{row['task_type']}:{video}", stem, options, answer, video, {"task_type": (row["task_type"],)})
 
@@ -32,7 +32,7 @@ DEV = PublicSplit(
     title="MLVU",
     repo="sy1998/MLVU_dev",
     rows="mlvu/test-*.parquet",
-    columns={"video_name": str, "question": str, "candidates": list, "answer": str, "task_type": str},
+    columns={"video_name": str, "question": str, "candidates": list[str], "answer": str, "task_type": str},
     sample=sample,
     num_samples=2174,
     official=first_capital,

@@ -31,7 +31,14 @@ VALIDATION = PublicSplit(
     title="MMVU",
     repo="yale-nlp/MMVU",
     rows="validation.json",
-    columns={"id": str, "video": str, "question_type": str, "metadata": dict, "question": str, "choices": dict}
+    columns={
+        "id": str,
+        "video": str,
+        "question_type": str,
+        "metadata": dict,
+        "question": str,
+        "choices": dict[str, str],
+    }
     | {"answer": str},
     sample=sample,
     num_samples=1000,

@@ -8,15 +8,18 @@ A question is asked in the same words whatever the split: the stem, its options 
 to answer. DIFFERS from lmms-eval and from the release, each of which has words of its own for every one.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Real
+from typing import Any, get_args, get_origin
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
 from paravt_jax.data.rows import BadRow, check_text, encodable
 
 LETTERS = "ABCDEFGHIJ"
+SHOWN_CHARS = 60  # of a value that is none
 LETTERED = re.compile(r"^\s*\(?([A-J])[.):]\s*(\S.*?)\s*$")
 ASK_LETTER = "Answer with the letter of the option."
 ASK_WORDS = "Answer in a few words."
@@ -44,7 +47,7 @@ class PublicSplit:
     title: str  # in tables
     repo: str  # on the hub
     rows: str  # the files with rows there, a pattern
-    columns: Mapping[str, type]  # of those that are read, each with what Python makes of its values
+    columns: Mapping[str, Any]  # of those that are read, each with what Python makes of its values: str, list[str] …
     sample: Callable[[Mapping[str, Any]], Sample]
     num_samples: int  # published
     official: Official  # the rule of the benchmark's own harness
@@ -58,10 +61,20 @@ class PublicSplit:
         if not isinstance(row, dict):
             raise BadRow("wrong schema", f"a row is {type(row).__name__}, expected an object")
         for name, kind in self.columns.items():
-            if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
-                found = type(row[name]).__name__ if name in row else "not there"
-                raise BadRow("wrong schema", f"{name} is {found}, expected {kind.__name__}")
+            if not holds(row.get(name), kind):
+                found = repr(row[name])[:SHOWN_CHARS] if name in row else "not there"
+                raise BadRow("wrong schema", f"{name} is {found}, expected {kind if get_args(kind) else kind.__name__}")
         return self.sample(row)
+
+
+def holds(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: str, int, float, or a list or a dict of such."""
+    inside = get_args(kind)
+    whole: Any = get_origin(kind) or (Real if kind is float else kind)  # half a float is a number of numpy's own
+    if not isinstance(value, whole) or isinstance(value, bool):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not inside or all(holds(part, inside[-1]) for part in parts)
 
 
 def choice(
@@ -87,7 +100,7 @@ def open_question(name: str, question: str, answer: str, video: str, groups: Gro
 
 def grounding(name: str, caption: str, window_s: Sequence[float], video: str) -> Sample:
     """When something happens."""
-    if len(window_s) != 2 or not 0 <= window_s[0] < window_s[1]:
+    if len(window_s) != 2 or not 0 <= window_s[0] < window_s[1] < math.inf:
         raise BadRow("wrong window", f"that of {name} is {list(window_s)}, expected [start, end] in seconds")
     asked = f"When in the video does this happen: {_stem(caption, name)}\n{ASK_WINDOW}"
     return Sample(_prompt(name, asked, video, f"[{window_s[0]:.1f}, {window_s[1]:.1f}]", "tvg"), video)

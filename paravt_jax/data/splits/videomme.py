@@ -27,7 +27,7 @@ WITHOUT_SUBTITLES = PublicSplit(
     title="VideoMME w/o sub",
     repo="lmms-lab/Video-MME",
     rows="videomme/test-*.parquet",
-    columns={"videoID": str, "question_id": str, "question": str, "options": list, "answer": str}
+    columns={"videoID": str, "question_id": str, "question": str, "options": list[str], "answer": str}
     | dict.fromkeys(GROUPS, str),
     sample=sample,
     num_samples=2700,

@@ -1,10 +1,13 @@
 """Every public split is read from a copy in the hub's layout; what is laid out otherwise is one sentence."""
 
+import contextlib
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from published import (
     FILES,
     ROWS,
@@ -17,6 +20,7 @@ from published import (
     write_rows,
 )
 
+from paravt_jax.data.rows import BadRow
 from paravt_jax.data.splits import SPLITS, split_named
 from paravt_jax.data.splits.public import ASK_LETTER, ASK_WINDOW, ASK_WORDS
 from paravt_jax.data.splits.reading import load_samples
@@ -152,7 +156,9 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
     file = root / FILES["videomme"][0]
     table = pq.read_table(file)
     pq.write_table(table.set_column(9, "options", pa.array(["A. One. B. Two."] * 3)), file)
-    with pytest.raises(ValueError, match=r"test-00000-of-00001\.parquet row 0: options is str, expected list"):
+    with pytest.raises(
+        ValueError, match=r"test-00000-of-00001\.parquet row 0: options is 'A\. One\. B\. Two\.', expected list\[str\]"
+    ):
         load("videomme", root)
 
 
@@ -173,6 +179,21 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
 def test_a_row_that_cannot_be_scored_is_one_sentence(name, changed, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         load(name, make_copy(name, tmp_path, **changed))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(JSON | st.lists(JSON, min_size=2, max_size=4) | st.dictionaries(st.sampled_from("ABC"), JSON))
+def test_whatever_a_column_holds_a_row_is_a_sample_or_a_bad_row(value):
+    for name, split in SPLITS.items():
+        for column in split.columns:
+            with contextlib.suppress(BadRow):
+                assert split.checked(ROWS[name](0) | {column: value}).prompt.question
 
 
 def test_a_few_bad_rows_are_counted_and_left_out(tmp_path):
