@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
 from paravt_jax.data.rows import BadRow, check_text, encodable
+from paravt_jax.rewards.terms import check_ground_truth
 
 LETTERS = "ABCDEFGHIJ"
 SHOWN_CHARS = 60  # of a value that is none
@@ -92,8 +93,6 @@ def choice(
 
 
 def open_question(name: str, question: str, answer: str, video: str, groups: Groups) -> Sample:
-    if not answer.strip():
-        raise BadRow("empty answer", f"{name} has none")
     asked = f"{_stem(question, name)}\n{ASK_WORDS}"
     return Sample(_prompt(name, asked, video, answer.strip(), "oe"), video, groups=groups)
 
@@ -131,4 +130,8 @@ def _stem(text: str, name: str) -> str:
 
 
 def _prompt(name: str, asked: str, video: str, answer: str, kind: str, subtitles: str = "") -> Prompt:
+    try:
+        check_ground_truth(answer, kind)
+    except ValueError as problem:
+        raise BadRow("unreadable ground truth", f"{name}: {problem}") from None
     return Prompt(name, asked, (video,), answer, kind, (subtitles,))

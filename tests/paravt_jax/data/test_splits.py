@@ -172,6 +172,7 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
         ("lvbench", {"question": "What year?"}, "wrong options: 3"),
         ("mmvu", {"question_type": "boolean"}, "'boolean' of 'Computer_Science'"),
         ("mmvu", {"choices": {"A": "x", "B": "", "C": "y"}}, "they are lettered AC"),
+        ("mmvu", {"answer": "?", "question_type": "open-ended"}, "unreadable ground truth: 3.*'\\?' of an oe question"),
         ("charades", {"timestamp": [30.4, 24.3]}, "wrong window"),
         ("charades", {"timestamp": [24.3]}, "wrong window"),
     ],
