@@ -25,6 +25,7 @@ from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode import Dispatch, EpisodeConfig
+from rollout.prompts import Prompts
 from rollout.video.reader import Decoder
 
 Schema = TypeVar("Schema")
@@ -328,18 +329,38 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
+class EvalDataConfig(DataConfig):
+    # A public split, of docs/evaluation.md. Then data.validation is a copy of its repository, or the name of one on the
+    # hub; empty: its rows are downloaded.
+    split: str = ""
+
+
+Mode = Literal["agentic", "agentic_release", "reasoning", "direct"]
+DIRECT = "Give the answer between <answer> and </answer>."
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
+    # agentic: as in training; agentic_release: in the release's words, nothing forced; without a tool: reasoning, with
+    # thinking; direct, without
+    mode: Mode = "agentic"
     frame_budgets: list[int] = field(default_factory=lambda: [64])  # of the overview, each on its own
     dispatches: list[Dispatch] = field(default_factory=lambda: ["parallel"])  # how calls are made, each on its own
     max_prompts: int = 1_000_000  # the first ones of data.validation
     num_samples: int = 1  # episodes of a prompt
+    max_in_flight: int = 32  # prompts that are played at the same time, their frames in memory
 
     def __post_init__(self) -> None:
-        _at_least_1("eval", self, "max_prompts", "num_samples")
+        _at_least_1("eval", self, "max_prompts", "num_samples", "max_in_flight")
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(f"eval.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
+        if self.mode in ("reasoning", "direct") and self.dispatches != ["none"]:
+            raise ValueError(
+                f"eval.mode={self.mode} offers no tool, eval.dispatches={self.dispatches} does; set "
+                f"eval.dispatches=[none]"
+            )
 
     @property
     def cells(self) -> list[tuple[Dispatch, int]]:
@@ -356,7 +377,7 @@ class EvalConfig:
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     rollout: EpisodeConfig = field(default_factory=_greedy)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -367,15 +388,29 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for problem in _lone_judge(self.reward, self.judge):
             raise ValueError(problem)
-        if not self.data.validation:
-            raise ValueError("data.validation is empty; give the prompts to evaluate on")
+        if not self.data.validation and not self.data.split:
+            raise ValueError("data.validation is empty; give the prompts to evaluate on, or a public one as data.split")
+        if self.eval.mode == "agentic_release" and not self.rollout.prompts.system_has_tools:
+            raise ValueError(
+                "eval.mode=agentic_release needs the release's prompts: `python -m paravt_jax.prompts import-release "
+                "ParaVT/paravt/eval/driver.py --dst paravt.yaml`, then rollout.prompts_file=paravt.yaml"
+            )
         for dispatch in self.eval.dispatches:
-            replace(self.rollout, dispatch=dispatch)  # which says what it cannot be with
+            self.episode(dispatch)  # which says what it cannot be with
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
                 f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "
                 f"lower the other"
             )
+
+    def episode(self, dispatch: Dispatch) -> EpisodeConfig:
+        """How an episode of this mode goes."""
+        rollout = self.rollout
+        if self.eval.mode in ("agentic_release", "direct"):
+            rollout = replace(rollout, forced_prefix="", prompts_file="")
+        if self.eval.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
+            rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
+        return replace(rollout, dispatch=dispatch, prompts_file="")
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:

@@ -64,24 +64,40 @@ def local_source(path: str | Path) -> Path:
     wanted = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
     if name.inside.endswith(ROW_SUFFIXES):
         wanted = [glob.escape(name.inside)]
-    try:
-        with transferring(f"downloading {name}"):
-            snapshot = snapshot_download(
-                name.repo,
-                repo_type="dataset",
-                revision=name.revision,
-                allow_patterns=wanted,
-                ignore_patterns=[f"{inside}*/*"],  # in patterns of the hub's client a `*` also stands for slashes
-            )
-    except Exception as problem:  # hf_xet raises types that it does not document
-        raise RuntimeError(_not_downloaded(name, problem)) from problem
-    found = Path(snapshot) / name.inside
+    # In patterns of the hub's client a `*` also stands for slashes.
+    found = _snapshot(name, wanted, [f"{inside}*/*"]) / name.inside
     if found.is_file() or any(found.glob("*.parquet")):
         return found
     lines = sorted(found.glob("*.jsonl"))
     if len(lines) == 1:
         return lines[0]
     raise ValueError(_no_rows(name, [file.name for file in lines]))
+
+
+def downloaded_files(name: HubName, pattern: str) -> list[Path]:
+    """The files of a data set that a pattern names, downloaded; in the pattern a `*` stands for no slash."""
+    root = _snapshot(name, [pattern], [])
+    found = sorted(root.glob(pattern))
+    if not found:
+        raise ValueError(f"the data set {name} of the hub has no {pattern}; it is laid out differently than was known")
+    return found
+
+
+def _snapshot(name: HubName, wanted: list[str], unwanted: list[str]) -> Path:
+    """Where a data set lies, once the files that are wanted of it are there."""
+    try:
+        with transferring(f"downloading {name}"):
+            return Path(
+                snapshot_download(
+                    name.repo,
+                    repo_type="dataset",
+                    revision=name.revision,
+                    allow_patterns=wanted,
+                    ignore_patterns=unwanted,
+                )
+            )
+    except Exception as problem:  # hf_xet raises types that it does not document
+        raise RuntimeError(_not_downloaded(name, problem)) from problem
 
 
 def row_files(source: Path) -> list[Path]:

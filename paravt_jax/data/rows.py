@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -43,11 +43,18 @@ def read_rows(
 
     `source` is a .parquet or .jsonl file, or a directory, whose .parquet files are read in the order of their paths.
     """
+    return kept_rows(rows_of(source, columns), read, max_bad_frac, str(source))
+
+
+def kept_rows(
+    rows: Iterable[tuple[str, Any]], read: Callable[[Any], Read], max_bad_frac: float | int, source: str
+) -> tuple[list[Read], dict[str, int]]:
+    """The same of rows that come with the place where they stand; `source` is what they are called together."""
     kept: list[Read] = []
     bad: Counter[str] = Counter()
     examples: dict[str, str] = {}
     with Meter(f"reading {source}", unit="row") as meter:
-        for place, row in rows_of(source, columns):
+        for place, row in rows:
             try:
                 kept.append(read(row))
             except BadRow as problem:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,7 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
 
     Every change has its line in RUN/settings.jsonl, with the number of steps that were done before it.
     """
-    record = {
-        "config": settings,
-        "git_commit": _commit(Path(__file__)),
-        "packages": {name: version(name) for name in VERSIONED},
-    }
+    record = {"config": settings, **versions()}
     path = directory / SETTINGS_FILE
     before = json.loads(path.read_bytes()) if path.exists() else None
     if before == json.loads(json.dumps(record)):
@@ -52,6 +49,12 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
         file.write(json.dumps({"after_step": step, **record}) + "\n")
     with whole_file(path) as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
+
+
+@cache
+def versions() -> dict[str, Any]:
+    """The commit, and the versions of what computes, as this process began with them."""
+    return {"git_commit": _commit(Path(__file__)), "packages": {name: version(name) for name in VERSIONED}}
 
 
 def settings_of(directory: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class SearchSubtitles(Tool):
         return Wanted(path, words=query)
 
     def carry_out(self, wanted: Wanted, desk: Desk) -> str:
-        return found_in(parse_srt(_content(desk.videos.subtitles[wanted.path])), wanted.words)
+        return found_in(parse_srt(subtitle_file(desk.videos.subtitles[wanted.path])), wanted.words)
 
 
 def found_in(cues: Sequence[Cue], query: str) -> str:
@@ -69,7 +69,8 @@ def _line(cue: Cue) -> str:
     return f"{cue.start_s:.1f} to {cue.end_s:.1f} seconds: {text}"
 
 
-def _content(path: str) -> bytes:
+def subtitle_file(path: str) -> bytes:
+    """What a file of subtitles has in it; a BadCall where it cannot be read."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for without end
             raise BadCall("the subtitles cannot be read", "error")
@@ -78,5 +79,5 @@ def _content(path: str) -> bytes:
     except OSError:
         raise BadCall("the subtitles cannot be read", "error") from None
     if len(content) > MAX_FILE_BYTES:
-        raise BadCall("the subtitles are too large to be searched", "error")
+        raise BadCall("the subtitles are too large", "error")
     return content

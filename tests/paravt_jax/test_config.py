@@ -13,6 +13,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def schema_of(path: Path) -> type:
+    if path.parent.name == "reproduce":
+        return EvalConfig
     return {"sft": SftConfig, "eval": EvalConfig}.get(path.stem.removesuffix("_8b"), Config)
 
 

@@ -100,6 +100,8 @@ class FakeServer:
             if self.mode == "hung":
                 await asyncio.sleep(60)
             return web.Response(status=200 if self.healthy else 503)
+        if path == "/server_info":
+            return web.json_response({"version": "0.5.23"})
         if path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if path == "/update_weight_version":

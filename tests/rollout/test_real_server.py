@@ -27,12 +27,16 @@ from agents import ANSWER, FakeFrames, call, is_subagent
 from flax import nnx
 from PIL import Image
 from processes import all_gone, ended, family, serve, start
+from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import model_port
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.eval import run_eval
 from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import ModelWeights
 from rollout import check as gate
@@ -42,7 +46,9 @@ from rollout.engine.protocol import Request, Sampling
 from rollout.engine.sglang import SGLangEngine, SGLangSettings, _Server
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
+from rollout.video.encode import write_video
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.slow
 FLOAT32 = np.dtype(np.float32)
 CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096)
@@ -428,6 +434,33 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
     assert len(guided.requests) == sum(guided.answered.values()) == 16 * 5
     assert lasted_s < 60
     assert versions == [version - 1] * 2
+
+
+def test_every_public_split_has_the_same_greedy_answers_from_the_server_and_in_process(server, tiny_hf, tmp_path):
+    pictures = [np.full((32, 64, 3), 40 * second, np.uint8) for second in range(6)]
+    write_video(tmp_path / "video.mp4", pictures, 1)
+    for split in SPLITS:
+        copy = make_copy(split, tmp_path / split, 2)
+        for video in VIDEOS[split]:
+            shutil.copy(tmp_path / "video.mp4", copy / video)
+        said = [greedy(split, copy, tiny_hf, *engine) for engine in engines(server.url)]
+        assert len(said[0]) == 2 and said[0] == said[1], split
+
+
+def engines(url: str) -> list[list[str]]:
+    return [["engine.kind=sglang", f"engine.urls=[{url}]"], ["engine.kind=jax", "engine.urls=[]", "engine.max_rows=2"]]
+
+
+def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[str]]:
+    """What a policy says to every sample of a split, turn by turn."""
+    run_dir = copy / engine[0].partition("=")[2]
+    settings = [f"data.split={split}", f"data.validation={copy}", f"run_dir={run_dir}", f"model.path={model}"]
+    settings += ["model.dtype=float32", "video.max_pixels=2048", "video.num_workers=1", "rollout.max_new_tokens=16"]
+    settings += ["rollout.max_context_tokens=4096", "eval.frame_budgets=[2]", "eval.dispatches=[none]"]
+    config = load_config(CONFIGS / "eval_8b.yaml", *settings, *engine, schema=EvalConfig)
+    asyncio.run(run_eval(config))
+    lines = map(json.loads, (run_dir / "samples_none_2.jsonl").read_text().splitlines())
+    return {line["id"]: [turn["text"] for turn in line["episodes"][0]["turns"]] for line in lines}
 
 
 def test_the_real_server_stops_with_nothing_left(server):

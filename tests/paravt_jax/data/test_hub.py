@@ -14,10 +14,13 @@ from fake_hub import FakeHub, serve_hub
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
+from published import make_copy
 
 from paravt_jax.data.hub import HubName, hub_name, local_source, tokenizer_file
 from paravt_jax.data.inspect import inspect
 from paravt_jax.data.prompts import load_prompts
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.data.splits.reading import load_samples
 from paravt_jax.data.traces import load_traces
 
 REPO = "ada/questions"
@@ -107,6 +110,17 @@ def test_parquet_files_are_read_as_a_directory_of_them(hub):
     hub.add_repo(REPO, files={**files, "train.jsonl": b"{}"}, private=False)
     found = load_traces(f"{REPO}/data", video_root="", max_bad_frac=0.0)
     assert [trace.id for trace in found.traces] == ["a", "b"]
+
+
+def test_the_rows_of_a_split_are_downloaded_with_their_revision_and_no_video(hub, tmp_path):
+    root = make_copy("videomme", tmp_path / "copy")
+    files = {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*.*")}
+    hub.add_repo("lmms-lab/Video-MME", files=files, private=False)
+    found = load_samples(SPLITS["videomme"], "", video_root=str(root), max_bad_frac=0.0)
+    assert len(found.samples) == 3 and downloaded(hub) == {"videomme/test-00000-of-00001.parquet"}
+    assert found.revision == hub.repos["lmms-lab/Video-MME"].branches["main"]
+    with pytest.raises(ValueError, match=r"has not one video of data\.split=videomme"):
+        load_samples(SPLITS["videomme"], "", video_root="", max_bad_frac=0.0)
 
 
 def test_what_was_downloaded_under_another_name_is_not_read_with_it(hub):

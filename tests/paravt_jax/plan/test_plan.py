@@ -35,7 +35,7 @@ from paravt_jax.plan.tables import plan_of
 CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
-    if path.stem not in ("sft_8b", "eval_8b") and path.parent.name != "miniature"
+    if path.stem not in ("sft_8b", "eval_8b") and path.parent.name not in ("miniature", "reproduce")
 ]
 H100, CPU = DEVICES["h100"], DEVICES["cpu"]
 # Small enough to compile in seconds, and as at 8B activations outweigh weights.

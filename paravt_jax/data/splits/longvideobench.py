@@ -1,0 +1,38 @@
+"""LongVideoBench, validation: options in columns of their own, of which unused ones say N/A; the answer is a number.
+
+Subtitles, which the authors put between the frames, are not shown: neither does the release.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paravt_jax.data.rows import BadRow
+from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice
+from paravt_jax.rewards.official import first_capital_or_guess
+
+OPTIONS = tuple(f"option{number}" for number in range(5))
+UNUSED = "N/A"
+GROUPS = ("duration_group", "question_category")
+
+
+def sample(row: Mapping[str, Any]) -> Sample:
+    options = [row[name] for name in OPTIONS if row[name] != UNUSED]
+    number, name = row["correct_choice"], row["id"]
+    if not 0 <= number < len(options):
+        raise BadRow("answer outside of the options", f"correct_choice of {name} is {number}, of {len(options)}")
+    groups = {group: (str(row[group]),) for group in GROUPS}
+    return choice(name, row["question"], options, LETTERS[number], f"videos/{row['video_path']}", groups)
+
+
+VALIDATION = PublicSplit(
+    name="longvideobench",
+    title="LongVideoBench",
+    repo="longvideobench/LongVideoBench",
+    rows="validation-*.parquet",
+    columns={"id": str, "video_path": str, "question": str, "correct_choice": int}
+    | dict.fromkeys(OPTIONS, str)
+    | {"duration_group": int, "question_category": str},
+    sample=sample,
+    num_samples=1337,
+    official=first_capital_or_guess,
+)

@@ -1,0 +1,157 @@
+"""RUN/samples_CELL.jsonl: a line for every sample as it ends, whole or not at all, known by sample and settings.
+
+A line is done if no episode of it is missing. Others are played again by the next start, and the last line of a sample
+counts. Those of shards lie in RUN/shards/K_of_N and are read with those of the run, so that shards merge by starting
+the run without one.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_port.output_dir import named
+from paravt_jax.data.splits import Sample
+from paravt_jax.data.splits.public import Official
+from paravt_jax.rewards.answers import interval, option_letter
+from paravt_jax.rewards.official import OFFICIAL, STRICT, reply_of
+from paravt_jax.rl.metrics import member_metrics
+from paravt_jax.rl.rollouts import Member, member_record
+from paravt_jax.run.log import load_jsonl
+from rollout.episode import Dispatch
+
+SHARDS_DIR = "shards"
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What a certificate needs of a line; the dialogues stay on disk."""
+
+    id: str
+    key: str
+    video: str
+    question_type: str
+    groups: Mapping[str, Sequence[str]]
+    subtitles: str
+    episodes: tuple[Mapping[str, Any], ...]  # of each: metrics, scores and frames, or why it is missing
+
+    @property
+    def missing(self) -> str:
+        """Why; empty where it is not."""
+        return next((episode["reason"] for episode in self.episodes if episode["missing"]), "")
+
+    @property
+    def problem(self) -> str:
+        return next((f"{self.id}: {episode['problem']}" for episode in self.episodes if episode["missing"]), "")
+
+    @property
+    def answered(self) -> bool:
+        return all(episode["answered"] for episode in self.episodes)
+
+    def scores(self, scorer: str) -> list[float]:
+        """Of each episode."""
+        return [episode["scores"][scorer] for episode in self.episodes]
+
+
+def cell_name(dispatch: Dispatch, frame_budget: int) -> str:
+    return f"{dispatch}_{frame_budget}"
+
+
+def sample_key(settings: str, sample: Sample) -> str:
+    """Equal where a line would say the same: the settings, and all of a sample but where its video lies."""
+    prompt = sample.prompt
+    content = json.dumps([settings, prompt.id, prompt.question, prompt.answer, prompt.question_type])
+    return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
+
+
+def line_of(key: str, sample: Sample, subtitles: str, members: Sequence[Member], official: Official | None) -> Line:
+    prompt = sample.prompt
+    return {
+        "key": key,
+        "id": prompt.id,
+        "video": sample.video,
+        "answer": prompt.answer,
+        "question_type": prompt.question_type,
+        "groups": {name: list(labels) for name, labels in sample.groups.items()},
+        "subtitles": subtitles,
+        "episodes": [_episode(member, sample, official) for member in members],
+    }
+
+
+def _episode(member: Member, sample: Sample, official: Official | None) -> dict[str, Any]:
+    record = member_record(member) | {"metrics": member_metrics([member])}
+    if member.missing or member.episode is None or member.terms is None:
+        return record
+    turns, prompt = [turn.text for turn in member.episode.turns], sample.prompt
+    scores = {STRICT: member.terms.accuracy}
+    if official is not None:
+        scores[OFFICIAL] = official(reply_of(turns), prompt.answer, sample.options)
+    overview, *crops = (len(ledger.pictures) for ledger in member.episode.ledgers)
+    answered = is_answer(member.terms.prediction, prompt.question_type, prompt.question)
+    return record | {"scores": scores, "answered": answered, "num_frames": overview, "num_crop_frames": sum(crops)}
+
+
+def is_answer(prediction: str | None, question_type: str, question: str) -> bool:
+    """Whether our rule finds an answer of this type, right or wrong."""
+    if not prediction:
+        return False
+    if question_type == "mcq":
+        return option_letter(prediction, question) is not None
+    return question_type == "oe" or interval(prediction) is not None
+
+
+class Lines:
+    """The lines of a cell. Of a directory, one writer at a time."""
+
+    def __init__(self, directory: Path, cell: str):
+        self._path = directory / f"samples_{cell}.jsonl"
+        self._others = sorted(directory.glob(f"{SHARDS_DIR}/*/{self._path.name}"))
+        _mend(self._path)
+
+    def read(self, keys: Container[str]) -> dict[str, SampleResult]:
+        """Those with these keys, the newest of each; one that is done is not undone by a later one that is missing."""
+        found: dict[str, SampleResult] = {}
+        for result in (result for path in (*self._others, self._path) for result in _results(path)):
+            if result.key in keys and (not result.missing or result.key not in found or found[result.key].missing):
+                found[result.key] = result
+        return found
+
+    def write(self, line: Line) -> None:
+        with named(self._path), self._path.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def result_of(line: Line) -> SampleResult:
+    kept = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
+    episodes = tuple({name: episode[name] for name in kept if name in episode} for episode in line["episodes"])
+    names = ("id", "key", "video", "question_type", "groups", "subtitles")
+    return SampleResult(**{name: line[name] for name in names}, episodes=episodes)
+
+
+def _results(path: Path) -> Iterator[SampleResult]:
+    if path.exists():
+        yield from map(result_of, load_jsonl(path))
+
+
+def _mend(path: Path) -> None:
+    """Without the last line, if a kill cut it short: what is written next must not continue it."""
+    if not path.exists():
+        return
+    with named(path), path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)

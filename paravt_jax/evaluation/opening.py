@@ -1,0 +1,198 @@
+"""Everything that is open while a policy is evaluated, and how a cell comes about."""
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paravt_jax.config import EvalConfig, to_record
+from paravt_jax.data.rows import left_out
+from paravt_jax.data.splits import Sample, split_named
+from paravt_jax.data.splits.reading import SampleSet, load_samples
+from paravt_jax.evaluation.certificate import certificate
+from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, SampleResult, cell_name, sample_key
+from paravt_jax.evaluation.playing import Playing
+from paravt_jax.evaluation.provenance import changed_sections, engine_record, model_record, provenance, settings_key
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import load_plugin
+from paravt_jax.rl.rollouts import Player
+from paravt_jax.run.directory import held, settings_of, write_settings
+from paravt_jax.run.log import whole_file
+from paravt_jax.run.policy import policy_of
+from paravt_jax.run.process import say
+from paravt_jax.run.threads import in_thread
+from paravt_jax.sampling.opening import frame_reader, open_engine
+from rollout.episode import Agent, Dispatch
+
+PLAYED_FILE = "played_by.json"
+Cell = dict[str, Any]
+OfShards = tuple[int, int]  # the k-th of n, from 1
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Use `async with opened(config) as evaluation`."""
+
+    directory: Path
+    config: EvalConfig
+    record: Mapping[str, Any]  # the same as RUN/config.json has it
+    loaded: SampleSet
+    samples: Sequence[Sample]  # those that this run plays
+    player: Player | None = None  # None where nothing is left to play
+
+    async def fill(self, dispatch: Dispatch, frame_budget: int) -> None:
+        """Plays what is not done of a cell, then writes what it adds up to. One that is done stays as it is."""
+        keys, lines = self._keys(dispatch, frame_budget), self._lines(dispatch, frame_budget)
+        before = lines.read(keys)
+        todo = _undone(keys, before)
+        file = self._cell_file(dispatch, frame_budget)
+        if todo:
+            assert self.player is not None
+            await self._playing(self.player, dispatch, frame_budget).play(todo, lines, before.values())
+        elif file.exists() and self.cell(dispatch, frame_budget)["n"]["rows"] == self._num_rows:
+            return
+        found = lines.read(keys)
+        cell = self._certified(dispatch, frame_budget, [found[key] for key in keys if key in found])
+        with whole_file(file) as content:
+            content.write(json.dumps(cell, indent=2).encode() + b"\n")
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.samples) + sum(self.loaded.bad.values())
+
+    def cell(self, dispatch: Dispatch, frame_budget: int) -> Cell:
+        return json.loads(self._cell_file(dispatch, frame_budget).read_bytes())
+
+    def is_done(self) -> bool:
+        """Whether every sample of every cell has its line."""
+        cells = [(self._keys(*cell), self._lines(*cell)) for cell in self.config.eval.cells]
+        return not any(_undone(keys, lines.read(keys)) for keys, lines in cells)
+
+    def _keys(self, dispatch: Dispatch, frame_budget: int) -> dict[str, Sample]:
+        settings = settings_key(self.record, dispatch, frame_budget)
+        return {sample_key(settings, sample): sample for sample in self.samples}
+
+    def _lines(self, dispatch: Dispatch, frame_budget: int) -> Lines:
+        return Lines(self.directory, cell_name(dispatch, frame_budget))
+
+    def _cell_file(self, dispatch: Dispatch, frame_budget: int) -> Path:
+        return self.directory / f"cell_{cell_name(dispatch, frame_budget)}.json"
+
+    def _name(self, dispatch: Dispatch, frame_budget: int) -> str:
+        return ", ".join([*filter(None, [self.config.data.split]), dispatch, f"{frame_budget} frames"])
+
+    def _playing(self, player: Player, dispatch: Dispatch, frame_budget: int) -> Playing:
+        agent = Agent(player.agent.engine, player.agent.frames, player.agent.chat, self.config.episode(dispatch))
+        return Playing(
+            self._name(dispatch, frame_budget),
+            replace(player, agent=agent),
+            self.loaded.split,
+            frame_budget,
+            self.config.eval.num_samples,
+            self.config.eval.max_in_flight,
+        )
+
+    def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
+        name, problems = self._name(dispatch, frame_budget), [result.problem for result in results if result.missing]
+        if len(problems) == len(results):
+            raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
+        if problems:
+            say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
+        about = provenance(self.config, self.loaded, _played_by(self.directory), dispatch, frame_budget)
+        return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
+
+
+def _undone(keys: Mapping[str, Sample], found: Mapping[str, SampleResult]) -> dict[str, Sample]:
+    """The samples without a line, or with one that is missing."""
+    return {key: sample for key, sample in keys.items() if key not in found or found[key].missing}
+
+
+@asynccontextmanager
+async def opened(config: EvalConfig, shard: OfShards | None = None) -> AsyncIterator[Evaluation]:
+    """Opens an evaluation, or one shard of it; a model is loaded only where something is left to play."""
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(held(_directory(config, shard)))
+        loaded, record = _load(config), to_record(config)
+        _check_same(directory, record)
+        write_settings(record, directory)
+        samples = loaded.samples[: config.eval.max_prompts]
+        number, num_shards = shard or (1, 1)
+        evaluation = Evaluation(directory, config, record, loaded, samples[number - 1 :: num_shards])
+        if not evaluation.samples:
+            raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
+        if not evaluation.is_done():
+            evaluation = replace(evaluation, player=await _open_player(config, directory, stack))
+        yield evaluation
+
+
+async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    plugin = load_plugin(config.reward)
+    policy = await policy_of(config, directory)
+    model = model_record(config.model.path, policy.source)
+    _check_model(directory, model)
+    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
+    engine = await open_engine(
+        config.engine,
+        policy,
+        await in_thread(policy.load) if config.engine.kind == "jax" else None,
+        0,
+        say,
+        dtype=config.model.dtype,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+    )
+    stack.push_async_callback(engine.close)
+    played = {"model": model, "engine": await engine_record(config.engine, engine)}
+    with whole_file(directory / PLAYED_FILE) as file:
+        file.write(json.dumps(played, indent=2).encode() + b"\n")
+    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
+
+
+def _directory(config: EvalConfig, shard: OfShards | None) -> Path:
+    run_dir = Path(config.run_dir)
+    return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
+
+
+def _load(config: EvalConfig) -> SampleSet:
+    data = config.data
+    loaded = load_samples(
+        split_named(data.split) if data.split else None,
+        data.validation,
+        video_root=data.video_root,
+        max_bad_frac=data.max_bad_frac,
+        allow_outside=data.allow_outside,
+    )
+    for remark in left_out(data.validation or data.split, loaded.bad):
+        say(remark)
+    return loaded
+
+
+def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
+    """Cells of another model or of other prompts must not be mixed with those to come."""
+    before = settings_of(directory)
+    changed = changed_sections(record, before) if before and any(directory.glob("samples_*.jsonl")) else []
+    if changed:
+        raise ValueError(
+            f"{directory} has cells of an evaluation with other settings ({', '.join(changed)}); choose another run_dir"
+        )
+
+
+def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
+    """Samples of another model must not be mixed with those to come, though its path is the same."""
+    if any(one["model"]["digest"] != model["digest"] for one in _played_by(directory)):
+        raise ValueError(
+            f"{directory} has samples of another model: the files of {model['path']} were others then; choose another "
+            f"run_dir"
+        )
+
+
+def _played_by(directory: Path) -> list[dict[str, Any]]:
+    """What played the run and each of its shards, which must be of one model."""
+    files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
+    played = [json.loads(file.read_bytes()) for file in files if file.exists()]
+    if len({one["model"]["digest"] for one in played}) > 1:
+        raise ValueError(f"{directory}: its shards are of different models ({PLAYED_FILE} of each says which)")
+    return played

@@ -1,0 +1,107 @@
+"""The published tables with our runs beside them: what was measured, on how many samples, and nothing else."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.evaluation.published import TABLES, PublishedTable
+from paravt_jax.rewards.official import OFFICIAL, STRICT
+from paravt_jax.run.log import whole_file
+
+NOT_MEASURED, NOT_PUBLISHED = "not measured", "—"
+ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
+
+
+@dataclass
+class OwnRow:
+    """One policy, played and scored in one way, on whatever splits that was done."""
+
+    name: str
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)  # by split
+
+    def shown(self, split: str, scorer: str) -> str:
+        cell = self.cells.get(split)
+        if cell is None:
+            return NOT_MEASURED
+        if cell["refused"]:
+            there, expected = cell["n"]["answered"] + cell["n"]["unanswered"], cell["n"]["expected"]
+            return f"refused, {there} of {expected}"
+        low, high = cell["scores"][scorer]["interval_95"]
+        return f"{100 * cell['scores'][scorer]['score']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
+    """The cells of public splits in these run directories; those of one policy and one way of playing make a row."""
+    rows: dict[str, OwnRow] = {}
+    for run in runs:
+        file = run / "eval.json"
+        if not file.is_file():
+            raise ValueError(f"{run} has no eval.json; give the run_dir of an evaluation that came to its end")
+        for cell in json.loads(file.read_bytes())["cells"]:
+            if cell.get("split") is None:
+                continue
+            name = f"{cell['model']['path']}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames"
+            row = rows.setdefault(name, OwnRow(name))
+            if cell["split"] in row.cells and row.cells[cell["split"]] != cell:
+                raise ValueError(f"{run} and another run both have {cell['split']} of {name}; give one of them")
+            row.cells[cell["split"]] = cell
+    if not rows:
+        raise ValueError("these runs have no cell of a public split (data.split)")
+    return list(rows.values())
+
+
+def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]:
+    """Header, published rows, then ours by both rules."""
+    lines = [["model", *(SPLITS[split].title for split in table.splits)]]
+    for name, numbers in table.rows.items():
+        lines.append([name, *(NOT_PUBLISHED if number is None else f"{number:.1f}" for number in numbers)])
+    for row in rows:
+        for scorer in (STRICT, OFFICIAL):
+            lines.append([f"ours: {row.name}, {scorer}", *(row.shown(split, scorer) for split in table.splits)])
+    return lines
+
+
+def markdown(rows: Sequence[OwnRow]) -> str:
+    """The published tables 1, A, B and C, ours beside them by the strict and by the official rule."""
+    return "\n\n".join(_markdown(table, rows) for table in TABLES)
+
+
+def _markdown(table: PublishedTable, rows: Sequence[OwnRow]) -> str:
+    header, *body = table_rows(table, rows)
+    lines = [f"Table {table.title}", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(line)} |" for line in body)])
+
+
+def draw(rows: Sequence[OwnRow], path: Path) -> None:
+    """The same as a picture."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    grids = [table_rows(table, rows) for table in TABLES]
+    heights = [len(grid) + 1 for grid in grids]
+    width_in = NAME_WIDTH_IN + COLUMN_WIDTH_IN * max(len(grid[0]) - 1 for grid in grids)
+    figure, panels = plt.subplots(
+        len(grids), figsize=(width_in, ROW_HEIGHT_IN * sum(heights)), height_ratios=heights, layout="constrained"
+    )
+    for panel, table, grid in zip(panels, TABLES, grids, strict=True):
+        panel.axis("off")
+        panel.set_title(f"Table {table.title}", loc="left", fontsize=10)
+        share = COLUMN_WIDTH_IN / width_in
+        widths = [NAME_WIDTH_IN / width_in, *[share] * (len(grid[0]) - 1)]
+        drawn = panel.table(grid[1:], colLabels=grid[0], colWidths=widths, cellLoc="center", loc="upper left")
+        drawn.auto_set_font_size(False)
+        drawn.set_fontsize(7)
+        for (row, column), cell in drawn.get_celld().items():
+            cell.set_linewidth(0.3)
+            cell.set_text_props(
+                ha="left" if column == 0 else "center", weight="bold" if grid[row][0].startswith("ours") else "normal"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")
+    plt.close(figure)

@@ -1,0 +1,396 @@
+"""Every split from its file to a certificate, with an engine that says what is written here."""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agents import call
+from evaluator import Evaluator, answer, config_of
+from fake_server import FakeServer
+from published import longvideobench_row, make_copy, write_rows
+
+from paravt_jax import eval as command
+from paravt_jax.config import DIRECT, EngineConfig
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.eval import refusal, score_table, shard_of
+from paravt_jax.evaluation import opening, provenance
+from paravt_jax.evaluation.lines import Lines, result_of
+from paravt_jax.evaluation.playing import Tally, on_screen
+from rollout.chat import Chat
+from rollout.engine.protocol import EngineError
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.toolbox.subtitles import Cue
+
+RIGHT = {  # of the rows of published.py: what is said to each, and the scores of each by both rules
+    "videomme": ("A", [1, 1, 1], [1, 1, 1]),
+    "videomme_subtitles": ("A", [1, 1, 1], [1, 1, 1]),
+    "longvideobench": ("The answer is B", [0, 1, 0], [0, 1, 0]),
+    "lvbench": ("D. 1633", [1, 1, 1], [1, 1, 1]),
+    "mlvu": ("Because it is red: A", [0, 0, 0], [1, 1, 1]),
+    "mmvu": ("dfs, I think", [0, 0, 0], [1, 0, 1]),
+    "charades": ("30.4 to 24.3", [0, 0, 0], [1, 6.1 / 7.1, 6.1 / 8.1]),
+}
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_hf):
+    return Chat.from_hf(tiny_hf)
+
+
+@pytest.fixture
+def evaluator(chat, monkeypatch):
+    """Says a text, or what a function of the episode gives."""
+
+    def make(say) -> Evaluator:
+        return Evaluator(chat, say if callable(say) else lambda episode, request: answer(say), monkeypatch)
+
+    return make
+
+
+@pytest.fixture
+def complete(monkeypatch):
+    """LongVideoBench as if it had three samples."""
+    monkeypatch.setitem(SPLITS, "longvideobench", replace(SPLITS["longvideobench"], num_samples=3))
+
+
+def lines_of(config):
+    (path,) = Path(config.run_dir).glob("samples_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evaluator, tmp_path):
+    said, strict, official = RIGHT[split]
+    config = config_of(split, tmp_path / split, "eval.max_in_flight=1")
+    (cell,) = evaluator(said).run(config)
+    scores = [line["episodes"][0]["scores"] for line in lines_of(config)]
+    assert [one["strict"] for one in scores] == pytest.approx(strict)
+    assert [one["official"] for one in scores] == pytest.approx(official)
+    assert cell["scores"]["strict"]["micro"] == pytest.approx(sum(strict) / 3)
+    assert cell["n"]["answered"] + cell["n"]["unanswered"] == 3 and cell["split"] == split
+    assert f"3 of {SPLITS[split].num_samples} samples" in cell["refused"] and cell["headline"] is None
+    assert f"3 of {SPLITS[split].num_samples} |" in score_table([cell])
+    assert refusal([cell]).startswith("no headline for none, 3 frames: 3 of")
+
+
+def test_a_certificate_says_what_was_asked_shown_and_scored(evaluator, tmp_path, complete):
+    config = config_of("longvideobench", tmp_path / "copy")
+    (cell,) = evaluator("B").run(config)
+    assert cell["n"] == {
+        **{"expected": 3, "rows": 3, "answered": 3, "unanswered": 0, "missing": {}, "not_played": 0},
+    }
+    assert (cell["headline"], cell["refused"]) == (pytest.approx(1 / 3), "") and not refusal([cell])
+    low, high = cell["scores"]["strict"]["interval_95"]
+    assert low <= cell["headline"] <= high
+    assert cell["frames"] == {"min": 3, "median": 3, "max": 3} and cell["crop_frames"]["max"] == 0
+    assert cell["data"]["repository"] == "longvideobench/LongVideoBench"
+    assert [len(digest) for digest in cell["data"]["sha256"].values()] == [64]
+    assert set(cell["hashes"]) == {"prompt", "schema", "scorer"} and cell["packages"]["jax"]
+    assert cell["scores"]["official"]["groups"]["duration_group"] == {"15": {"score": pytest.approx(1 / 3), "n": 3}}
+    assert cell["metrics"]["format_reward"] > 0.5 and cell["by_type"]["mcq"]["num_episodes"] == 3
+
+
+def test_other_prompts_have_another_digest(evaluator, tmp_path):
+    digests = []
+    for number, mode in enumerate(("reasoning", "direct")):
+        config = config_of("longvideobench", tmp_path / str(number), f"eval.mode={mode}")
+        digests.append(evaluator("B").run(config)[0]["hashes"])
+    assert digests[0]["prompt"] != digests[1]["prompt"] and digests[0]["scorer"] == digests[1]["scorer"]
+
+
+def test_choice_and_open_questions_are_printed_apart(evaluator, tmp_path):
+    (cell,) = evaluator("A").run(config_of("mmvu", tmp_path / "copy"))
+    assert "| multiple-choice 100.0 of 2, open-ended 0.0 of 1 |" in score_table([cell]).splitlines()[2]
+
+
+def test_the_official_score_of_mlvu_is_the_mean_over_tasks(evaluator, tmp_path):
+    config = config_of("mlvu", tmp_path / "copy")
+    say = evaluator(lambda episode, request: answer("B" if "plotQA" in episode else "C"))
+    (cell,) = say.run(config)
+    assert cell["scores"]["strict"]["score"] == 0.5  # plotQA 2 of 2, needle 0 of 1
+    assert cell["scores"]["strict"]["micro"] == pytest.approx(2 / 3)
+    assert "| 50.0 |" in score_table([cell]) and "| micro 66.7, needle 0.0 of 1, plotQA 100.0 of 2 |" in score_table(
+        [cell]
+    )
+
+
+def test_charades_has_the_shares_above_each_threshold(evaluator, tmp_path):
+    (cell,) = evaluator("[24.3, 28.0]").run(config_of("charades", tmp_path / "copy"))
+    scores = cell["scores"]["strict"]  # 3.7 of 6.1, 7.1 and 8.1 seconds
+    assert scores["score"] == pytest.approx((3.7 / 6.1 + 3.7 / 7.1 + 3.7 / 8.1) / 3)
+    assert (scores["R@0.3"], scores["R@0.5"], scores["R@0.7"]) == pytest.approx((1, 2 / 3, 0))
+
+
+def test_a_video_that_cannot_be_opened_is_neither_wrong_nor_right(evaluator, tmp_path, complete):
+    root = make_copy("longvideobench", tmp_path / "copy")
+    write_rows("longvideobench", root, [longvideobench_row(n, correct_choice=0) for n in range(2)])
+    row = longvideobench_row(2, video_path="missing.mp4")
+    write_rows("longvideobench", root, [*(longvideobench_row(n, correct_choice=0) for n in range(2)), row])
+    (cell,) = evaluator("A").run(config_of("longvideobench", root))
+    assert cell["n"]["missing"] == {"video": 1} and cell["n"]["answered"] == 2
+    assert cell["scores"]["strict"]["score"] == 1 and cell["scores"]["strict"]["missing_as_wrong"] == pytest.approx(
+        2 / 3
+    )
+    assert cell["headline"] is None and cell["refused"] == "2 of 3 samples: 1 missing (video)"
+
+
+def test_a_reply_without_an_answer_is_unanswered_and_wrong(evaluator, tmp_path, complete):
+    (cell,) = evaluator("none of them").run(config_of("longvideobench", tmp_path / "copy"))
+    assert (cell["n"]["answered"], cell["n"]["unanswered"]) == (0, 3) and cell["headline"] == 0
+    assert cell["scores"]["official"]["score"] == 0.25  # a guess
+
+
+def test_rows_that_cannot_be_used_keep_a_headline_back(evaluator, tmp_path, complete):
+    root = make_copy("longvideobench", tmp_path / "copy", 4)
+    write_rows("longvideobench", root, [longvideobench_row(n, correct_choice=n % 3) for n in range(3)])
+    rows = [longvideobench_row(n) for n in range(2)] + [longvideobench_row(2, correct_choice=9)]
+    write_rows("longvideobench", root, rows)
+    (cell,) = evaluator("A").run(config_of("longvideobench", root, "data.max_bad_frac=0.5"))
+    assert cell["refused"] == "2 of 3 samples: 1 missing (row: answer outside of the options)"
+
+
+def test_a_dead_engine_ends_it_and_the_next_start_goes_on(evaluator, tmp_path, complete):
+    config = config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=1")
+
+    def dead(episode, request):
+        raise EngineError("no server is alive")
+
+    with pytest.raises(
+        RuntimeError, match=r"failed 3 samples in a row, the last .*no server is alive; when it is back"
+    ):
+        evaluator(dead).run(config)
+    assert [line["episodes"][0]["reason"] for line in lines_of(config)] == ["engine"] * 3
+    assert not list(Path(config.run_dir).glob("cell_*"))
+    again = evaluator("A")
+    assert again.run(config)[0]["headline"] == pytest.approx(1 / 3) and len(again.asked) == 3
+
+
+def dies_at(number, said="A"):
+    """Says it so many times."""
+    left = iter(range(number))
+
+    def say(episode, request):
+        if next(left, None) is None:
+            raise SystemExit
+        return answer(said)
+
+    return say
+
+
+MOMENTS = ["before a line", "after a line", "in a line", "before the certificate", "before the results"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_it_goes_on_and_gives_the_same(moment, evaluator, tmp_path, monkeypatch):
+    def settings(name):
+        return config_of("longvideobench", tmp_path / "copy", f"run_dir={tmp_path / name}", "eval.max_in_flight=1")
+
+    whole = evaluator("A").run(settings("whole"))
+    config = settings("killed")
+    with monkeypatch.context() as patch:
+        if moment == "before the certificate":
+            patch.setattr(opening, "certificate", lambda *given: sys.exit())
+        if moment == "before the results":
+            patch.setattr(opening.Evaluation, "cell", lambda *given: sys.exit())
+        num_said = {"before a line": 0, "after a line": 1, "in a line": 2}.get(moment, 3)
+        with pytest.raises(SystemExit):
+            evaluator(dies_at(num_said)).run(config)
+    num_done = num_said
+    if moment == "in a line":
+        path = Path(config.run_dir) / "samples_none_3.jsonl"
+        path.write_bytes(path.read_bytes()[:-10])
+        num_done = 1
+    again = evaluator("A")
+    assert again.run(config) == whole
+    assert len(again.asked) == 3 - num_done
+    assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
+
+
+def test_shards_merge_to_what_the_whole_would_be(evaluator, tmp_path):
+    copy = tmp_path / "copy"
+    whole = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'whole'}"))
+    config = config_of("longvideobench", copy, f"run_dir={tmp_path / 'shards'}")
+    asked = []
+    for shard in ((1, 2), (2, 2)):
+        one = evaluator("A")
+        one.run(config, shard)
+        asked.append(len(one.asked))
+    assert asked == [2, 1]
+    merged = evaluator("B")
+    assert merged.run(config) == whole and not merged.asked
+
+
+def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy")
+    evaluator("A").run(config, (1, 1))
+    other = evaluator("B")
+    other.run(config_of("longvideobench", tmp_path / "copy", "rollout.temperature=0.5"))
+    assert len(other.asked) == 3
+
+
+def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
+    first, other = ({"model": {"path": "m", "digest": digest}, "engine": {}} for digest in "12")
+    (tmp_path / "played_by.json").write_text(json.dumps(first))
+    opening._check_model(tmp_path, first["model"])
+    with pytest.raises(ValueError, match="has samples of another model: the files of m were others then"):
+        opening._check_model(tmp_path, other["model"])
+    shard = tmp_path / "shards" / "1_of_2"
+    shard.mkdir(parents=True)
+    (shard / "played_by.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="its shards are of different models"):
+        opening._played_by(tmp_path)
+
+
+def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
+    digests = []
+    for middle in (b"0", b"1", b"0"):
+        (tmp_path / "model.safetensors").write_bytes(b"0" * 200_000 + middle + b"0" * 200_000)
+        digests.append(provenance.model_record("m", tmp_path)["digest"])
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_an_engine_of_servers_is_known_by_their_versions():
+    async def work():
+        async with FakeServer() as server:
+            engine = await SGLangEngine.connect([server.url], SGLangSettings())
+            try:
+                return server.url, await provenance.engine_record(EngineConfig(kind="sglang"), engine)
+            finally:
+                await engine.close()
+
+    url, record = asyncio.run(work())
+    assert record == {"kind": "sglang", "servers": {url: "0.5.23"}}
+
+
+def test_a_shard_is_written_as_such():
+    assert shard_of("3/8") == (3, 8)
+    for text in ("8", "0/8", "9/8", "a/b"):
+        with pytest.raises(Exception, match="is no shard such as 3/8"):
+            shard_of(text)
+
+
+def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
+    class Counting(Evaluator):
+        flying = most = 0
+
+        async def reply(self, request):
+            self.flying += 1
+            self.most = max(self.most, self.flying)
+            await asyncio.sleep(0.001)
+            self.flying -= 1
+            return await super().reply(request)
+
+    counting = Counting(chat, lambda episode, request: answer("A"), monkeypatch)
+    counting.run(config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=4", num_rows=20))
+    assert counting.most == 4 and len(counting.asked) == 20
+
+
+def test_several_episodes_have_their_mean_and_whether_one_is_right(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy", "eval.num_samples=2", "rollout.temperature=0.5", num_rows=2)
+    (cell,) = evaluator(lambda episode, request: answer("A" if episode.endswith("/0") else "C")).run(config)
+    scores = cell["scores"]["strict"]  # the answers are A and B
+    assert (scores["avg@2"], scores["pass@2"], scores["score"]) == (0.25, 0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"1\r\n00:00:00,000 --> 00:00:20,000\r\nCaf\xe9 lid\r\n", "shown"),  # Latin-1, CRLF
+        ("\ufeff1\n00:00:00,000 --> 00:00:20,000\n<i>Café</i> lid\n".encode(), "shown"),
+        (b"1\n00:00:04,000 --> 00:00:05,000\nCaf\xe9 lid\n", "none"),  # not on screen with a frame
+        (b"", "unreadable"),
+        (b"no subtitles at all", "unreadable"),
+        (None, "none"),
+    ],
+)
+def test_lines_on_screen_stand_before_the_question_and_broken_files_are_counted(content, found, evaluator, tmp_path):
+    root = make_copy("videomme_subtitles", tmp_path / "copy", 1)
+    file = root / "subtitle" / "fFjv93ACGo0.srt"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    asked = evaluator("A")
+    (cell,) = asked.run(config_of("videomme_subtitles", root))
+    assert cell["subtitles"] == {found: 1}
+    assert ("Café lid\n\nHow many lids?" in asked.prompts[0]) == (found == "shown")
+
+
+def test_without_subtitles_nothing_of_them_is_shown(evaluator, tmp_path):
+    root = make_copy("videomme_subtitles", tmp_path / "copy", 1)
+    asked = evaluator("A")
+    asked.run(config_of("videomme", root))
+    assert "lid comes off" not in asked.prompts[0]
+
+
+def test_a_line_is_on_screen_while_its_time_lasts():
+    cues = [Cue(0, 2, "a"), Cue(2, 4, "b"), Cue(4, 6, "c"), Cue(6, 8, "a")]
+    assert on_screen(cues, [1.0, 4.0, 7.0]) == ["a", "c"]
+
+
+def test_a_mode_says_what_is_asked_for_and_forced(evaluator, tmp_path):
+    told = {}
+    for mode in ("reasoning", "direct"):
+        asked = evaluator("A")
+        asked.run(config_of("longvideobench", tmp_path / mode, f"eval.mode={mode}"))
+        told[mode] = asked.prompts[0]
+    assert told["reasoning"].endswith("<think>\n") and "Think first" in told["reasoning"]
+    assert not told["direct"].endswith("<think>\n") and DIRECT in told["direct"] and "Think" not in told["direct"]
+
+
+def test_the_release_is_asked_in_its_own_words_or_not_at_all(evaluator, tmp_path):
+    words = tmp_path / "words.yaml"
+    words.write_text('system: "Crop with crop_video."\nsystem_has_tools: true\nwith_tool: "{question} It is {names}"\n')
+    given = ["eval.mode=agentic_release", "eval.dispatches=[parallel]", f"rollout.prompts_file={words}"]
+    asked = evaluator("A")
+    asked.run(config_of("longvideobench", tmp_path / "copy", *given))
+    assert "Crop with crop_video." in asked.prompts[0] and not asked.prompts[0].endswith("<think>\n")
+    with pytest.raises(ValueError, match=r"needs the release's prompts: `python -m paravt_jax\.prompts import-release"):
+        config_of("longvideobench", tmp_path / "copy", *given[:2])
+    with pytest.raises(ValueError, match=r"eval\.mode=direct offers no tool, eval\.dispatches=\['parallel'\] does"):
+        config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", given[1])
+
+
+def test_calls_are_played_and_their_frames_counted(evaluator, tmp_path):
+    turns = {}
+
+    def say(episode, request):
+        turns[episode] = turns.get(episode, 0) + 1
+        return f"I look closer.</think>{call(3, 8)}{call(20, 22)}<|im_end|>" if turns[episode] == 1 else answer("A")
+
+    (cell,) = evaluator(say).run(config_of("longvideobench", tmp_path / "copy", "eval.dispatches=[parallel]"))
+    assert cell["crop_frames"] == {"min": 7, "median": 7, "max": 7} and cell["metrics"]["tool_calls_mean"] == 2
+    assert cell["metrics"]["calls_ok"] == 6 and cell["hashes"]["schema"]
+
+
+def test_progress_has_accuracy_rate_and_what_is_missing(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy", num_rows=4)
+    evaluator("A").run(config)
+    results = list(map(result_of, lines_of(config)))
+    times_s = iter([0.0, 30.0])
+    tally = Tally("longvideobench", results[:1], now_s=lambda: next(times_s))
+    tally.add(results[1])
+    assert tally.told() == "longvideobench · 50.0 % of 2 right · 2.0 a minute"
+
+
+def test_the_command_fails_where_there_is_no_headline(evaluator, tmp_path, monkeypatch, capsys):
+    config = config_of("longvideobench", tmp_path / "copy")
+    evaluator("A")
+    monkeypatch.setattr(command, "read_config", lambda *given: config)
+    monkeypatch.setattr(sys, "argv", ["eval", "--shard", "1/2"])
+    command.main()
+    assert "| none | 3 | strict | 50.0 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["eval"])
+    with pytest.raises(RuntimeError, match="no headline for none, 3 frames: 3 of 1337 samples: 3 rows"):
+        command.main()
+    assert "| none | 3 | strict | 33.3 |" in capsys.readouterr().out
+
+
+def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path):
+    path = tmp_path / "samples_none_3.jsonl"
+    for content, kept in ((b"{}\n{}\n", b"{}\n{}\n"), (b'{}\n{"key', b"{}\n"), (b'{"key', b""), (b"", b"")):
+        path.write_bytes(content)
+        Lines(tmp_path, "none_3")
+        assert path.read_bytes() == kept

@@ -1,0 +1,71 @@
+"""Published tables with our runs beside them: what was not measured says so."""
+
+import json
+
+import pytest
+
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.evaluation.published import TABLES
+from paravt_jax.evaluation.table import draw, markdown, read_rows
+
+
+def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel"):
+    scores = {"score": score, "interval_95": [score - 0.01, score + 0.02]}
+    cell = {
+        "split": split,
+        "mode": "agentic",
+        "dispatch": dispatch,
+        "frame_budget": 64,
+        "model": {"path": "trained.hf"},
+        "refused": refused,
+        "n": {"answered": 10, "unanswered": 1, "expected": 2174},
+        "scores": {"strict": scores, "official": scores},
+    }
+    directory.mkdir()
+    (directory / "eval.json").write_text(json.dumps({"cells": [cell]}))
+    return directory
+
+
+def test_every_published_row_has_a_number_for_every_split_of_its_table():
+    for table in TABLES:
+        assert all(len(numbers) == len(table.splits) for numbers in table.rows.values())
+        assert set(table.splits) <= set(SPLITS)
+    assert TABLES[0].rows["ParaVT-8B"] == (62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1)
+    averages = [round(sum(TABLES[0].rows[name]) / 7, 1) for name in ("ParaVT-8B", "Qwen3-VL-8B")]
+    assert averages == [59.3, 55.6]  # as the page says
+
+
+def test_runs_on_several_splits_are_one_row_and_what_was_not_measured_says_so(tmp_path):
+    rows = read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", "lvbench", "11 of 1549 samples: …")])
+    (row,) = rows
+    shown = markdown(rows).splitlines()
+    (ours,) = [line for line in shown if "strict" in line and "not measured" in line and line.count("|") == 9]
+    assert ours == (
+        f"| ours: {row.name}, strict | not measured | not measured | not measured | refused, 11 of 2174 "
+        f"| 50.0 (49.0 to 52.0) | not measured | not measured |"
+    )
+    assert sum(line.startswith("| ours") for line in shown) == 2 * len(TABLES)
+    assert "| GPT-4o | 71.9 | 77.2 | 66.7 | 34.7 | 64.6 | 66.7 | — |" in shown
+
+
+def test_ways_of_playing_are_rows_of_their_own(tmp_path):
+    runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in ("parallel", "none")]
+    assert [row.name for row in read_rows(runs)] == [
+        f"trained.hf, agentic, {dispatch}, 64 frames" for dispatch in ("parallel", "none")
+    ]
+
+
+def test_two_runs_that_say_different_things_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
+    ):
+        read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
+    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
+        read_rows([tmp_path])
+    with pytest.raises(ValueError, match="no cell of a public split"):
+        read_rows([make_run(tmp_path / "c", split=None)])
+
+
+def test_the_table_is_drawn(tmp_path):
+    draw(read_rows([make_run(tmp_path / "a")]), tmp_path / "plots" / "table.png")
+    assert (tmp_path / "plots" / "table.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,67 @@
+"""Evaluations without a model: a copy of a split, frames made of numbers, an engine that says what a test writes."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agents import FakeFrames, is_subagent
+from published import make_copy
+
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.evaluation import opening
+from paravt_jax.evaluation.opening import Cell
+from paravt_jax.rl.rollouts import Player
+from rollout.chat import Chat
+from rollout.engine.protocol import Request
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+
+Say = Callable[[str, Request], str]  # of an episode's name and a request: a main agent's turn; it may raise
+
+
+def answer(text: str) -> str:
+    return f"It is seen in the frames.</think><answer>{text}</answer><|im_end|>"
+
+
+def config_of(split: str, root: Path, *overrides: str, num_rows: int = 3) -> EvalConfig:
+    """An evaluation of a copy of this split, made at `root` unless it is there."""
+    if not root.exists():
+        make_copy(split, root, num_rows)
+    settings = {
+        "run_dir": f"{root / 'run'}",
+        "model": {"path": "scripted"},
+        "data": {"split": split, "validation": f"{root}"},
+        "rollout": {"max_turns": 3, "max_parallel": 5},
+        "eval": {"dispatches": ["none"], "frame_budgets": [3]},
+    }
+    (root / "config.json").write_text(json.dumps(settings))
+    return load_config(root / "config.json", *overrides, schema=EvalConfig)
+
+
+class Evaluator:
+    """Runs evaluations whose engine says what `say` gives, and keeps what it was asked."""
+
+    def __init__(self, chat: Chat, say: Say, monkeypatch: Any):
+        self.chat, self.say = chat, say
+        self.asked: list[str] = []  # names of episodes
+        self.prompts: list[str] = []
+        self.frames: Any = FakeFrames(duration_s=32)
+        monkeypatch.setattr(opening, "_open_player", self.open_player)
+
+    async def reply(self, request: Request) -> list[int]:
+        if is_subagent(self.chat, request):
+            return self.chat.encode("A report.<|im_end|>").tolist()
+        self.asked.append(request.episode)
+        self.prompts.append(self.chat.decode(request.ids))
+        return self.chat.encode(self.say(request.episode, request)).tolist()
+
+    async def open_player(self, config: EvalConfig, directory: Path, stack: Any) -> Player:
+        agent = Agent(ScriptedEngine(self.reply), self.frames, self.chat, config.rollout)
+        return Player(agent, config.reward, None, config.seed)
+
+    def run(self, config: EvalConfig, shard: tuple[int, int] | None = None) -> list[Cell]:
+        from paravt_jax.eval import run_eval
+
+        return asyncio.run(run_eval(config, shard))

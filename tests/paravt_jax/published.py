@@ -1,0 +1,171 @@
+"""Small copies of the public splits as the hub has them: file names, columns and types, three questions each.
+
+Videos are empty files unless a test writes others there.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+TEXT, TEXTS, NUMBER, FLOAT = pa.string(), pa.list_(pa.string()), pa.int64(), pa.float64()
+
+VIDEOMME = dict.fromkeys(
+    ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question"), TEXT
+) | {"options": TEXTS, "answer": TEXT}
+LONGVIDEOBENCH = (
+    dict.fromkeys(("video_id", "question", *(f"option{n}" for n in range(5))), TEXT)
+    | {"correct_choice": NUMBER, "id": TEXT, "video_path": TEXT, "subtitle_path": TEXT, "duration": FLOAT}
+    | {"duration_group": NUMBER, "question_category": TEXT, "topic_category": TEXT}
+    | {"starting_timestamp_for_subtitles": FLOAT}
+)
+LVBENCH = dict.fromkeys(("key", "uid", "type", "video_path", "question", "answer", "time_reference"), TEXT) | {
+    "question_type": TEXTS
+}
+MLVU = {"video_name": TEXT, "duration": FLOAT, "question": TEXT, "candidates": TEXTS, "answer": TEXT} | {
+    "task_type": TEXT,
+    "question_id": TEXT,
+}
+CHARADES = {"video": TEXT, "caption": TEXT, "timestamp": pa.list_(pa.float16())}
+SRT = '1\n00:00:00,000 --> 00:00:20,000\n<font color="white" size=".72c">The lid comes off.</font>\n'
+
+
+def videomme_row(number: int, **changed: Any) -> dict[str, Any]:
+    video = number // 2
+    row = {
+        "video_id": f"{video:03d}",
+        "duration": ("short", "long")[video],
+        "domain": "Knowledge",
+        "sub_category": "Law",
+        "url": "https://host/watch",
+        "videoID": f"fFjv93ACGo{video}",
+        "question_id": f"{video:03d}-{number % 2 + 1}",
+        "task_type": "Counting Problem",
+        "question": "How many lids?",
+        "options": ["A. One.", "B. Two.", "C. Three.", "D. None."],
+        "answer": "A",
+    }
+    return row | changed
+
+
+def longvideobench_row(number: int, **changed: Any) -> dict[str, Any]:
+    row = {
+        "video_id": f"v{number}",
+        "question": "What is poured?",
+        **{f"option{n}": text for n, text in enumerate(["Milk", "Tea", "Oil", "Ink", "N/A"])},
+        "correct_choice": number % 4,
+        "id": f"v{number}_0",
+        "video_path": f"v{number}.mp4",
+        "subtitle_path": f"v{number}_en.json",
+        "duration": 12.5,
+        "duration_group": 15,
+        "question_category": "S2E",
+        "topic_category": "KG-Knowledge-Geography",
+        "starting_timestamp_for_subtitles": 0.0,
+    }
+    return row | changed
+
+
+def lvbench_row(number: int, **changed: Any) -> dict[str, Any]:
+    row = {
+        "key": "Cm73ma6Ibcs",
+        "uid": str(number),
+        "type": "cartoon",
+        "video_path": "Cm73ma6Ibcs.mp4",
+        "question": "What year\nis shown?\n(A) 1636\n(B) 1366\n(C) 1363\n(D) 1633",
+        "answer": "D",
+        "time_reference": "00:15-00:19",
+        "question_type": ["key information retrieval", "event understanding"][: number + 1],
+    }
+    return row | changed
+
+
+def mlvu_row(number: int, **changed: Any) -> dict[str, Any]:
+    candidates = ["Yellow", "Red", "Green", "Blue"]
+    listed = "\n".join(f"({letter}) {text}" for letter, text in zip("ABCD", candidates, strict=True))
+    row = {
+        "video_name": ("movie101.mp4", "needle_32")[number % 2],  # some names lack their ending
+        "duration": 480.0,
+        "question": f"Which colour?\n{listed}",
+        "candidates": candidates,
+        "answer": "B",
+        "task_type": ("plotQA", "needle")[number % 2],
+        "question_id": f"Q{number}",
+    }
+    return row | changed
+
+
+def mmvu_row(number: int, **changed: Any) -> dict[str, Any]:
+    choices = ["DFS", "BFS", "Sort", "Hash", "Heap"] if number % 2 == 0 else [""] * 5
+    row = {
+        "id": f"validation_{number}",
+        "video": f"https://huggingface.co/datasets/yale-nlp/MMVU/resolve/main/videos/Computer_Science/{number}.mp4",
+        "youtube_url": "https://host/watch",
+        "question_type": ("multiple-choice", "open-ended")[number % 2],
+        "metadata": {"subject": "Computer_Science", "textbook": "T", "knowledge": ["https://host"], "rationale": "R"},
+        "question": "Which algorithm?",
+        "choices": dict(zip("ABCDE", choices, strict=True)),
+        "answer": ("A", " depth-first search ")[number % 2],
+    }
+    return row | changed
+
+
+def charades_row(number: int, **changed: Any) -> dict[str, Any]:
+    return {"video": "3MSZA.mp4", "caption": "person turn a light on.", "timestamp": [24.3, 30.4 + number]} | changed
+
+
+ROWS = {
+    "videomme": videomme_row,
+    "videomme_subtitles": videomme_row,
+    "longvideobench": longvideobench_row,
+    "lvbench": lvbench_row,
+    "mlvu": mlvu_row,
+    "mmvu": mmvu_row,
+    "charades": charades_row,
+}
+FILES = {
+    "videomme": ("videomme/test-00000-of-00001.parquet", VIDEOMME),
+    "videomme_subtitles": ("videomme/test-00000-of-00001.parquet", VIDEOMME),
+    "longvideobench": ("validation-00000-of-00001.parquet", LONGVIDEOBENCH),
+    "lvbench": ("data/train-00000-of-00001.parquet", LVBENCH),
+    "mlvu": ("mlvu/test-00000-of-00001.parquet", MLVU),
+    "mmvu": ("validation.json", {}),
+    "charades": ("data/test-00000-of-00001.parquet", CHARADES),
+}
+VIDEOS = {
+    "videomme": ["data/fFjv93ACGo0.mp4", "data/fFjv93ACGo1.MP4"],
+    "videomme_subtitles": ["data/fFjv93ACGo0.mp4", "data/fFjv93ACGo1.MP4"],
+    "longvideobench": [f"videos/v{number}.mp4" for number in range(3)],
+    "lvbench": ["video_chunks/Cm73ma6Ibcs.mp4"],
+    "mlvu": ["movie101.mp4", "needle_32.mp4"],
+    "mmvu": [f"videos/Computer_Science/{number}.mp4" for number in range(3)],
+    "charades": ["Charades_v1_480/3MSZA.mp4"],
+}
+
+
+def write_rows(name: str, root: Path, rows: list[dict[str, Any]]) -> Path:
+    """The file with rows, where the hub has it."""
+    path, schema = FILES[name]
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+        return file
+    fields = {column: kind for column, kind in schema.items() if column in rows[0]}
+    columns = {column: pa.array([row[column] for row in rows], kind) for column, kind in fields.items()}
+    pq.write_table(pa.table(columns), file)
+    return file
+
+
+def make_copy(name: str, root: Path, num_rows: int = 3, **changed: Any) -> Path:
+    """A directory as `hf download` leaves it, its archives unpacked; `changed` columns are the same in every row."""
+    write_rows(name, root, [ROWS[name](number, **changed) for number in range(num_rows)])
+    for video in VIDEOS[name]:
+        (root / video).parent.mkdir(parents=True, exist_ok=True)
+        (root / video).touch()
+    if name == "videomme_subtitles":
+        (root / "subtitle").mkdir(exist_ok=True)
+        (root / "subtitle" / "fFjv93ACGo0.srt").write_text(SRT)
+    return root

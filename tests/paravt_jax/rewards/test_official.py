@@ -1,0 +1,87 @@
+"""The harnesses' own rules, faults and all: each case says what the strict rule makes of the same reply."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paravt_jax.rewards.answers import option_letter
+from paravt_jax.rewards.official import first_capital, first_capital_or_guess, mmvu, reply_of, window_iou
+
+OPTIONS = ("Milk", "Tea", "Oil", "Ink")
+
+
+@pytest.mark.parametrize(
+    ("reply", "found", "strictly"),
+    [
+        ("B", "B", "B"),
+        ("(c) oil", None, "C"),  # no capital
+        ("Because it is white, A", "B", None),
+        ("Answer: D", "A", "D"),
+        ("Best answer: D", "D", "D"),
+        ("Either B or C", "B", None),
+        ("I do not know", None, None),
+    ],
+)
+def test_the_first_capital_counts_in_whatever_word(reply, found, strictly):
+    assert [letter for letter in "ABCD" if first_capital(reply, letter, OPTIONS)] == ([found] if found else [])
+    assert option_letter(reply) == strictly
+
+
+def test_where_no_letter_is_found_a_guess_is_worth_its_mean():
+    assert first_capital_or_guess("no", "A", OPTIONS) == 0.25
+    assert first_capital_or_guess("B", "A", OPTIONS) == 0 and first_capital_or_guess("A", "A", OPTIONS) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "right"),
+    [
+        ("It is b, or maybe c", "B", True),
+        ("It is b, or maybe c", "C", True),
+        ("Some warm tea", "B", True),  # the text of the option
+        ("Bread", "B", False),
+    ],
+)
+def test_mmvu_takes_a_letter_anywhere_or_the_text_of_the_option(reply, answer, right):
+    assert mmvu(reply, answer, OPTIONS) == right
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "right"),
+    [
+        ("The algorithm is Depth-First Search.", "depth-first search", True),
+        ("search", "depth-first search", True),  # part of the answer
+        ("5.004 metres", "5", True),
+        ("6", "5.5 m", False),
+        ("an enzyme called lactase, active", "active lactase enzyme", True),
+        ("lactase", "gastric acid", False),
+        ("", "anything", False),
+    ],
+)
+def test_open_answers_of_mmvu_match_by_parts_numbers_and_words(reply, answer, right):
+    assert mmvu(reply, answer, ()) == right
+
+
+@pytest.mark.parametrize(
+    ("reply", "iou"),
+    [
+        ("The event happens in the 20 - 30 seconds", 1.0),
+        ("30 to 20", 1.0),  # swapped
+        ("[20.0, 25.0]", 0.5),
+        ("from second 20 on", 0.0),
+    ],
+)
+def test_a_window_is_two_numbers_in_any_order(reply, iou):
+    assert window_iou(reply, "[20.0, 30.0]", ()) == pytest.approx(iou)
+
+
+def test_a_reply_is_the_last_answer_or_what_follows_the_thinking():
+    assert reply_of(["<think>A</think><tool_call>x</tool_call>", "<think>B</think><answer> C </answer>"]) == "C"
+    assert reply_of(["<think>B</think> Tea"]) == "Tea" and reply_of(["D"]) == "D" and reply_of([]) == ""
+    assert reply_of(["<answer>A</answer> or <answer>B"]) == "B"
+
+
+@given(st.text(max_size=50), st.sampled_from("ABCD"))
+def test_no_reply_raises_and_every_score_is_one(reply, answer):
+    for rule in (first_capital, first_capital_or_guess, mmvu):
+        assert 0 <= rule(reply, answer, OPTIONS) <= 1
+    assert 0 <= mmvu(reply, "some words", ()) <= 1 and 0 <= window_iou(reply, "[1.0, 2.5]", ()) <= 1
