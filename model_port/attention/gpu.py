@@ -193,7 +193,9 @@ class _Programs:
 
     @classmethod
     def of(cls, q: Float[Array, "B T K R H"], tile: Tile, *, by_keys: bool, interpret: bool) -> "_Programs":
-        return cls(*q.shape, jnp.promote_types(q.dtype, jnp.float32), tile, by_keys, interpret)
+        rows, num_tokens, kv_heads, shared, values = q.shape
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys, interpret)
 
     @property
     def head_dim(self) -> int:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from model_port.attention.flash import TINY, flash_attention
 from model_port.attention.products import NN, NT, TN, product
 from model_port.attention.rule import MASKED, Seen
-from model_port.attention.tpu_walk import Tile, Walk, block_tokens
+from model_port.attention.tpu_walk import Pair, Walk, block_tokens
 
 
 def forward(
@@ -62,24 +62,24 @@ def backward(
 tpu_attention = flash_attention(forward, backward, block_tokens)
 
 
-def _forward(tile: Tile, *refs: Any) -> None:
+def _forward(pair: Pair, *refs: Any) -> None:
     q, k, v, seen, out, log_sum, peak, total, mixed = refs
 
-    @pl.when(tile.begins)
+    @pl.when(pair.begins)
     def _() -> None:
         peak[...] = jnp.full_like(peak, MASKED)
         _zero(total, mixed)
 
-    @pl.when(tile.works)
+    @pl.when(pair.works)
     def _() -> None:
-        scores = jnp.where(tile.visible(seen, peak.shape[1]), _scores(tile, q, k, peak.dtype), MASKED)
+        scores = jnp.where(pair.visible(seen, peak.shape[1]), _scores(pair, q, k, peak.dtype), MASKED)
         higher = jnp.maximum(peak[...], scores.max(axis=0, keepdims=True))
         weights, shrink = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
         peak[...] = higher
         total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
         mixed[...] = mixed[...] * shrink + product(v[...], weights.astype(v.dtype), TN, mixed.dtype)
 
-    @pl.when(tile.ends)
+    @pl.when(pair.ends)
     def _() -> None:
         divisor = jnp.maximum(total[...], TINY)
         out[...] = (mixed[...] / divisor).T.reshape(out.shape).astype(out.dtype)
@@ -87,51 +87,51 @@ def _forward(tile: Tile, *refs: Any) -> None:
 
 
 def _d_scores(
-    tile: Tile, q: Any, k: Any, v: Any, d_out: Any, log_sum: Any, shared: Any, seen: Any
+    pair: Pair, q: Any, k: Any, v: Any, d_out: Any, log_sum: Any, shared: Any, seen: Any
 ) -> tuple[Float[Array, "s r"], Float[Array, "s r"]]:
     """The weights and the gradient of the scores."""
-    weights = jnp.exp(_scores(tile, q, k, log_sum.dtype) - log_sum[...])
-    weights = jnp.where(tile.visible(seen, log_sum.shape[1]), weights, 0.0)
+    weights = jnp.exp(_scores(pair, q, k, log_sum.dtype) - log_sum[...])
+    weights = jnp.where(pair.visible(seen, log_sum.shape[1]), weights, 0.0)
     d_weights = product(v[...], _lanes(d_out), NT, log_sum.dtype)
-    return weights, weights * (d_weights - shared[...]) * tile.scale
+    return weights, weights * (d_weights - shared[...]) * pair.scale
 
 
-def _backward_of_queries(tile: Tile, *refs: Any) -> None:
+def _backward_of_queries(pair: Pair, *refs: Any) -> None:
     *takes, d_q, total = refs
 
-    pl.when(tile.begins)(partial(_zero, total))
+    pl.when(pair.begins)(partial(_zero, total))
 
-    @pl.when(tile.works)
+    @pl.when(pair.works)
     def _() -> None:
         _, k, *_ = takes
-        _, d_scores = _d_scores(tile, *takes)
+        _, d_scores = _d_scores(pair, *takes)
         total[...] += product(d_scores.astype(k.dtype), k[...], TN, total.dtype)
 
-    @pl.when(tile.ends)
+    @pl.when(pair.ends)
     def _() -> None:
         d_q[...] = total[...].reshape(d_q.shape).astype(d_q.dtype)
 
 
-def _backward_of_keys(tile: Tile, *refs: Any) -> None:
+def _backward_of_keys(pair: Pair, *refs: Any) -> None:
     *takes, d_k, d_v, total_k, total_v = refs
 
-    pl.when(tile.begins)(partial(_zero, total_k, total_v))
+    pl.when(pair.begins)(partial(_zero, total_k, total_v))
 
-    @pl.when(tile.works)
+    @pl.when(pair.works)
     def _() -> None:
         q, _, _, d_out, *_ = takes
-        weights, d_scores = _d_scores(tile, *takes)
+        weights, d_scores = _d_scores(pair, *takes)
         total_k[...] += product(d_scores.astype(q.dtype), _lanes(q), NN, total_k.dtype)
         total_v[...] += product(weights.astype(d_out.dtype), _lanes(d_out), NN, total_v.dtype)
 
-    @pl.when(tile.ends)
+    @pl.when(pair.ends)
     def _() -> None:
         d_k[...] = total_k[...].astype(d_k.dtype)
         d_v[...] = total_v[...].astype(d_v.dtype)
 
 
-def _scores(tile: Tile, q: Any, k: Any, wide: Any) -> Float[Array, "s r"]:
-    return product(k[...], _lanes(q), NT, wide) * tile.scale
+def _scores(pair: Pair, q: Any, k: Any, wide: Any) -> Float[Array, "s r"]:
+    return product(k[...], _lanes(q), NT, wide) * pair.scale
 
 
 def _lanes(of_queries: Any) -> Float[Array, "r H"]:

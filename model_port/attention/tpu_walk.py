@@ -21,9 +21,9 @@ from model_port.attention.flash import even_blocks, partners, seen_blocks
 from model_port.attention.rule import Seen
 
 LANES = 128  # to which the values of a head are padded
-BLOCK_TOKENS = 512  # of keys, at most: small lists, which a row of 131,072 tokens has room for, …
-BLOCK_STEP = 256  # … halved where as many queries would not fit beside each other
-TILE_QUERIES = 2048  # of all heads that share a key; the scores of a tile are 4 MiB then …
+BLOCK_TOKENS = 512  # of keys, at most; with smaller blocks the list of a row of 131,072 tokens outgrows scalar memory
+BLOCK_STEP = 256  # so that a block of queries can have half as many
+TILE_QUERIES = 2048  # at most, of all heads that share a key: scores of 4 MiB …
 VMEM_BYTES = 48 * 2**20  # … of which the backward pass holds several, within the 64 MiB that a chip has at least
 
 
@@ -32,7 +32,7 @@ def block_tokens(num_tokens: int, queries_per_key: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Pair:
     """One pair of blocks: where it is in the list, and who in it sees whom."""
 
     first_query: Array
@@ -142,7 +142,7 @@ class Walk:
         before, after = jnp.maximum(step - 1, 0), jnp.minimum(step + 1, self.most_pairs - 1)
         own, other = self._at(pairs, row, step)
         kernel(
-            Tile(
+            Pair(
                 first_query=(other if self.by_keys else own) * self.queries,
                 begins=(step == 0) | (own != self._at(pairs, row, before)[0]),
                 works=step < counts[row],
