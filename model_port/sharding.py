@@ -53,6 +53,16 @@ def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def platform() -> str:
+    """What the program that is being traced is for: cpu, tpu, gpu (NVIDIA's) or another.
+
+    The devices of a mesh in scope may be of another machine than this one; without a mesh it runs here.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    nvidia = device.device_kind.startswith("NVIDIA")
+    return "rocm" if device.platform == "gpu" and not nvidia else device.platform
+
+
 def param_spec(path: str, num_axes: int) -> PartitionSpec:
     """The spec of a parameter by its path; leading axes without a letter (stacked layers) are not split."""
     layout = _LAYOUT.search(path)

@@ -39,7 +39,7 @@ WRITTEN = "_written"  # attribute of loaded settings: the same as they were writ
 class PolicyConfig:
     path: str = "Qwen/Qwen3-VL-8B-Instruct"  # a Hugging Face directory or hub id, a converted checkpoint, or `tiny`
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations; the masters are float32
-    attention: Literal["auto", "xla", "blocked", "scanned"] = "auto"  # xla: the plain one, to compare with
+    attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = "auto"  # xla: the plain one, to compare with
     remat: Literal["none", "full", "dots", "attention", "offload"] = "full"  # what of a layer is computed again
 
 

@@ -3,9 +3,10 @@
     xla      the oracle: all scores at once
     blocked  blocks of queries side by side: the fastest on a CPU while rows are short
     scanned  blocks of queries and keys one after the other: O(T) memory, wherever XLA runs
+    kernel   the same on the chip itself, for TPU (tpu.py) and NVIDIA GPUs (gpu.py)
 
 Unless another is named, short rows are `blocked` everywhere, those of the vision tower too (a frame has 196 patches in
-the published recipe): no form gains there.
+the published recipe), and long ones are `kernel` where there is one and `scanned` elsewhere (choice.py).
 """
 
 from model_port.attention.blocked import blocked_attention

@@ -3,43 +3,66 @@
 from collections.abc import Callable
 from typing import Literal
 
-import jax
+from jaxtyping import Array
 
 from model_port.attention.blocked import blocked_attention
 from model_port.attention.flash import Attention
 from model_port.attention.plain import xla_attention
 from model_port.attention.rule import Layout
 from model_port.attention.scanned import scanned_attention
+from model_port.sharding import platform
 
-Form = Literal["auto", "xla", "blocked", "scanned"]
+Form = Literal["auto", "xla", "blocked", "scanned", "kernel"]
 
-# Rows up to here are `blocked`: a CPU is faster so, as long as the scores of a layer fit; elsewhere memory counts.
+# Rows up to here are `blocked`. On a CPU that was measured to be faster as long as the scores of a layer fit; on an
+# accelerator the border is not measured, and stands where these scores are small beside what else a layer makes.
 SHORT_ROW_TOKENS = {"cpu": 4096}
 SHORT_ROW_ELSEWHERE = 1024
 
+KERNEL_PLATFORMS = ("tpu", "gpu")
+
 
 def attention_of(form: Form) -> Attention:
-    return FORMS[form]
+    def attend(q: Array, k: Array, v: Array, layout: Layout, causal: bool) -> Array:
+        target = platform()
+        return _program(form_of(form, q.shape[1], target), target)(q, k, v, layout, causal)
+
+    return attend
 
 
 def form_of(form: Form, num_tokens: int, platform: str) -> Form:
-    """What `auto` is for rows of so many tokens; any other is what it is."""
+    """What `auto` is for rows of so many tokens: in long ones memory grows with the row, not with its square.
+
+    Any other is what it is.
+    """
+    if form == "kernel" and platform not in KERNEL_PLATFORMS:
+        raise ValueError(f"model.attention=kernel, but there is none for {platform}; take auto or scanned")
     if form != "auto":
         return form
-    return "blocked" if num_tokens <= SHORT_ROW_TOKENS.get(platform, SHORT_ROW_ELSEWHERE) else "scanned"
+    if num_tokens <= SHORT_ROW_TOKENS.get(platform, SHORT_ROW_ELSEWHERE):
+        return "blocked"
+    return "kernel" if platform in KERNEL_PLATFORMS else "scanned"
 
 
-def _auto(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout, causal: bool) -> jax.Array:
-    return FORMS[form_of("auto", q.shape[1], jax.default_backend())](q, k, v, layout, causal)
+def _program(form: Form, platform: str) -> Attention:
+    if form != "kernel":
+        return FORMS[form]
+    # Loaded where it runs: a CPU needs nothing of Pallas.
+    if platform == "tpu":
+        from model_port.attention.tpu import tpu_attention
+
+        return tpu_attention
+    from model_port.attention.gpu import gpu_attention
+
+    return gpu_attention
 
 
-def _of_rows(attend: Callable[..., jax.Array]) -> Attention:
+def _of_rows(attend: Callable[..., Array]) -> Attention:
     """Of rows that attend to themselves."""
     return lambda q, k, v, layout, causal: attend(q, k, v, layout, layout, causal)
 
 
 FORMS: dict[Form, Attention] = {
-    "auto": _auto,
     "xla": _of_rows(xla_attention),
     "blocked": _of_rows(blocked_attention),
     "scanned": scanned_attention,

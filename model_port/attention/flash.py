@@ -19,10 +19,14 @@ from model_port.sharding import per_device
 Forward = Callable[[Array, Array, Array, Seen], tuple[Array, Array]]  # q, k, v -> mixed values, log-sum-exp
 Backward = Callable[..., tuple[Array, Array, Array]]  # q, k, v, seen, log-sum-exp, shared, d_out -> d_q, d_k, d_v
 Attention = Callable[[Array, Array, Array, Layout, bool], Array]
+TINY = 1e-37  # a divisor where a query sees no key at all
 
 
-def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable[[int], int]) -> Attention:
-    """`forward` and `backward` get whole blocks of so many tokens as `block_tokens` says for a row, on one device."""
+def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable[[int, int], int]) -> Attention:
+    """`forward` and `backward` get whole blocks, on one device.
+
+    `block_tokens` says of how many tokens, for a row of so many and so many query heads that share a key.
+    """
     place_forward = per_device(forward, ("btkrh", "btkh", "btkh", "bt"), ("btkrh", "bkrt"))
     place_backward = per_device(
         backward, ("btkrh", "btkh", "btkh", "bt", "bkrt", "bkrt", "btkrh"), ("btkrh", "btkh", "btkh")
@@ -46,7 +50,7 @@ def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable
 
     def attention(q: Array, k: Array, v: Array, layout: Layout, causal: bool) -> Array:
         num_tokens = q.shape[1]
-        missing = -num_tokens % block_tokens(num_tokens)
+        missing = -num_tokens % block_tokens(num_tokens, q.shape[2] // k.shape[2])
         grouped, k, v = (_lengthened(x, missing) for x in (q.reshape(*k.shape[:3], -1, k.shape[3]), k, v))
         layout = Layout(*(_lengthened(part, missing) for part in layout))
         mixed: Array = mix(grouped, k, v, seen_by(layout, causal=causal))  # pyright: ignore[reportAssignmentType]
@@ -60,13 +64,13 @@ def even_blocks(num_tokens: int, most: int, multiple_of: int) -> int:
     return -(-num_tokens // (-(-num_tokens // most) * multiple_of)) * multiple_of
 
 
-def seen_blocks(seen: Seen, block_tokens: int) -> Bool[Array, "B n n"]:
+def seen_blocks(seen: Seen, query_tokens: int, key_tokens: int) -> Bool[Array, "B n m"]:
     """True where some query of the i-th block may see a key of the j-th, or may not: no two that see are left out."""
     rows, num_tokens = seen.first.shape
-    lowest = seen.first.reshape(rows, -1, block_tokens).min(axis=2)[:, None]
-    highest = seen.last.reshape(rows, -1, block_tokens).max(axis=2)[:, None]
-    begin = jnp.arange(0, num_tokens, block_tokens)[None, :, None]
-    return (lowest < begin + block_tokens) & (highest >= begin)
+    lowest = seen.first.reshape(rows, -1, key_tokens).min(axis=2)[:, None]
+    highest = seen.last.reshape(rows, -1, key_tokens).max(axis=2)[:, None]
+    begin = jnp.arange(0, num_tokens, query_tokens)[None, :, None]
+    return (lowest < begin + query_tokens) & (highest >= begin)
 
 
 def partners(wanted: Bool[Array, "*b n m"]) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"]]:

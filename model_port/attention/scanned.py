@@ -8,22 +8,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from model_port.attention.flash import even_blocks, flash_attention, partners, seen_blocks
+from model_port.attention.flash import TINY, even_blocks, flash_attention, partners, seen_blocks
 from model_port.attention.rule import MASKED, Seen, scores_of
 
 BLOCK_TOKENS = 512  # at most
-TINY = 1e-37  # a divisor where a query sees no key at all
 
 
-def block_tokens(num_tokens: int) -> int:
+def block_tokens(num_tokens: int, queries_per_key: int) -> int:
     return even_blocks(num_tokens, BLOCK_TOKENS, 8)
 
 
 def _forward(
     q: Float[Array, "B T K R H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], seen: Seen
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
-    size, wide = block_tokens(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
-    keys_of, num_keys_of = partners(seen_blocks(seen, size).any(axis=0))
+    size, wide = block_tokens(q.shape[1], q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
+    keys_of, num_keys_of = partners(seen_blocks(seen, size, size).any(axis=0))
 
     def of_queries(i: Array) -> tuple[Array, Array]:
         q_block = _block(q, i, size)
@@ -60,8 +59,8 @@ def _backward(
     d_out: Float[Array, "B T K R H"],
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp."""
-    size, wide = block_tokens(q.shape[1]), log_sum.dtype
-    queries_of, num_queries_of = partners(seen_blocks(seen, size).any(axis=0).T)
+    size, wide = block_tokens(q.shape[1], q.shape[3]), log_sum.dtype
+    queries_of, num_queries_of = partners(seen_blocks(seen, size, size).any(axis=0).T)
 
     def of_keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k_block, v_block = _block(k, j, size), _block(v, j, size)

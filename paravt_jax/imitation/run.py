@@ -100,6 +100,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
         policy = await policy_of(config, directory.path)
+        remarks.append(policy.attention(config.pack.row_tokens))
         learner = Learner(
             await in_thread(policy.load),
             config.optim,

@@ -255,10 +255,13 @@ class _Device:
         form = form_of(self.config.model.attention, row_tokens, self.platform)
         if form == "xla":
             return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
+        text = self.local.text
+        of_queries = heads * row_tokens * text.head_dim
+        if form == "kernel":
+            return of_queries  # queries and their gradient in its own order; scores stay on the chip
         if form == "scanned":
-            pair = scanned.block_tokens(row_tokens) ** 2
-            # And the gradient of the queries, to which every block of keys adds.
-            return heads * (SCANNED_ARRAYS * pair + row_tokens * self.local.text.head_dim)
+            pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
+            return heads * SCANNED_ARRAYS * pair + of_queries  # of which every block of keys adds to the gradient
         blocks = score_blocks(row_tokens, row_tokens, True)
         arrays = BLOCKED_ARRAYS.get(self.platform, 2)
         return heads * arrays * sum((block.stop - block.start) * end for block, end in blocks)

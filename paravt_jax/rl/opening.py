@@ -50,6 +50,7 @@ async def opened(config: Config, *, replay: Path | None = None, allow_changes: b
         train, held_out, remarks = _prompts(config, directory.path)
         plugin = load_plugin(config.reward)
         policy = await policy_of(config, directory.path)
+        remarks.append(policy.attention(config.pack.row_tokens))
         visits = Visits(train, config.seed)
         training = await _resume(config, directory, policy, visits, log, remarks, stack)
         frames = await stack.enter_async_context(

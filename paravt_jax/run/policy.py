@@ -6,6 +6,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import model_port
+from model_port.attention import form_of
 from model_port.convert import source_directory
 from model_port.hf_files import RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
@@ -14,7 +15,7 @@ from model_port.model import Qwen3VL
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
-from model_port.sharding import make_mesh
+from model_port.sharding import make_mesh, on_mesh, platform
 from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
 from paravt_jax.run.process import say
@@ -42,6 +43,13 @@ class Policy:
             model = model_port.load(self.source, "float32", self.mesh)
         model.compute = self.compute
         return model
+
+    def attention(self, row_tokens: int) -> str:
+        """What computes the attention of the longest rows, to be said when a run begins; refuses what is not there."""
+        with on_mesh(self.mesh):
+            machine = platform()
+        form = form_of(self.compute.attention, row_tokens, machine)
+        return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
 
 async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:

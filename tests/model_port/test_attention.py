@@ -6,18 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_rows import NUM_TOKENS, ROWS, bfloat16_errors, layout, random_inputs, value_and_gradients
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from model_port.attention import Layout, attention_of, blocked, blocked_attention, form_of, scanned
 from model_port.attention.flash import even_blocks, partners, seen_blocks
 from model_port.attention.plain import xla_attention
 from model_port.attention.rule import attend_mask, seen_by
 from model_port.layers import REMAT_POLICIES
-from model_port.sharding import make_mesh, on_mesh
-
-
-def layout(segments: str, branches: str) -> Layout:
-    ids = [jnp.array([[int(c) for c in text]]) for text in (segments, branches)]
-    return Layout(ids[0], ids[1], jnp.arange(len(segments))[None])
+from model_port.sharding import MESH_AXES, make_mesh, on_mesh, platform
 
 
 def test_a_branch_sees_the_trunk_and_itself_but_no_sibling_and_no_neighbour():
@@ -56,33 +53,6 @@ def test_padding_gives_no_nan():
     assert np.isfinite(np.asarray(xla_attention(q, k, v, row, row, True))).all()
 
 
-#                two segments, the first a trunk of 9 with branches of 4 and 7; padding
-PACKED = layout("1" * 20 + "2" * 11 + "0" * 6, "0" * 9 + "1" * 4 + "2" * 7 + "0" * 17)
-#                the same tokens otherwise: one segment whose branches begin at once, a short one, one to the very end
-OTHER = layout("1" * 5 + "2" * 3 + "3" * 29, "1" * 2 + "2" * 3 + "0" * 3 + "0" * 13 + "1" * 16)
-ROWS = Layout(*(jnp.concatenate(pair) for pair in zip(PACKED, OTHER, strict=True)))
-NUM_TOKENS = 37
-
-
-def value_and_gradients(attend, q, k, v, weight, row, causal=True):
-    """Of a weighted sum over all tokens that are no padding."""
-
-    def objective(q, k, v):
-        out = jnp.where((row.segment_ids != 0)[..., None, None], attend(q, k, v, row, causal), 0)
-        return jnp.sum(out.astype(weight.dtype) * weight), out
-
-    (_, out), gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    return out, *gradients
-
-
-def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5):
-    random = np.random.default_rng(3)
-    return [
-        jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
-        for n in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
 def with_blocks(monkeypatch, form, block_tokens, max_blocks=16):
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setattr(blocked, "MAX_BLOCKS", max_blocks)
@@ -116,16 +86,7 @@ def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
 def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, head_dim, kv_heads):
     attend = with_blocks(monkeypatch, "scanned", 8)
     *inputs, weight = (x.astype(jnp.float32) for x in random_inputs(head_dim=head_dim, kv_heads=kv_heads))
-    exact = value_and_gradients(attention_of("xla"), *inputs, weight, ROWS)
-    short = [x.astype(jnp.bfloat16) for x in inputs]
-
-    def errors(form):
-        return [
-            np.linalg.norm(np.asarray(got, np.float32) - want)
-            for got, want in zip(value_and_gradients(form, *short, weight, ROWS), exact, strict=True)
-        ]
-
-    for ours, oracles in zip(errors(attend), errors(attention_of("xla")), strict=True):
+    for ours, oracles in bfloat16_errors(attend, inputs, weight, ROWS):
         assert ours <= 2 * oracles
 
 
@@ -139,9 +100,16 @@ def test_who_sees_a_key_is_one_run_of_queries(causal):
 
 def test_blocks_that_cannot_see_each_other_are_not_visited():
     row = layout("1" * 4 + "1" * 4 + "1" * 4 + "2" * 4 + "0" * 4, "0" * 4 + "1" * 4 + "2" * 4 + "0" * 8)
-    blocks, numbers = partners(seen_blocks(seen_by(row, causal=True), 4))
+    blocks, numbers = partners(seen_blocks(seen_by(row, causal=True), 4, 4))
     visited = [line[:number].tolist() for line, number in zip(blocks[0], numbers[0], strict=True)]
     assert visited == [[0], [0, 1], [0, 2], [3], []]  # trunk, both branches, the other sequence, padding
+
+
+def test_blocks_of_queries_and_keys_may_differ():
+    seen = seen_by(layout("1" * 8 + "2" * 4, "0" * 12), causal=True)
+    np.testing.assert_array_equal(
+        seen_blocks(seen, 4, 2)[0], [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 4 + [1, 1]]
+    )
 
 
 def test_blocks_are_even():
@@ -180,10 +148,38 @@ def test_a_remat_policy_can_save_what_the_backward_pass_reads(monkeypatch, form)
 
 @pytest.mark.parametrize(
     ("platform", "num_tokens", "form"),
-    [("cpu", 4096, "blocked"), ("cpu", 4097, "scanned"), ("tpu", 1024, "blocked"), ("gpu", 1025, "scanned")],
+    [
+        ("cpu", 4096, "blocked"),
+        ("cpu", 4097, "scanned"),
+        ("tpu", 1024, "blocked"),
+        ("tpu", 1025, "kernel"),
+        ("gpu", 1025, "kernel"),
+        ("rocm", 1025, "scanned"),
+    ],
 )
 def test_long_rows_never_have_quadratic_memory_unasked(platform, num_tokens, form):
     assert form_of("auto", num_tokens, platform) == form
+
+
+def test_a_kernel_that_is_not_there_is_refused_with_what_is():
+    with pytest.raises(ValueError, match=r"model\.attention=kernel, but there is none for cpu; take auto or scanned"):
+        form_of("kernel", 8192, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "expected"),
+    [
+        ("TPU v5", "tpu", "tpu"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "gpu"),
+        ("AMD Instinct MI300X", "gpu", "rocm"),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_a_program_is_for_the_devices_of_its_mesh_not_of_this_machine(kind, of, expected):
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=of)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, abstract_device=device)):
+        assert platform() == expected
+    assert platform() == "cpu"
 
 
 def test_blocks_serve_a_query_that_decodes_against_a_cache():

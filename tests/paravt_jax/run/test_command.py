@@ -106,7 +106,7 @@ def test_a_comment_stands_beside_its_setting_or_above_a_long_one(shown):
     text = shown("train", "--show", "train.group_size=5")
     for line in (
         "\n  group_size: 5                         # published: episodes of a prompt\n",
-        "\n  attention: auto                       # auto | xla | blocked | scanned; xla: ",
+        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; xla: ",
         '\n  # closings | openings | turn_end\n  anchor_tokens: ["closings", "openings", "turn_end"]\n',
         "\n\nmesh:                                   # Devices along each axis. ",
         "\n  video_root: ''                        # what relative ",

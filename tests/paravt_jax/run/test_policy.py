@@ -1,6 +1,7 @@
 """A run that opens its policy keeps what others put into its directory."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_a_model_that_lies_in_the_run_directory_is_read_and_stays(tiny_hf, tmp_p
         opened(tmp_path / name, tmp_path).load()
         assert (tmp_path / name / "model.safetensors").read_bytes() == (tiny_hf / "model.safetensors").read_bytes()
         assert (tmp_path / name / "notes.txt").exists()
+
+
+def test_what_computes_attention_is_known_before_anything_is_trained(tiny_hf, tmp_path):
+    policy = opened(tiny_hf, tmp_path)
+    assert policy.attention(4096) == "attention: blocked (cpu, rows of 4096 tokens)"
+    assert policy.attention(16_384) == "attention: scanned (cpu, rows of 16384 tokens)"
+    kernel = replace(policy, compute=replace(policy.compute, attention="kernel"))
+    with pytest.raises(ValueError, match="there is none for cpu"):
+        kernel.attention(4096)
 
 
 def test_a_model_at_the_place_of_our_own_files_is_refused_and_stays(tiny_hf, tmp_path):

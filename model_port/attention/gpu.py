@@ -1,0 +1,259 @@
+"""Attention as Pallas kernels for NVIDIA GPUs, lowered through Triton, behind the shell of `flash`.
+
+A program has one block to itself and goes through the blocks of the other side that see it, or that it sees: a list in
+memory, so no pair that is left out is loaded. Keys and values are looked up by the head that a query head shares, never
+repeated, and the gradients of a key add up over all the heads that share it in one program. There are three kernels:
+
+    kernel    a program for each block of     goes through                      keeps meanwhile
+    forward   queries of a query head         keys, values                      mixed values, peak and sum
+    queries   queries of a query head         keys, values                      gradient of the queries
+    keys      keys of a key/value head        queries, gradient of the output   gradients of keys and values
+
+A tile is one block of queries against one of keys, chosen so that what a program keeps, and two blocks of the other
+side, one at work and one on its way, fit the smallest chip meant: an A100 with 163 KiB of shared memory, where an H100
+and a B200 have 227. Compilers say that they do, in float32 too. No tile was timed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float
+
+from model_port.attention.flash import TINY, flash_attention, partners, seen_blocks
+from model_port.attention.products import NN, NT, TN, product
+from model_port.attention.rule import MASKED, Seen
+
+
+@dataclass(frozen=True)
+class Tile:
+    queries: int
+    keys: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    forward: Tile
+    by_queries: Tile
+    by_keys: Tile
+
+
+TILES = {
+    2: Tiles(Tile(128, 64, warps=8), Tile(128, 64, warps=8), Tile(64, 64, warps=4)),  # bytes of a value
+    4: Tiles(*[Tile(64, 32, warps=4)] * 3),
+}
+BLOCK_TOKENS = 128  # whole tiles of all of them
+STAGES = 2
+SMALLEST_HEAD_DIM = 16  # that a product takes; otherwise a power of two
+
+
+def block_tokens(num_tokens: int, queries_per_key: int) -> int:
+    return BLOCK_TOKENS
+
+
+def tiles_of(dtype: Any) -> Tiles:
+    return TILES[min(4, jnp.dtype(dtype).itemsize)]
+
+
+def forward(
+    q: Float[Array, "B T K R H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    seen: Seen,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
+    programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False, interpret=interpret)
+    takes, gives = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
+    return programs(_forward, takes, seen, gives)
+
+
+def backward(
+    q: Float[Array, "B T K R H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    seen: Seen,
+    log_sum: Float[Array, "B K R T"],
+    shared: Float[Array, "B K R T"],
+    d_out: Float[Array, "B T K R H"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp, once in each kernel."""
+    takes = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
+    programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False, interpret=interpret)
+    (d_q,) = programs(_by_queries, takes, seen, [("queries", q.dtype)])
+    programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True, interpret=interpret)
+    return d_q, *programs(_by_keys, takes, seen, [("keys", k.dtype), ("keys", v.dtype)])
+
+
+gpu_attention = flash_attention(forward, backward, block_tokens)
+
+
+def _forward(tile: Tile, scale: float, *refs: Any) -> None:
+    keys_of, num_keys, q, k, v, first, last, out, log_sum = refs
+    queries, i = q[...], pl.program_id(0)
+
+    def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = carry
+        at = pl.ds(keys_of[n] * tile.keys, tile.keys)
+        scores = product(queries, k[at, :], NT, peak.dtype) * scale
+        scores = jnp.where(_visible(i, tile.queries, first[at], last[at]), scores, MASKED)
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        weights, shrink = jnp.exp(scores - higher[:, None]), jnp.exp(peak - higher)
+        new = product(weights.astype(v.dtype), v[at, :], NN, peak.dtype)
+        return higher, total * shrink + weights.sum(axis=1), mixed * shrink[:, None] + new
+
+    wide = log_sum.dtype
+    start = jnp.full(tile.queries, MASKED, wide), jnp.zeros(tile.queries, wide), jnp.zeros(queries.shape, wide)
+    peak, total, mixed = lax.fori_loop(0, num_keys[0], add, start)
+    total = jnp.maximum(total, TINY)
+    out[...] = (mixed / total[:, None]).astype(out.dtype)
+    log_sum[...] = peak + jnp.log(total)
+
+
+def _by_queries(tile: Tile, scale: float, *refs: Any) -> None:
+    keys_of, num_keys, q, k, v, d_out, log_sum, shared, first, last, d_q = refs
+    own, i = (q[...], d_out[...], log_sum[...], shared[...]), pl.program_id(0)
+
+    def add(n: Array, total: Array) -> Array:
+        at = pl.ds(keys_of[n] * tile.keys, tile.keys)
+        keys = k[at, :]
+        visible = _visible(i, tile.queries, first[at], last[at])
+        _, d_scores = _d_scores(*own, keys, v[at, :], visible, scale)
+        return total + product(d_scores.astype(k.dtype), keys, NN, total.dtype)
+
+    d_q[...] = lax.fori_loop(0, num_keys[0], add, jnp.zeros(d_q.shape, log_sum.dtype)).astype(d_q.dtype)
+
+
+def _by_keys(tile: Tile, scale: float, *refs: Any) -> None:
+    queries_of, num_queries, q, k, v, d_out, log_sum, shared, first, last, d_k, d_v = refs
+    keys, values, run, heads = k[...], v[...], (first[...], last[...]), q.shape[1]
+
+    def add(n: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        total_k, total_v = totals
+        i, head = queries_of[lax.div(n, heads)], lax.rem(n, heads)
+        at = pl.ds(i * tile.queries, tile.queries)
+        queries, d_mixed = q[at, head, :], d_out[at, head, :]
+        visible = _visible(i, tile.queries, *run)
+        weights, d_scores = _d_scores(
+            queries, d_mixed, log_sum[head, at], shared[head, at], keys, values, visible, scale
+        )
+        total_k += product(d_scores.astype(q.dtype), queries, TN, total_k.dtype)
+        total_v += product(weights.astype(q.dtype), d_mixed, TN, total_v.dtype)
+        return total_k, total_v
+
+    nothing = jnp.zeros(keys.shape, log_sum.dtype)
+    total_k, total_v = lax.fori_loop(0, num_queries[0] * heads, add, (nothing, nothing))
+    d_k[...] = total_k.astype(d_k.dtype)
+    d_v[...] = total_v.astype(d_v.dtype)
+
+
+def _d_scores(
+    q: Float[Array, "t H"],
+    d_out: Float[Array, "t H"],
+    log_sum: Float[Array, " t"],
+    shared: Float[Array, " t"],
+    k: Float[Array, "s H"],
+    v: Float[Array, "s H"],
+    visible: Bool[Array, "t s"],
+    scale: float,
+) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
+    """The weights and the gradient of the scores."""
+    scores = product(q, k, NT, log_sum.dtype) * scale
+    weights = jnp.where(visible, jnp.exp(scores - log_sum[:, None]), 0.0)
+    return weights, weights * (product(d_out, v, NT, log_sum.dtype) - shared[:, None]) * scale
+
+
+def _visible(i: Array, num_queries: int, first: Array, last: Array) -> Bool[Array, "t s"]:
+    query = (i * num_queries + jnp.arange(num_queries, dtype=jnp.int32))[:, None]
+    return (first[None] <= query) & (query <= last[None])
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """Calls a kernel for each block of queries of a query head, or for each block of keys of a key/value head."""
+
+    rows: int
+    num_tokens: int
+    kv_heads: int
+    shared: int  # query heads that share a key
+    values: int  # of a head
+    wide: Any
+    tile: Tile
+    by_keys: bool
+    interpret: bool
+
+    @classmethod
+    def of(cls, q: Float[Array, "B T K R H"], tile: Tile, *, by_keys: bool, interpret: bool) -> "_Programs":
+        rows, num_tokens, kv_heads, shared, values = q.shape
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys, interpret)
+
+    @property
+    def head_dim(self) -> int:
+        return max(SMALLEST_HEAD_DIM, pl.next_power_of_2(self.values))
+
+    def __call__(
+        self,
+        kernel: Callable[..., None],
+        takes: Sequence[tuple[str, Array]],
+        seen: Seen,
+        gives: Sequence[tuple[str, Any]],
+    ) -> Any:
+        """`takes` and `gives` say what an array is of, and it or its dtype."""
+        wanted = seen_blocks(seen, self.tile.queries, self.tile.keys)
+        others, num_others = partners(wanted.swapaxes(1, 2) if self.by_keys else wanted)
+        specs, shapes = self._specs(others.shape[2]), self._shapes()
+        made = pl.pallas_call(
+            partial(kernel, self.tile, self.values**-0.5),
+            grid=(others.shape[1], 1 if self.by_keys else self.shared, self.kv_heads, self.rows),
+            in_specs=[specs[name] for name in ("others", "number", *(name for name, _ in takes), "seen", "seen")],
+            out_specs=[specs[name] for name, _ in gives],
+            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
+            compiler_params=plgpu.CompilerParams(num_warps=self.tile.warps, num_stages=STAGES),
+            interpret=self.interpret,
+        )(others, num_others[..., None], *(self._padded(name, x) for name, x in takes), *seen)
+        return tuple(
+            x if name == "numbers" else x[..., : self.values] for (name, _), x in zip(gives, made, strict=True)
+        )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        tokens = self.rows, self.num_tokens, self.kv_heads
+        return {
+            "queries": (*tokens, self.shared, self.head_dim),
+            "keys": (*tokens, self.head_dim),
+            "numbers": (self.rows, self.kv_heads, self.shared, self.num_tokens),
+        }
+
+    def _specs(self, most_others: int) -> dict[str, pl.BlockSpec]:
+        """What a program has of an array: its own block, or all of the other side."""
+        queries, keys, tokens, values = self.tile.queries, self.tile.keys, self.num_tokens, self.head_dim
+        specs = {
+            "others": pl.BlockSpec((None, None, most_others), lambda i, r, h, b: (b, i, 0)),
+            "number": pl.BlockSpec((None, None, 1), lambda i, r, h, b: (b, i, 0)),
+        }
+        if self.by_keys:
+            return specs | {
+                "keys": pl.BlockSpec((None, keys, None, values), lambda j, r, h, b: (b, j, h, 0)),
+                "seen": pl.BlockSpec((None, keys), lambda j, r, h, b: (b, j)),
+                "queries": pl.BlockSpec((None, tokens, None, self.shared, values), lambda j, r, h, b: (b, 0, h, 0, 0)),
+                "numbers": pl.BlockSpec((None, None, self.shared, tokens), lambda j, r, h, b: (b, h, 0, 0)),
+            }
+        return specs | {
+            "keys": pl.BlockSpec((None, tokens, None, values), lambda i, r, h, b: (b, 0, h, 0)),
+            "seen": pl.BlockSpec((None, tokens), lambda i, r, h, b: (b, 0)),
+            "queries": pl.BlockSpec((None, queries, None, None, values), lambda i, r, h, b: (b, i, h, r, 0)),
+            "numbers": pl.BlockSpec((None, None, None, queries), lambda i, r, h, b: (b, h, r, i)),
+        }
+
+    def _padded(self, name: str, x: Array) -> Array:
+        missing = 0 if name == "numbers" else self.head_dim - self.values
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, missing)]) if missing else x

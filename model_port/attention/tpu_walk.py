@@ -1,0 +1,191 @@
+"""How a kernel for TPU walks over the pairs of blocks that see each other, and how arrays lie for it.
+
+The pairs of a row are a list in scalar memory, those of one block in a run. A step of the grid is one pair: what it
+needs is known, and on its way, while the one before is at work. The grid is as long as the longest list, so a pair that
+is left out costs no load and no idle step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from model_port.attention.flash import even_blocks, partners, seen_blocks
+from model_port.attention.rule import Seen
+
+LANES = 128  # to which the values of a head are padded
+BLOCK_TOKENS = 512  # of keys, at most; with smaller blocks the list of a row of 131,072 tokens outgrows scalar memory
+BLOCK_STEP = 256  # so that a block of queries can have half as many
+TILE_QUERIES = 2048  # at most, of all heads that share a key: scores of 4 MiB …
+VMEM_BYTES = 48 * 2**20  # … of which the backward pass holds several, within the 64 MiB that a chip has at least
+
+
+def block_tokens(num_tokens: int, queries_per_key: int) -> int:
+    return even_blocks(num_tokens, BLOCK_TOKENS, BLOCK_STEP)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One pair of blocks: where it is in the list, and who in it sees whom."""
+
+    first_query: Array
+    begins: Array  # the first pair of a run
+    works: Array  # not beyond the end of this row's list
+    ends: Array
+    num_queries: int  # of a head
+    scale: float
+
+    def visible(self, seen: Any, lanes: int) -> Bool[Array, "s r"]:
+        first, last = (seen[...].T[:, side : side + 1] for side in (0, 1))
+        of_head = self.first_query + lax.broadcasted_iota(jnp.int32, (1, self.num_queries), 1)
+        query = jnp.tile(of_head, (1, lanes // self.num_queries))
+        return (first <= query) & (query <= last)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Calls a kernel for all pairs of blocks that see each other, in runs of one block of queries or of keys."""
+
+    rows: int
+    kv_heads: int
+    shared: int  # query heads that share a key
+    num_tokens: int
+    values: int  # of a head
+    wide: Any
+    seen: Seen
+    by_keys: bool
+    interpret: bool
+
+    @classmethod
+    def of(cls, q: Float[Array, "B T K R H"], seen: Seen, *, by_keys: bool, interpret: bool) -> "Walk":
+        rows, num_tokens, kv_heads, shared, values = q.shape
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        return cls(rows, kv_heads, shared, num_tokens, values, wide, seen, by_keys, interpret)
+
+    @property
+    def head_dim(self) -> int:
+        return self.values + -self.values % LANES
+
+    @property
+    def keys(self) -> int:
+        """Of a block."""
+        return block_tokens(self.num_tokens, self.shared)
+
+    @property
+    def queries(self) -> int:
+        return self.keys // 2 if self.shared * self.keys > TILE_QUERIES else self.keys
+
+    @property
+    def lanes(self) -> int:
+        return self.shared * self.queries
+
+    @property
+    def num_others(self) -> int:
+        """Blocks that a block may have in its run."""
+        return self.num_tokens // (self.queries if self.by_keys else self.keys)
+
+    @property
+    def most_pairs(self) -> int:
+        return self.num_tokens // self.queries * (self.num_tokens // self.keys)
+
+    def __call__(
+        self,
+        kernel: Callable[..., None],
+        takes: Sequence[tuple[str, Array]],
+        gives: Sequence[tuple[str, Any]],
+        keeps: Sequence[tuple[int, ...]],
+    ) -> Any:
+        """`takes` and `gives` say what an array is of, and it or its dtype; `keeps` are shapes of sums."""
+        specs, shapes, (pairs, counts) = self._specs(), self._shapes(), self._pairs()
+        made = pl.pallas_call(
+            partial(self._run, kernel),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(self.rows, self.kv_heads, counts.max()),
+                in_specs=[*(specs[name] for name, _ in takes), specs["seen"]],
+                out_specs=[specs[name] for name, _ in gives],
+                scratch_shapes=[pltpu.VMEM(shape, self.wide) for shape in keeps],
+            ),
+            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            interpret=self.interpret,
+        )(pairs, counts, *(self._laid_out(name, x) for name, x in takes), jnp.stack(self.seen, axis=1))
+        return tuple(self._given_back(name, x) for (name, _), x in zip(gives, made, strict=True))
+
+    def _pairs(self) -> tuple[Int[Array, " pairs"], Int[Array, " B"]]:
+        """Each as one number, that of the block whose run it is times `num_others` and that of the other.
+
+        Every block has a run, so that something is written for it. A list ends with its last pair, again and again.
+        """
+        wanted = seen_blocks(self.seen, self.queries, self.keys)
+        wanted = wanted.swapaxes(1, 2) if self.by_keys else wanted
+        wanted = wanted.at[:, :, 0].set(wanted[:, :, 0] | ~wanted.any(axis=2))
+        order, counts = partners(wanted.reshape(self.rows, -1))
+        step = jnp.minimum(jnp.arange(self.most_pairs)[None], counts[:, None] - 1)
+        return jnp.take_along_axis(order, step, axis=1).reshape(-1), counts
+
+    def _at(self, pairs: Any, row: Any, step: Any) -> tuple[Array, Array]:
+        pair = pairs[row * self.most_pairs + step]
+        return lax.div(pair, self.num_others), lax.rem(pair, self.num_others)
+
+    def _run(self, kernel: Callable[..., None], pairs: Any, counts: Any, *refs: Any) -> None:
+        row, step = pl.program_id(0), pl.program_id(2)
+        before, after = jnp.maximum(step - 1, 0), jnp.minimum(step + 1, self.most_pairs - 1)
+        own, other = self._at(pairs, row, step)
+        kernel(
+            Pair(
+                first_query=(other if self.by_keys else own) * self.queries,
+                begins=(step == 0) | (own != self._at(pairs, row, before)[0]),
+                works=step < counts[row],
+                ends=(step == counts[row] - 1) | (own != self._at(pairs, row, after)[0]),
+                num_queries=self.queries,
+                scale=self.values**-0.5,
+            ),
+            *refs,
+        )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        heads = self.rows, self.kv_heads
+        return {
+            "queries": (*heads, self.shared, self.num_tokens, self.head_dim),
+            "keys": (*heads, self.num_tokens, self.head_dim),
+            "numbers": (*heads, self.num_tokens // self.queries, 1, self.lanes),
+        }
+
+    def _specs(self) -> dict[str, pl.BlockSpec]:
+        def block(shape: tuple[int | None, ...], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+            def at(row: Any, head: Any, step: Any, pairs: Any, counts: Any) -> tuple[Any, ...]:
+                own, other = self._at(pairs, row, step)
+                return index(row, head, *((other, own) if self.by_keys else (own, other)))
+
+            return pl.BlockSpec(shape, at)
+
+        return {
+            "queries": block(
+                (None, None, self.shared, self.queries, self.head_dim), lambda b, h, i, j: (b, h, 0, i, 0)
+            ),
+            "keys": block((None, None, self.keys, self.head_dim), lambda b, h, i, j: (b, h, j, 0)),
+            "numbers": block((None, None, None, 1, self.lanes), lambda b, h, i, j: (b, h, i, 0, 0)),
+            "seen": block((None, 2, self.keys), lambda b, h, i, j: (b, 0, j)),
+        }
+
+    def _laid_out(self, name: str, x: Array) -> Array:
+        """Tokens and values last, which become the lines and lanes of a tile."""
+        if name == "numbers":
+            return jnp.moveaxis(x.reshape(*x.shape[:3], -1, self.queries), 2, 3).reshape(self._shapes()[name])
+        return jnp.moveaxis(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, self.head_dim - self.values)]), 1, -2)
+
+    def _given_back(self, name: str, x: Array) -> Array:
+        if name == "numbers":
+            blocks = x.reshape(self.rows, self.kv_heads, -1, self.shared, self.queries)
+            return jnp.moveaxis(blocks, 2, 3).reshape(self.rows, self.kv_heads, self.shared, self.num_tokens)
+        return jnp.moveaxis(x, -2, 1)[..., : self.values]

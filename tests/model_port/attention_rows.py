@@ -1,0 +1,53 @@
+"""Rows to compare forms of attention on: packed, branched and padded, of a length that is no multiple of anything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_port.attention import Layout, attention_of
+
+
+def layout(segments: str, branches: str) -> Layout:
+    ids = [jnp.array([[int(c) for c in text]]) for text in (segments, branches)]
+    return Layout(ids[0], ids[1], jnp.arange(len(segments))[None])
+
+
+#                two segments, the first a trunk of 9 with branches of 4 and 7; padding
+PACKED = layout("1" * 20 + "2" * 11 + "0" * 6, "0" * 9 + "1" * 4 + "2" * 7 + "0" * 17)
+#                the same tokens otherwise: one segment whose branches begin at once, a short one, one to the very end
+OTHER = layout("1" * 5 + "2" * 3 + "3" * 29, "1" * 2 + "2" * 3 + "0" * 3 + "0" * 13 + "1" * 16)
+ROWS = Layout(*(jnp.concatenate(pair) for pair in zip(PACKED, OTHER, strict=True)))
+NUM_TOKENS = 37
+
+
+def value_and_gradients(attend, q, k, v, weight, row, causal=True):
+    """Of a weighted sum over all tokens that are no padding."""
+
+    def objective(q, k, v):
+        out = jnp.where((row.segment_ids != 0)[..., None, None], attend(q, k, v, row, causal), 0)
+        return jnp.sum(out.astype(weight.dtype) * weight), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return out, *gradients
+
+
+def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5):
+    random = np.random.default_rng(3)
+    return [
+        jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def bfloat16_errors(attend, inputs, weight, row, causal=True):
+    """Of the output and each gradient, against the oracle in float32: of `attend` and of the oracle in bfloat16."""
+    exact = value_and_gradients(attention_of("xla"), *inputs, weight, row, causal)
+    short = [x.astype(jnp.bfloat16) for x in inputs]
+
+    def errors(form):
+        return [
+            np.linalg.norm(np.asarray(got, np.float32) - want)
+            for got, want in zip(value_and_gradients(form, *short, weight, row, causal), exact, strict=True)
+        ]
+
+    return zip(errors(attend), errors(attention_of("xla")), strict=True)
