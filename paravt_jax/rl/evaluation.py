@@ -93,6 +93,11 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
+    if policy.adapter is not None and config.engine.kind == "sglang":
+        raise ValueError(
+            f"model.path={config.model.path} is an adapter, and servers of SGLang are given whole models: make it part "
+            f"of its model with python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
+        )
     engine = await open_engine(
         config.engine,
         policy,

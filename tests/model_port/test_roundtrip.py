@@ -304,7 +304,9 @@ def test_export_pushes_what_it_wrote(tiny, tmp_path):
         run = command("export", *arguments, **environment)
         assert run.returncode == 0, run.stderr
         pushed = {name: hub.content(file) for name, file in hub.files("ada/policy").items()}
-        again = command("push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Second", **environment)
+        again = command(
+            "push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Second", **environment
+        )
         assert again.returncode == 0 and f"{hub.url}/ada/policy" in again.stdout, again.stderr
         assert {name: hub.content(file) for name, file in hub.files("ada/policy", "v2").items()} == pushed
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != LIST_FILE}
