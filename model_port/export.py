@@ -44,7 +44,7 @@ from model_port.hf_files import (
     write_side_files,
 )
 from model_port.hub import check_hub_access
-from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, hf_files_of, is_adapter, is_checkpoint
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, hf_files_of, is_adapter, is_checkpoint
 from model_port.loading import abstract_model, abstract_params, base_directory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
@@ -72,7 +72,7 @@ def export(
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
     check_replaceable(Path(dst), force, Path(src))
     source = _adapted(Path(src)) if is_adapter(Path(src)) else _stored(Path(src))
-    config, hf_dir = source.config, hf_files_of(Path(src))
+    config, hf_dir = source.config, _hf_dir(Path(src))
     dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(hf_dir), dtype)
@@ -106,7 +106,7 @@ def export_adapter(
     if not is_adapter(src):
         raise ValueError(f"{src} is no adapter: it has no {ADAPTER_CONFIG_FILE}; without --adapter a model is exported")
     check_replaceable(Path(dst), force, src)
-    info, config = read_adapter_info(src), _config_of(src)
+    info, config = read_adapter_info(src), _config_in(_hf_dir(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
     num_bytes = sum(array.nbytes for array in params.values())
@@ -133,7 +133,7 @@ def _stored(src: Path) -> _Source:
 def _adapted(src: Path) -> _Source:
     """An adapter and the model that it belongs to, which must be what it was when they trained together."""
     info, base = read_adapter_info(src), _whole_tensors(base_directory(src))
-    trained = info.base.dtype and parse_dtype(info.base.dtype)
+    trained = None if info.base.dtype is None else parse_dtype(info.base.dtype)
     found = xxhash.xxh3_128()
 
     def as_trained() -> Iterator[tuple[str, np.ndarray]]:
@@ -153,7 +153,7 @@ def _whole_tensors(base: Path) -> _Source:
     if is_checkpoint(base):
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
-    config, tensors = _config_of(base), HfTensors(base)
+    config, tensors = _config_in(base), HfTensors(base)
     check_hf_tensors(config, tensors.shapes, str(base))
     return _Source(config, {name: info.dtype for name, info in tensors.infos.items()}, _from_files(tensors, config))
 
@@ -178,8 +178,13 @@ def _checked(stored: StoredParams) -> StoredParams:
     return stored
 
 
-def _config_of(path: Path) -> ModelConfig:
-    hf_dir = hf_files_of(path)
+def _hf_dir(src: Path) -> Path:
+    """Config, tokenizer and processor; of an adapter that has none, with its model, which may be on the hub."""
+    alone = is_adapter(src) and not (src / HF_DIR).is_dir()
+    return hf_files_of(base_directory(src) if alone else src)
+
+
+def _config_in(hf_dir: Path) -> ModelConfig:
     return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / CONFIG_FILE))
 
 
@@ -247,6 +252,8 @@ class _ShardedWriter:
         if error is None:
             assert not self._waiting, "the checkpoint ended before the last shard"
             self._close()
+        elif self._file is not None:
+            self._file.__exit__(kind, error, trace)
 
 
 def main() -> None:

@@ -77,7 +77,9 @@ def packed():
     """A row of two prompts, of which one has branches."""
     random = np.random.default_rng(3)
     one, two, *branches = (Tokens(random.integers(0, 119, length).astype(np.int32)) for length in (7, 11, 5, 3, 4))
-    return pack_text([[RowSequence(one, tuple(branches)), RowSequence(two)]], [], [], CONFIG, 32)
+    return jax.tree.map(
+        jnp.asarray, pack_text([[RowSequence(one, tuple(branches)), RowSequence(two)]], [], [], CONFIG, 32)
+    )
 
 
 def value_and_gradient(model: Qwen3VL, kind, text):
