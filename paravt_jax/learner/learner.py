@@ -76,7 +76,7 @@ class Learner:
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._variant = variant_of(loss)
         self._temperature, self._num_steps = temperature, num_steps
-        self._structure, trainable, frozen = nnx.split(model, _trains(model, optim), ...)
+        self._structure, trainable, frozen = nnx.split(model, trained_part(model, optim), ...)
         wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
         if wrong:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
@@ -240,8 +240,8 @@ class Learner:
         return jax.jit(adam.init, out_shardings=shardings)(trainable)
 
 
-def _trains(model: Qwen3VL, optim: OptimConfig) -> Any:
-    """Adapters alone where there are any, else the kernels themselves."""
+def trained_part(model: Qwen3VL, optim: OptimConfig) -> Any:
+    """The filter of what trains: adapters alone where there are any, else the weights themselves."""
     if model.lora.rank:
         return nnx.LoRAParam
     return nnx.Param if optim.train_vision else LANGUAGE

@@ -40,7 +40,7 @@ class ModelWeights:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in merged_tensors(self.model):
-            yield name, np.asarray(jax.device_get(tensor)).astype(self.dtype, copy=False)
+            yield name, np.asarray(tensor.astype(self.dtype))  # cast before it travels
 
     def write(self, directory: Path) -> None:
         table = rules(self.model.config)
