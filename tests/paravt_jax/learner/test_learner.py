@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import model_port
 from model_port.adapters import adapter_shapes, add_adapter, new_adapter
@@ -297,7 +298,7 @@ def test_adapters_alone_move_and_the_reference_is_the_model_without_them(tiny_hf
     base, before, frozen = learner(tiny_hf).log_probs(batch), params(ours), jax.tree.leaves(ours.state.frozen)
     np.testing.assert_array_equal(ours.log_probs(batch), base)
     kl = [ours.update([StepPart([batch], COUNTS)], 3)["loss/kl_ref"] for _ in range(3)]
-    assert kl[0] == 0 and min(kl[1:]) > 1e-6
+    assert abs(kl[0]) < 1e-9 and min(kl[1:]) > 1e-6
     np.testing.assert_array_equal(ours.known(batch).ref_logp, base)
     after = params(ours)
     assert {path for path, value in before.items() if not np.array_equal(value, after[path])} == {
@@ -321,5 +322,5 @@ def test_adapters_learn_on_a_mesh_what_they_learn_on_one_device(tiny_hf, dialogu
         four = with_adapters(tiny_hf, mesh=mesh, params=begun)
         four.update([StepPart(packed, COUNTS)], 3)
     pair = flat_params(four.state.trainable)
-    assert pair["text.layers.mlp.down_lora.kernel_zf"].sharding.spec == (None, None, "tensor")
+    assert pair["text.layers.mlp.down_lora.kernel_zf"].sharding.spec == PartitionSpec(None, None, "tensor")
     assert_same_gradient(one, four)

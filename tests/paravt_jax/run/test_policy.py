@@ -50,6 +50,7 @@ def test_our_own_files_follow_the_settings_and_a_copied_run_may_keep_them(tiny_h
     assert "100352" in (wider.hf_files / "preprocessor_config.json").read_text()
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_in_float32_beside_weights_in_the_dtype_of_activations(tiny_hf, tmp_path):
     lora = LoraConfig(rank=3, alpha=6.0)
     policy = opened(tiny_hf, tmp_path, lora=lora)
@@ -63,6 +64,7 @@ def test_an_adapter_trains_in_float32_beside_weights_in_the_dtype_of_activations
     assert all(np.array_equal(value, again[path]) for path, value in begun.items())
 
 
+@pytest.mark.slow
 def test_an_adapter_as_the_model_trains_on_with_its_own_settings_only(tiny_hf, tmp_path):
     lora, config = LoraConfig(rank=3, alpha=6.0), model_port.load(tiny_hf).config
     policy, params, path = opened(tiny_hf, tmp_path, lora=lora), new_adapter(config, lora, seed=5), tmp_path / "adapter"
