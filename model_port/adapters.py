@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from model_port.config import LoraConfig, ModelConfig
-from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of
+from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
 from model_port.lora import LowRank, merged
 from model_port.model import Qwen3VL
 from model_port.safetensors_io import HfTensors, SafetensorsWriter
@@ -162,7 +162,7 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
 
 def read_adapter_info(directory: Path) -> AdapterInfo:
     path, known = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
-    said = json.loads(path.read_bytes())
+    said = read_adapter_config(directory)
     for key, supported in SUPPORTED.items():
         if (said.get(key) or supported) != supported:
             raise ValueError(f"{path}: {key}={said[key]!r} is not supported; supported is {supported!r}")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -20,10 +21,18 @@ def is_adapter(path: Path) -> bool:
 
 def base_of(adapter: Path) -> str:
     """The directory or hub id of the model that an adapter belongs to."""
-    base = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes()).get(BASE_KEY)
+    base = read_adapter_config(adapter).get(BASE_KEY)
     if not base:
         raise ValueError(f"{adapter / ADAPTER_CONFIG_FILE} does not say {BASE_KEY}, the model that it belongs to")
     return base
+
+
+def read_adapter_config(adapter: Path) -> dict[str, Any]:
+    path = adapter / ADAPTER_CONFIG_FILE
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is not valid JSON: {problem}") from None
 
 
 def hf_files_of(path: Path) -> Path:
