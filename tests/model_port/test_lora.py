@@ -188,6 +188,8 @@ def test_what_is_read_is_what_was_written(tiny_hf, on_disk):
     loaded = model_port.load(on_disk)
     assert loaded.lora == LORA
     np.testing.assert_array_equal(model_port.logits(loaded, IDS), model_port.logits(model, IDS))
+    half = flat_params(nnx.state(model_port.load(on_disk, "bfloat16"), nnx.Param))
+    assert {leaf.dtype.name for path, leaf in half.items() if "_lora." in path} == {"float32"}
 
 
 @pytest.mark.slow
