@@ -2,7 +2,7 @@
 
 Axis letters, used in annotations, einsum strings and parameter names alike:
 B packed rows · T query tokens · S key tokens · D width · N query heads · K key/value heads · H head dim · F ffn ·
-V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers
+V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers · Z rank of an adapter
 """
 
 import importlib

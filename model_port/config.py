@@ -6,6 +6,7 @@ is touched.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -111,6 +112,22 @@ class ModelConfig:
             self.vision.num_deepstack <= self.text.num_layers,
             f"{self.vision.num_deepstack} DeepStack maps need as many text layers, there are {self.text.num_layers}",
         )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank beside the kernels of the language layers: all that trains where there are any."""
+
+    rank: int = 0  # of every adapter; 0: none, and the kernels themselves train
+    alpha: float = 32.0  # an adapter counts alpha / rank times, so that one learning rate suits all ranks
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, f"lora.rank={self.rank} must be 0 or more")
+        _require(0 < self.alpha < math.inf, f"lora.alpha={self.alpha} must be a finite number above 0")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConfig:

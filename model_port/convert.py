@@ -38,7 +38,7 @@ from model_port.hf_files import (
     write_side_files,
 )
 from model_port.hub import transferring
-from model_port.layout import HF_DIR, INFO_FILE
+from model_port.layout import ADAPTER_CONFIG_FILE, HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
@@ -46,6 +46,7 @@ from model_port.safetensors_io import INDEX_FILE, HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched from the hub beside the side files
 METADATA_BYTES = 2**20  # on disk, beside parameters and side files
 
 
@@ -123,7 +124,7 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
         with transferring(f"downloading {src}"):
-            return Path(snapshot_download(str(src), allow_patterns=["*.safetensors", INDEX_FILE, *SIDE_FILES]))
+            return Path(snapshot_download(str(src), allow_patterns=[*WEIGHTS, *SIDE_FILES]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         reason = str(problem).strip().splitlines()[0]
         raise RuntimeError(

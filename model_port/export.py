@@ -1,34 +1,56 @@
 """A checkpoint, converted or trained, becomes a Hugging Face directory as if it had never left.
 
     python -m model_port.export --src CKPT_OR_RUN_CHECKPOINT --dst HF_DIR [--push-to-hub REPO] [--dtype bfloat16]
+    python -m model_port.export --src ADAPTER --dst DIR [--adapter]
 
 The bytes of a parameter are the bytes of its tensors one after the other, so they stream from blocks of the checkpoint
-into one output shard after the other; memory does not grow with the model.
+into one output shard after the other; memory does not grow with the model. An adapter is made part of its model tensor
+by tensor on the way, or with --adapter written alone, as PEFT reads it.
 """
 
 import argparse
 import json
 import math
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import jax
 import numpy as np
+import xxhash
 
+from model_port.adapters import (
+    add_to_sum,
+    check_base,
+    read_adapter,
+    read_adapter_info,
+    with_adapter,
+    write_adapter,
+)
 from model_port.card import CURVE_FILE, curve_of, make_card
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
-from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
+from model_port.hf_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    RECIPE_FILE,
+    base_model,
+    read_side_files,
+    with_dtype,
+    write_side_files,
+)
 from model_port.hub import check_hub_access
-from model_port.loading import abstract_model, abstract_params
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, hf_files_of, is_adapter, is_checkpoint
+from model_port.loading import abstract_model, abstract_params, base_directory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
 from model_port.push import add_push_flags, push
-from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
-from model_port.weights import num_params, rules
+from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, SafetensorsWriter
+from model_port.weights import check_hf_tensors, num_params, rules
 
 MAX_SHARD_GIB = 4.7  # just below the 5 GB of the published shards
 
@@ -49,15 +71,12 @@ def export(
     if not max_shard_gib > 0:
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
     check_replaceable(Path(dst), force, Path(src))
-    stored = StoredParams(src)
-    config = stored.config
-    stored.check(
-        config, {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), "float32").items()}
-    )
-    dtype = dtype or only_dtype(stored.dtypes, src)
+    source = _adapted(Path(src)) if is_adapter(Path(src)) else _stored(Path(src))
+    config, hf_dir = source.config, _hf_dir(Path(src))
+    dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
-    files = with_dtype(read_side_files(stored.hf_dir), dtype)
-    title, base = name or Path(dst).name, base_model(stored.hf_dir)
+    files = with_dtype(read_side_files(hf_dir), dtype)
+    title, base = name or Path(dst).name, base_model(hf_dir)
     files[CARD_FILE] = make_card(Path(src), title, base, dtype, has_recipe=RECIPE_FILE in files).encode()
     if (curve := curve_of(Path(src))) is not None:
         files[CURVE_FILE] = curve.read_bytes()
@@ -67,16 +86,106 @@ def export(
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
     with output_directory(dst, force=force, source=Path(src), needed_bytes=needed_bytes) as partial:
         with _ShardedWriter(partial, shards, storage) as writer, Meter("exporting", param_bytes, BYTES) as bar:
-            for rule in rules(config):
-                for block in stored.blocks(rule.path):
-                    writer.write(cast(block, storage, rule.hf))
-                    bar.update(block.size * storage.itemsize)
+            for tensor, block in source.blocks:
+                writer.write(cast(block, storage, tensor))
+                bar.update(block.size * storage.itemsize)
         if len(shards) > 1:
             weight_map = {tensor: shard.file_name for shard in shards for tensor in shard.shapes}
             index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_side_files(files, partial)
     return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+
+
+def export_adapter(
+    src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False
+) -> ConversionReport:
+    """Writes an adapter, such as that of a run's checkpoint, as PEFT has it; `dtype` is float32 by default."""
+    start_s, dtype, src = time.monotonic(), dtype or "float32", Path(src)
+    storage = parse_dtype(dtype)
+    if not is_adapter(src):
+        raise ValueError(f"{src} is no adapter: it has no {ADAPTER_CONFIG_FILE}; without --adapter a model is exported")
+    check_replaceable(Path(dst), force, src)
+    info, config = read_adapter_info(src), _config_in(_hf_dir(src))
+    params = read_adapter(src, config, info.lora.rank)
+    params = {path: cast(array, storage, path) for path, array in params.items()}
+    num_bytes = sum(array.nbytes for array in params.values())
+    with output_directory(dst, force=force, source=src, needed_bytes=num_bytes + METADATA_BYTES) as partial:
+        write_adapter(partial, config, info, params)
+    return ConversionReport(Path(dst), dtype, num_bytes // storage.itemsize, num_bytes, time.monotonic() - start_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What is exported: its blocks are the bytes of all tensors in their order, each with a name for messages."""
+
+    config: ModelConfig
+    dtypes: Mapping[str, np.dtype]
+    blocks: Iterator[tuple[str, np.ndarray]]
+
+
+def _stored(src: Path) -> _Source:
+    stored = _checked(StoredParams(src))
+    blocks = ((rule.hf, block) for rule in rules(stored.config) for block in stored.blocks(rule.path))
+    return _Source(stored.config, stored.dtypes, blocks)
+
+
+def _adapted(src: Path) -> _Source:
+    """An adapter and the model that it belongs to, which must be what it was when they trained together."""
+    info, base = read_adapter_info(src), _whole_tensors(base_directory(src))
+    trained = None if info.base.dtype is None else parse_dtype(info.base.dtype)
+    found = xxhash.xxh3_128()
+
+    def as_trained() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in base.blocks:
+            tensor = cast(tensor, trained or tensor.dtype, name)
+            add_to_sum(found, tensor)
+            yield name, tensor
+        check_base(src, info.base, found.hexdigest())
+
+    params = read_adapter(src, base.config, info.lora.rank)
+    blocks = ((name, np.asarray(t)) for name, t in with_adapter(as_trained(), base.config, info.lora, params))
+    return _Source(base.config, {BASE_KEY: trained} if trained else base.dtypes, blocks)
+
+
+def _whole_tensors(base: Path) -> _Source:
+    """A model in either form, of which a block is a tensor."""
+    if is_checkpoint(base):
+        stored = _checked(StoredParams(base))
+        return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
+    config, tensors = _config_in(base), HfTensors(base)
+    check_hf_tensors(config, tensors.shapes, str(base))
+    return _Source(config, {name: info.dtype for name, info in tensors.infos.items()}, _from_files(tensors, config))
+
+
+def _from_checkpoint(stored: StoredParams) -> Iterator[tuple[str, np.ndarray]]:
+    for rule in rules(stored.config):
+        store = stored.open(rule.path)
+        for layer, name in enumerate(rule.hf_names):
+            ours = store if rule.count is None else store[layer]
+            yield name, ours.read().result().reshape(rule.hf_shape)
+
+
+def _from_files(tensors: HfTensors, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    with tensors:
+        for rule in rules(config):
+            yield from ((name, tensors.read(name)) for name in rule.hf_names)
+
+
+def _checked(stored: StoredParams) -> StoredParams:
+    expected = abstract_params(abstract_model(stored.config), "float32")
+    stored.check(stored.config, {path: leaf.shape for path, leaf in expected.items()})
+    return stored
+
+
+def _hf_dir(src: Path) -> Path:
+    """Config, tokenizer and processor; of an adapter that has none, with its model, which may be on the hub."""
+    alone = is_adapter(src) and not (src / HF_DIR).is_dir()
+    return hf_files_of(base_directory(src) if alone else src)
+
+
+def _config_in(hf_dir: Path) -> ModelConfig:
+    return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / CONFIG_FILE))
 
 
 @dataclass
@@ -143,6 +252,8 @@ class _ShardedWriter:
         if error is None:
             assert not self._waiting, "the checkpoint ended before the last shard"
             self._close()
+        elif self._file is not None:
+            self._file.__exit__(kind, error, trace)
 
 
 def main() -> None:
@@ -150,8 +261,11 @@ def main() -> None:
         prog=prog_of("model_port.export"),
         description="Writes a checkpoint as a Hugging Face directory that transformers, vLLM and SGLang load.",
     )
-    parser.add_argument("--src", required=True, metavar="CKPT", help="a converted checkpoint, or RUN/checkpoints/N")
+    parser.add_argument(
+        "--src", required=True, metavar="CKPT", help="a converted checkpoint, RUN/checkpoints/N, or an adapter"
+    )
     parser.add_argument("--dst", required=True, metavar="HF_DIR", help="where to write it; must not exist")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, in the format of PEFT")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
     add_push_flags(parser, "with --push-to-hub: ")
@@ -159,11 +273,16 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
     add_debug_flag(parser)
     args = parser.parse_args()
+    if args.adapter and args.push_to_hub:
+        parser.error("--push-to-hub takes whole models; an adapter goes there with hf upload REPO HF_DIR")
     exit_on_sigterm()
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
     if args.push_to_hub is not None:
         check_hub_access(args.push_to_hub, public=args.public)
+    if args.adapter:
+        print(export_adapter(args.src, args.dst, args.dtype, force=args.force))
+        return
     report = export(
         args.src, args.dst, args.dtype, max_shard_gib=args.max_shard_gib, force=args.force, name=args.push_to_hub
     )

@@ -1,8 +1,12 @@
 """Where things lie in a checkpoint: the names, and whether a directory is one. Loads nothing."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
+ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE_KEY = "base_model_name_or_path"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -10,6 +14,29 @@ def is_checkpoint(path: Path) -> bool:
     return (path / PARAMS_DIR).is_dir()
 
 
+def is_adapter(path: Path) -> bool:
+    """An adapter in PEFT's format, or a checkpoint of a run that trains one."""
+    return (path / ADAPTER_CONFIG_FILE).is_file()
+
+
+def base_of(adapter: Path) -> str:
+    """The directory or hub id of the model that an adapter belongs to."""
+    base = read_adapter_config(adapter).get(BASE_KEY)
+    if not base:
+        raise ValueError(f"{adapter / ADAPTER_CONFIG_FILE} does not say {BASE_KEY}, the model that it belongs to")
+    return base
+
+
+def read_adapter_config(adapter: Path) -> dict[str, Any]:
+    path = adapter / ADAPTER_CONFIG_FILE
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is not valid JSON: {problem}") from None
+
+
 def hf_files_of(path: Path) -> Path:
-    """Config, tokenizer and processor of a checkpoint; of a Hugging Face directory that is itself."""
-    return path / HF_DIR if is_checkpoint(path) else path
+    """Config, tokenizer and processor: in a checkpoint, with the base of an adapter, or beside weights themselves."""
+    if is_checkpoint(path) or (is_adapter(path) and (path / HF_DIR).is_dir()):
+        return path / HF_DIR
+    return hf_files_of(Path(base_of(path))) if is_adapter(path) else path

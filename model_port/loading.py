@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from model_port.adapters import add_adapter, check_base, read_adapter, read_adapter_info, sum_of_base
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.inputs import (
     RowSequence,
@@ -23,7 +24,7 @@ from model_port.inputs import (
     split_frames,
 )
 from model_port.layers import DEFAULT_COMPUTE, Compute
-from model_port.layout import hf_files_of, is_checkpoint
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.safetensors_io import HfTensors
 from model_port.sharding import flat_params, shard_abstract
@@ -56,11 +57,14 @@ def with_params(model: Qwen3VL, params: dict[str, jax.Array]) -> Qwen3VL:
 def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3VL:
     """The model of a Hugging Face directory or a converted checkpoint, its parameters in `dtype`, spread over `mesh`.
 
-    Activations are computed in the same dtype; `model.compute` says so and can be replaced.
+    Activations are computed in the same dtype; `model.compute` says so and can be replaced. Of an adapter it is the
+    model that it belongs to, with the adapter beside it, which stays in float32.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     path = Path(path)
+    if is_adapter(path):
+        return _load_adapted(path, dtype, mesh)
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a converted checkpoint")
     hf_dir = hf_files_of(path)
@@ -73,6 +77,30 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         return with_params(model, restore_params(path, abstract))
     with HfTensors(path) as tensors:
         return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
+
+
+def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
+    info = read_adapter_info(path)
+    model = load(base_directory(path), dtype, mesh)
+    # In fewer bits than they had beside it the weights cannot be compared.
+    if info.base.dtype is not None and jnp.promote_types(dtype, info.base.dtype) == jnp.dtype(dtype):
+        check_base(path, info.base, sum_of_base(model, info.base.dtype))
+    add_adapter(model, info.lora, read_adapter(path, model.config, info.lora.rank), mesh)
+    return model
+
+
+def base_directory(adapter: Path) -> Path:
+    """Where the model is that an adapter belongs to; fetched from the hub where it is named by its id."""
+    from model_port.convert import source_directory  # which imports this
+
+    base, file = base_of(adapter), adapter / ADAPTER_CONFIG_FILE
+    try:
+        directory = source_directory(base, f"{BASE_KEY}=DIR in {file}")
+    except ValueError as problem:
+        raise ValueError(f"{BASE_KEY} of {file}: {problem}; put the model there, or change what is said") from None
+    if is_adapter(directory):
+        raise ValueError(f"{BASE_KEY} of {file} is {directory}, an adapter itself; name the model that both belong to")
+    return directory
 
 
 def logits(

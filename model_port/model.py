@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model_port.attention import Layout, attention_of
-from model_port.config import ModelConfig
+from model_port.config import LoraConfig, ModelConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import DEFAULT_COMPUTE, Compute, Index
 from model_port.text import TextTower, Visual
@@ -29,6 +29,8 @@ from model_port.vision import VisionTower
 
 class Qwen3VL(nnx.Module):
     """Both towers and how they are computed; call it for logits, or `see`, `hidden` and `text.logits` for the parts."""
+
+    lora: LoraConfig = LoraConfig()  # of the adapters that lora.py has put beside its kernels
 
     def __init__(self, config: ModelConfig, *, compute: Compute = DEFAULT_COMPUTE, rngs: nnx.Rngs):
         self.config = config

@@ -47,10 +47,11 @@ class HfTensors:
     Several threads may read at once.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE):
+        """`single_file` is the name of a file that has them all, where there is no index of several."""
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
-        shards, weight_map = _shards(self.directory)
+        shards, weight_map = _shards(self.directory, single_file)
         for shard in shards:
             self.infos.update(_read_header(shard))
         if weight_map is not None:
@@ -89,7 +90,7 @@ class HfTensors:
         self.close()
 
 
-def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, str] | None]:
     index_path = directory / INDEX_FILE
     if index_path.is_file():
         try:
@@ -103,9 +104,9 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"{directory}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:5])}"
             )
         return shards, weight_map
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE], None
-    raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    if (directory / single_file).is_file():
+        return [directory / single_file], None
+    raise ValueError(f"{directory} has neither {single_file} nor {INDEX_FILE}")
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

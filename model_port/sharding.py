@@ -24,6 +24,7 @@ PARAM_AXES: dict[str, str | None] = {
     "f": "tensor",  # ffn
     "d": "fsdp",  # width
     "h": None,  # head dim
+    "z": None,  # rank of an adapter
     "c": None,  # values of a patch; also the three of q, k, v
     "s": None,  # learned positions
 }

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from model_port.config import TextConfig
 from model_port.inputs import NOT_VISUAL
 from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
+from model_port.lora import LowRank, product
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
@@ -42,6 +43,11 @@ class Head(nnx.Module):
 
 
 class TextAttention(nnx.Module):
+    q_lora: LowRank | None = None
+    k_lora: LowRank | None = None
+    v_lora: LowRank | None = None
+    o_lora: LowRank | None = None
+
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, width, head_dim = config.num_layers, config.width, config.head_dim
         self.q_kernel_nhd = normal(rngs, (layers, config.num_heads, head_dim, width), scale)
@@ -52,16 +58,20 @@ class TextAttention(nnx.Module):
         self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
 
     def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
-        q = constrain(jnp.einsum("BTD,NHD->BTNH", x, cast(self.q_kernel_nhd, x)), "btnh")
-        k = constrain(jnp.einsum("BTD,KHD->BTKH", x, cast(self.k_kernel_khd, x)), "btkh")
-        v = constrain(jnp.einsum("BTD,KHD->BTKH", x, cast(self.v_kernel_khd, x)), "btkh")
+        q = constrain(product("BTD,NHD->BTNH", x, self.q_kernel_nhd, self.q_lora), "btnh")
+        k = constrain(product("BTD,KHD->BTKH", x, self.k_kernel_khd, self.k_lora), "btkh")
+        v = constrain(product("BTD,KHD->BTKH", x, self.v_kernel_khd, self.v_lora), "btkh")
         return rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn), v
 
     def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return jnp.einsum("BTNH,DNH->BTD", mixed, cast(self.o_kernel_dnh, mixed))
+        return product("BTNH,DNH->BTD", mixed, self.o_kernel_dnh, self.o_lora)
 
 
 class TextMlp(nnx.Module):
+    gate_lora: LowRank | None = None
+    up_lora: LowRank | None = None
+    down_lora: LowRank | None = None
+
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, width, ffn = config.num_layers, config.width, config.ffn_width
         self.gate_kernel_fd = normal(rngs, (layers, ffn, width), scale)
@@ -69,9 +79,9 @@ class TextMlp(nnx.Module):
         self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = constrain(jnp.einsum("BTD,FD->BTF", x, cast(self.gate_kernel_fd, x)), "btf")
-        up = constrain(jnp.einsum("BTD,FD->BTF", x, cast(self.up_kernel_fd, x)), "btf")
-        return jnp.einsum("BTF,DF->BTD", gated_silu(gate, up), cast(self.down_kernel_df, x))
+        gate = constrain(product("BTD,FD->BTF", x, self.gate_kernel_fd, self.gate_lora), "btf")
+        up = constrain(product("BTD,FD->BTF", x, self.up_kernel_fd, self.up_lora), "btf")
+        return product("BTF,DF->BTD", gated_silu(gate, up), self.down_kernel_df, self.down_lora)
 
 
 @jax.custom_vjp

@@ -6,6 +6,8 @@ is ever transposed, conversion is a copy of bytes, and the inverse needs no seco
 """
 
 import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,12 @@ import jax
 import numpy as np
 
 from model_port.config import ModelConfig
+from model_port.lora import layout_sides
 from model_port.safetensors_io import HfTensors
 
 LAYER = "{i}"
+PEFT_PREFIX = "base_model.model."  # before the name of what is adapted
+ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
 READ_BLOCK_BYTES = 64 * 2**20  # held at a time when only some columns of a tensor are wanted
 
 
@@ -34,6 +39,11 @@ class Rule:
     @property
     def hf_names(self) -> list[str]:
         return [self.hf] if self.count is None else [self.hf.replace(LAYER, str(i)) for i in range(self.count)]
+
+    def tensor(self, params: Mapping[str, Any], layer: int) -> Any:
+        """That of a layer, from parameters by path."""
+        ours = params[self.path] if self.count is None else params[self.path][layer]
+        return ours.reshape(self.hf_shape)
 
 
 def rules(config: ModelConfig) -> list[Rule]:
@@ -62,6 +72,20 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
     if not config.tie_embeddings:
         table.append(Rule("lm_head.weight", "text.head.kernel_vd", (c.vocab_size, c.width)))
     return table
+
+
+def adapter_rules(config: ModelConfig, rank: int) -> dict[str, tuple[Rule, Rule]]:
+    """The same of adapters, under the names of PEFT: A and B, by the path of the kernel that they lie beside."""
+    pairs = {}
+    for rule in _text_rules(config):
+        if rank and (kernel := ADAPTED.fullmatch(rule.path)):
+            (written, read), (num_out, num_in) = layout_sides(kernel[2]), rule.hf_shape
+            hf, ours = PEFT_PREFIX + rule.hf.removesuffix("weight"), f"{kernel[1]}_lora.kernel_"
+            pairs[rule.path] = (
+                Rule(f"{hf}lora_A.weight", f"{ours}z{read}", (rank, num_in), rule.count),
+                Rule(f"{hf}lora_B.weight", f"{ours}{written}z", (num_out, rank), rule.count),
+            )
+    return pairs
 
 
 def _vision_rules(config: ModelConfig) -> list[Rule]:
@@ -105,6 +129,13 @@ def _merger_rules(config: ModelConfig, hf: str, ours: str, norm_width: int, coun
         Rule(hf + "linear_fc2.weight", ours + "down_kernel_df", (out, merged), count),
         Rule(hf + "linear_fc2.bias", ours + "down_bias", (out,), count),
     ]
+
+
+def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Parameters by path as the tensors of the files, one at a time."""
+    for rule in rules(config):
+        for layer, name in enumerate(rule.hf_names):
+            yield name, rule.tensor(params, layer)
 
 
 def check_hf_tensors(config: ModelConfig, shapes: dict[str, tuple[int, ...]], source: str) -> None:

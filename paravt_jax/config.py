@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from model_port.config import LoraConfig
 from paravt_jax.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.chat_client import check_no_password
@@ -37,8 +38,9 @@ WRITTEN = "_written"  # attribute of loaded settings: the same as they were writ
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    path: str = "Qwen/Qwen3-VL-8B-Instruct"  # a Hugging Face directory or hub id, a converted checkpoint, or `tiny`
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations; the masters are float32
+    # A Hugging Face directory or hub id, a converted checkpoint, an adapter in PEFT's format, or `tiny`.
+    path: str = "Qwen/Qwen3-VL-8B-Instruct"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and frozen weights; masters are float32
     attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = "auto"  # xla: the plain one, to compare with
     remat: Literal["none", "full", "dots", "attention", "offload"] = "full"  # what of a layer is computed again
 
@@ -216,6 +218,7 @@ class Config:
     run_dir: str = "runs/default"  # all that a run leaves; started again with the same one, it goes on
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
@@ -251,6 +254,7 @@ class Config:
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"
         yield from _unsplit_rows(self.pack, self.mesh)
+        yield from _adapted_vision(self.lora, self.optim)
         if self.pack.row_tokens < self.rollout.max_context_tokens:
             yield (
                 f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="
@@ -270,6 +274,14 @@ class Config:
 def _unsplit_rows(pack: PackConfig, mesh: MeshConfig) -> Iterable[str]:
     if pack.num_rows % mesh.num_row_parts:
         yield f"pack.num_rows={pack.num_rows} must be a multiple of mesh.data x mesh.fsdp = {mesh.num_row_parts}"
+
+
+def _adapted_vision(lora: LoraConfig, optim: OptimConfig) -> Iterable[str]:
+    if lora.rank and optim.train_vision:
+        yield (
+            f"lora.rank={lora.rank} trains adapters of the language layers and nothing else, which "
+            f"optim.train_vision=true contradicts; turn one of them off"
+        )
 
 
 def _lone_judge(reward: RewardConfig, judge: JudgeConfig | None) -> Iterable[str]:
@@ -306,6 +318,7 @@ class SftConfig:
     run_dir: str = "runs/sft"  # all that a run leaves; started again with the same one, it goes on
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     video: VideoConfig = field(default_factory=_imitation_video)
@@ -318,7 +331,7 @@ class SftConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        for problem in _unsplit_rows(self.pack, self.mesh):
+        for problem in (*_unsplit_rows(self.pack, self.mesh), *_adapted_vision(self.lora, self.optim)):
             raise ValueError(problem)
         if self.sft.rows_per_step % self.pack.num_rows:
             raise ValueError(

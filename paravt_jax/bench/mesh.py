@@ -242,6 +242,7 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
     import jax
     from flax import nnx
 
+    from model_port.adapters import add_adapter, new_adapter
     from model_port.layers import Compute
     from model_port.loading import abstract_model, abstract_params, with_params
     from model_port.model import Qwen3VL
@@ -249,14 +250,19 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
     from paravt_jax.learner.learner import Learner
 
     policy = abstract_model(model, Compute(config.model.dtype, config.model.attention, remat=config.model.remat))
-    places = {path: leaf.sharding for path, leaf in abstract_params(policy, "float32", mesh).items()}
+    dtype = config.model.dtype if config.lora.rank else "float32"
+    places = {path: leaf.sharding for path, leaf in abstract_params(policy, dtype, mesh).items()}
 
     def random_params() -> dict[str, jax.Array]:
-        return flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
+        made = flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
+        return {path: leaf.astype(dtype) for path, leaf in made.items()}
 
     params = jax.jit(random_params, out_shardings=None if mesh is None else places)()
+    policy = with_params(policy, params)
+    if config.lora.rank:
+        add_adapter(policy, config.lora, new_adapter(model, config.lora, seed=0), mesh)
     return Learner(
-        with_params(policy, params),
+        policy,
         config.optim,
         config.loss,
         temperature=config.rollout.temperature,
@@ -340,6 +346,7 @@ def program_bytes(program: Any) -> int:
 
 
 def planned_program_bytes(plan: "Plan") -> int:
-    """The plan's estimate of the same for the largest program, which has the masters and no moments."""
+    """The plan's estimate of the same for the largest program, which has the weights and no moments."""
     phases = [phase.num_bytes for phase in plan.memory.phases if phase.name in PROGRAM_PHASES]
-    return plan.memory.resident["masters, float32"] + max(phases)
+    resident = plan.memory.resident
+    return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)

@@ -131,7 +131,12 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
-    model = model_record(config.model.path, policy.source)
+    if policy.adapter is not None and config.engine.kind == "sglang":
+        raise ValueError(
+            f"model.path={config.model.path} is an adapter, and servers of SGLang are given whole models: make it part "
+            f"of its model with python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
+        )
+    model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
     engine = await open_engine(

@@ -112,12 +112,12 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
         visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
         training = await Training.resume(
             directory,
+            policy,
             learner,
             stack,
             num_steps=config.sft.num_steps,
             beginning={"step": 0, "next_visit": 0},
             visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
-            hf_files=policy.hf_files,
             checkpoint=config.checkpoint,
             log=config.log,
             remarks=remarks,

@@ -2,7 +2,8 @@
 
 Masters and moments are float32, activations what the model computes in. Only what trains has gradients and moments:
 with the vision tower frozen its output is computed once per distinct frame of a batch, and shared by policy and
-reference. Every sum is over the whole step and divided once, so how a step is cut into batches changes nothing.
+reference; with adapters (model_port/lora.py) all weights but theirs are frozen and shared, and the reference is a copy
+of the adapters. Every sum is over the whole step and divided once, so how a step is cut into batches changes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ class Learner:
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._variant = variant_of(loss)
         self._temperature, self._num_steps = temperature, num_steps
-        self._structure, trainable, frozen = nnx.split(model, nnx.Param if optim.train_vision else LANGUAGE, ...)
+        self._structure, trainable, frozen = nnx.split(model, trained_part(model, optim), ...)
         wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
         if wrong:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
@@ -190,10 +191,11 @@ class Learner:
                     chunk_tokens=self.optim.head_chunk_tokens,
                 )
                 totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-            step = int(self.state.step)
-            self.state, grad_norm = programs.apply_gradients(
-                self.state, grads, numbers_at(self.optim, step, self._num_steps)
+            step, frozen = int(self.state.step), self.state.frozen
+            state, grad_norm = programs.apply_gradients(
+                replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self._num_steps)
             )
+            self.state = replace(state, frozen=frozen)  # the same arrays, which others may hold
         self._check_gradients()
         return jax.device_get(totals), float(grad_norm)
 
@@ -236,6 +238,13 @@ class Learner:
             transform_non_params=lambda _: everywhere,
         )
         return jax.jit(adam.init, out_shardings=shardings)(trainable)
+
+
+def trained_part(model: Qwen3VL, optim: OptimConfig) -> Any:
+    """The filter of what trains: adapters alone where there are any, else the weights themselves."""
+    if model.lora.rank:
+        return nnx.LoRAParam
+    return nnx.Param if optim.train_vision else LANGUAGE
 
 
 def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:

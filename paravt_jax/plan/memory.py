@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import Form, form_of, scanned
 from model_port.attention.blocked import score_blocks
-from model_port.config import ModelConfig, TextConfig
+from model_port.config import LoraConfig, ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
@@ -34,6 +35,8 @@ SCANNED_ARRAYS = 3  # of a pair of blocks: its scores, weights and their gradien
 BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2: XLA for TPU fuses one away
 PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
 PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
+
+NO_ADAPTERS = LoraConfig()
 
 Parts = dict[str, int]  # bytes by name
 
@@ -114,7 +117,7 @@ def memory_of(
     if sampler is not None:
         phases.append(Phase("rollout", device.sampling(sampler)))
         if sampler.beside_update:
-            phases.append(Phase("publish", {"next copy for sampling": device.item_bytes * device.num_params}))
+            phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes}))
     return Memory(device.resident(sampler), tuple(phases))
 
 
@@ -159,7 +162,14 @@ class _Device:
         return shard_values(param_shapes(self.model), self.config.mesh)
 
     @property
+    def adapted(self) -> bool:
+        """Do adapters train, and nothing else?"""
+        return self.config.lora.rank > 0
+
+    @property
     def num_trainable(self) -> int:
+        if self.adapted:
+            return shard_values(adapter_shapes(self.model, self.config.lora.rank), self.config.mesh)
         everything = self.config.optim.train_vision
         shapes = {p: shape for p, shape in param_shapes(self.model).items() if everything or p.startswith("text.")}
         return shard_values(shapes, self.config.mesh)
@@ -185,7 +195,9 @@ class _Device:
 
     def resident(self, sampler: SamplerShape | None) -> Parts:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
-        if self.num_params > self.num_trainable:
+        if self.adapted:
+            parts["frozen weights"] = self.item_bytes * self.num_params
+        elif self.num_params > self.num_trainable:
             parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
         parts["Adam moments, float32"] = MOMENTS * FLOAT32_BYTES * self.num_trainable
         if self.config.loss.kl_coef:
@@ -194,8 +206,13 @@ class _Device:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
             parts["key/value cache"] = slots * self.model.text.num_layers * self.cache_token_bytes
             if sampler.beside_update:
-                parts["copy for sampling"] = self.item_bytes * self.num_params
+                parts["copy for sampling"] = self.copied_bytes
         return parts
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of a copy to sample from: adapters alone, where the rest never changes."""
+        return self.item_bytes * (self.num_trainable if self.adapted else self.num_params)
 
     @property
     def cache_token_bytes(self) -> int:
@@ -219,15 +236,16 @@ class _Device:
     def backward(self) -> Parts:
         """What there is during all of the backward pass."""
         layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
-        kept = kept_by_text(self.local, self.compute)
+        kept = kept_by_text(self.local, self.compute, self.config.lora)
         if self.compute.remat == "offload":
             kept = replace(kept, layer_token=0.0)  # the inputs of the layers are on the host
         of_layers = layers * _total(kept.layer_token, kept.layer_pair, rows, row_tokens)
         parts = {
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
-            "gradient of the embedding, whole": self.table_values * self.item_bytes,
             "kept by the forward pass": of_layers,
         }
+        if not self.adapted:
+            parts["gradient of the embedding, whole"] = self.table_values * self.item_bytes
         if kept.layer_casts:
             parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.config.mesh.fsdp
         if self.config.optim.train_vision:
@@ -241,7 +259,7 @@ class _Device:
 
     def layer(self) -> Parts:
         """At the backward pass of a layer: all that its forward pass made, and gradients of the widest products."""
-        text, made = self.local.text, kept_by_text(self.local, replace(self.compute, remat="none"))
+        text, made = self.local.text, kept_by_text(self.local, replace(self.compute, remat="none"), self.config.lora)
         in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
         return {
             "one layer": _total(made.layer_token + in_flight, made.layer_pair, self.rows, self.batch.row_tokens),
@@ -271,14 +289,16 @@ class _Device:
         num_chunks = -(-actions // min(self.config.optim.head_chunk_tokens, actions))
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
-        kept = kept_by_text(self.local, self.compute)
-        return {
+        kept = kept_by_text(self.local, self.compute, self.config.lora)
+        parts = {
             "kept by the final norm": _total(kept.token, kept.pair, self.rows, self.batch.row_tokens),
             "head, gathered": self.table_values * self.item_bytes,
-            "gradient of the head, whole": self.table_values * FLOAT32_BYTES,
             "logits of a chunk": LOGITS_AT_ONCE * logits * FLOAT32_BYTES,
             "hidden states and gradient": 2 * hidden * self.item_bytes,
         }
+        if not self.adapted:
+            parts["gradient of the head, whole"] = self.table_values * FLOAT32_BYTES
+        return parts
 
     def seeing(self) -> Parts:
         """The frozen tower: a block at its widest, and the maps to hand out."""
@@ -290,7 +310,7 @@ class _Device:
     def sampling(self, sampler: SamplerShape) -> Parts:
         """A prompt is read in a row of its own, which is not split over devices; then all rows go on by one token."""
         rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
-        made = kept_by_text(self.local, replace(self.compute, remat="none"))
+        made = kept_by_text(self.local, replace(self.compute, remat="none"), self.config.lora)
         cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
         return {
             "reading a prompt": _total(made.layer_token, made.layer_pair, 1, prompt) + self.score_bytes(1, prompt),
@@ -315,7 +335,7 @@ def _local(model: ModelConfig, tensor: int) -> ModelConfig:
 
 
 @cache
-def kept_by_text(model: ModelConfig, compute: Compute) -> Kept:
+def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig) -> Kept:
     model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
     ids = _shape(1, PROBE_MERGED)
     text = TextBatch(ids, _shape(1, PROBE_MERGED, 3), ids, ids, ids)
@@ -323,7 +343,7 @@ def kept_by_text(model: ModelConfig, compute: Compute) -> Kept:
     visual = Visual(
         _shape(*table, dtype=compute.dtype), _shape(model.vision.num_deepstack, *table, dtype=compute.dtype)
     )
-    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual)
+    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual, lora=lora)
 
 
 @cache
@@ -353,19 +373,22 @@ def _kept(
     forward: Callable[..., Any],
     *inputs: Any,
     parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> Kept:
     """The residuals of a traced backward pass, told apart by their axes: layers, tokens, pairs of tokens."""
-    graphdef, params = nnx.split(abstract_model(model, compute))
+    policy = abstract_model(model, compute)
+    add_adapter(policy, lora, {p: _shape(*s, dtype="float32") for p, s in adapter_shapes(model, lora.rank).items()})
+    graphdef, params, frozen = nnx.split(policy, nnx.LoRAParam if lora.rank else nnx.Param, ...)
 
-    def backward(params: nnx.State, *inputs: Any) -> Any:
-        return jax.vjp(lambda params: forward(nnx.merge(graphdef, params))(*inputs), params)[1]
+    def backward(params: nnx.State, frozen: nnx.State, *inputs: Any) -> Any:
+        return jax.vjp(lambda params: forward(nnx.merge(graphdef, params, frozen))(*inputs), params)[1]
 
     sums: dict[tuple[bool, int], float] = {}
-    for leaf in jax.tree.leaves(jax.eval_shape(backward, params, *inputs)):
+    for leaf in jax.tree.leaves(jax.eval_shape(backward, params, frozen, *inputs)):
         of_layers = leaf.shape[:1] == (PROBE_LAYERS,)
         token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
-        if not token_axes and leaf.dtype == jnp.float32:
-            continue  # a master, which is there anyway
+        if not token_axes and (lora.rank or leaf.dtype == jnp.float32):
+            continue  # a master or what is frozen, which are there anyway
         key, num_bytes = (of_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
         share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
         sums[key] = sums.get(key, 0.0) + share

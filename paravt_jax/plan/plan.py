@@ -17,7 +17,7 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, Config, MeshConfig
 from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
 from paravt_jax.plan.memory import BatchShape, Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.workload import Workload, flops_of, layer_params, workload_of
+from paravt_jax.plan.workload import Workload, adapter_params, flops_of, layer_params, workload_of
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
@@ -46,6 +46,7 @@ DEVICES = {
         DeviceSpec("h100", 79.1, 989.0, 3.35),
         DeviceSpec("h200", 139.0, 989.0, 4.8),
         DeviceSpec("a100", 79.1, 312.0, 2.04),
+        DeviceSpec("l4", 22.0, 121.0, 0.3),
         DeviceSpec("v5p", 95.0, 459.0, 2.77, "tpu"),
         DeviceSpec("v6e", 31.2, 918.0, 1.64, "tpu"),
         DeviceSpec("cpu", None, None, None, "cpu"),
@@ -90,10 +91,10 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     """The dimensions of `model.path` without weights or network, and a remark where only its name says them."""
     if path == TINY:
         return tiny_config(), ()
-    if Path(path).is_dir():
-        hf_dir = hf_files_of(Path(path))
+    hf_dir = hf_files_of(Path(path))  # of an adapter it may be the id of its base
+    if hf_dir.is_dir():
         return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json")), ()
-    size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", path.lower())
+    size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", str(hf_dir).lower())
     if size is None:
         raise ValueError(
             f"model.path={path} is no directory here, and its name has none of the sizes {', '.join(PRESETS)}; "
@@ -112,6 +113,7 @@ def make_plan(
         sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
         for tower in ("text.", "vision.")
     )
+    trainable = adapter_params(config, model) or (text + vision if config.optim.train_vision else text)
     workload = workload_of(config, model)
     flops = flops_of(config, model, workload)
     memory = _memory(config, model, device)
@@ -119,7 +121,7 @@ def make_plan(
         mesh=config.mesh,
         device=device,
         utilisation=utilisation,
-        params=ParamCounts(text, vision, text + vision if config.optim.train_vision else text),
+        params=ParamCounts(text, vision, trainable),
         batch=_batch(config, model),
         memory=memory,
         workload=workload,

@@ -4,8 +4,10 @@ FLOPs are all that is computed: recomputation, padding, and what blocks of atten
 product of [a, b] and [b, c] has 2·a·b·c of them.
 """
 
+import math
 from dataclasses import dataclass
 
+from model_port.adapters import adapter_shapes
 from model_port.attention.blocked import score_blocks
 from model_port.config import ModelConfig
 from paravt_jax.config import Config
@@ -128,6 +130,10 @@ def layer_params(model: ModelConfig) -> int:
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
 
 
+def adapter_params(config: Config, model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in adapter_shapes(model, config.lora.rank).values())
+
+
 def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
     """The embedded engine reads a dialogue again at every turn, its frames too; servers find it in their caches."""
     embedded = config.engine.kind == "jax"
@@ -157,13 +163,19 @@ def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[st
     blocks = score_blocks(row, row, True) if by_blocks else [(slice(0, row), row)]
     pairs = sum((block.stop - block.start) * end for block, end in blocks)
     products = _product_flops(model, work.computed_rows * row)
+    adapters = 2.0 * adapter_params(config, model) * work.computed_rows * row
     attention = _attention_flops(model, work.computed_rows * pairs)
     head = _head_flops(model, work.num_episodes * work.response_tokens)
-    layers = products + attention
+    layers = products + adapters + attention
     forward = layers + head
+    backward = 2.0 * forward
+    if config.lora.rank:  # what is frozen has no gradients of its own
+        backward -= products + head
     # The head's logits are always computed again, scores also by the backward pass of the blocks itself.
     again = head + (attention / 2 if by_blocks else 0.0)
-    again += {"none": 0.0, "dots": attention, "attention": products if by_blocks else layers}.get(remat, layers)
+    again += {"none": 0.0, "dots": attention, "attention": layers - attention if by_blocks else layers}.get(
+        remat, layers
+    )
     seen = work.num_groups * work.frames * _frame_flops(config, model)
     known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
     passes = {"update, frames": seen * (1 + known)}
@@ -171,7 +183,7 @@ def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[st
         passes["update, reference"] = forward + (seen if config.optim.train_vision else 0.0)
     if known:
         passes["update, log-probs before"] = forward
-    passes["update, forward and backward"] = 3.0 * forward
+    passes["update, forward and backward"] = forward + backward
     passes["update, computed again"] = again
     if config.optim.train_vision:
         passes["update, frames backward"] = seen * (2 if remat == "none" else 3)

@@ -112,12 +112,12 @@ async def _resume(
     )
     return await Training.resume(
         directory,
+        policy,
         learner,
         stack,
         num_steps=num_steps if log is None else min(num_steps, log.last),
         beginning={"step": 0, "geometric_mask": False, "cursor": Cursor().to_record()},
         visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
-        hf_files=policy.hf_files,
         checkpoint=config.checkpoint,
         log=config.log,
         remarks=remarks,

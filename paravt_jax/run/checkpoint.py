@@ -1,10 +1,12 @@
 """RUN/checkpoints/N: the whole state of a learner after N updates, written in the background, whole or not there.
 
     N/params/, N/hf/      what `model_port.load` and `model_port.export` take
+    N/adapter_*           in the place of N/params, where adapters train: what PEFT and these two take
     N/optimizer/params/   every other array of the state, named by its path, in the same format
     N/state.json          scalars of the state, the trainer's progress, shapes of arrays, sums of files; written last
 
-Both `params` are what `orbax.checkpoint.StandardCheckpointer().restore` reads. They are written as raw blocks, from one
+What adapters lie beside is not stored, only where it was and the sum of its weights, which must be found again. Both
+`params` are what `orbax.checkpoint.StandardCheckpointer().restore` reads. They are written as raw blocks, from one
 copy on the host: orbax would copy that once more. A hidden directory is renamed at the end.
 
 A checkpoint is broken when a file is not there, is shorter or longer, or has other bytes than were written: it is set
@@ -21,16 +23,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import xxhash
+from flax import nnx
 
+from model_port.adapters import AdapterInfo, check_base, read_adapter, read_adapter_info, write_adapter
 from model_port.checkpoint import cast, write_params
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import read_hf_config
+from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
 from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory
@@ -55,10 +61,21 @@ class BrokenCheckpoint(Exception):
 class Checkpoints:
     """The checkpoints of one run; one process at a time."""
 
-    def __init__(self, directory: Path, hf_dir: Path, config: CheckpointConfig, say: Callable[[str], None]):
-        """`hf_dir` has the files beside the weights that every checkpoint carries; they are read here, once."""
+    def __init__(
+        self,
+        directory: Path,
+        hf_dir: Path,
+        config: CheckpointConfig,
+        say: Callable[[str], None],
+        adapter: AdapterInfo | None = None,
+    ):
+        """`hf_dir` has the files beside the weights that every checkpoint carries; they are read here, once.
+
+        `adapter` is what the learner trains, where it is not the model itself.
+        """
         self._directory, self._config, self._say = directory.absolute(), config, say
-        read_hf_config(hf_dir)  # refused now, not when the first checkpoint is exported
+        # Refused now, not when the first checkpoint is exported.
+        self._adapter, self._model = adapter, config_from_hf(read_hf_config(hf_dir), str(hf_dir))
         self._hf_files = read_side_files(hf_dir)
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in (".*.partial", ".*.removed"):  # of a process that was killed
@@ -83,7 +100,7 @@ class Checkpoints:
         if step in self.steps:
             return
         # On CPU this is a view, and an update does not take back what has one.
-        leaves = {name: np.asarray(leaf) for name, leaf in _named(learner.state).items()}
+        leaves = {name: np.asarray(leaf) for name, leaf in _named(self._stored(learner.state)).items()}
         record: dict[str, Any] = {
             "scalars": {name: leaf.item() for name, leaf in leaves.items() if not leaf.ndim},
             "shapes": {name: leaf.shape for name, leaf in leaves.items()},
@@ -122,9 +139,9 @@ class Checkpoints:
             directory = self._directory / str(step)
             try:
                 record = _read_record(directory)
-                _check_same(directory, record, old)
+                _check_same(directory, record, self._stored(old))
                 with Meter(f"loading {directory}"):
-                    learner.state = _read_state(directory, record, old)
+                    learner.state = self._read_state(directory, record, old)
             except BrokenCheckpoint as problem:
                 self._set_aside(directory, problem)
             else:
@@ -144,6 +161,16 @@ class Checkpoints:
         latest = f"step {self.steps[-1]} is tried next" if self.steps else "there is none before it"
         self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {aside.name}; {latest}.")
 
+    def _stored(self, state: TrainState) -> TrainState:
+        """The part of it that a checkpoint holds."""
+        return state if self._adapter is None else replace(state, frozen=nnx.State({}))
+
+    def _read_state(self, directory: Path, record: dict[str, Any], old: TrainState) -> TrainState:
+        if self._adapter is None:
+            return _read_state(directory, record, old)
+        state = _read_state(directory, record, self._stored(old), partial(_read_adapter, self._model, self._adapter))
+        return replace(state, frozen=old.frozen)
+
     def _write(self, step: int, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> str | None:
         """Why it failed. Not an exception: its traceback would hold the arrays."""
         dst, num_bytes = self._directory / str(step), sum(array.nbytes for array in arrays.values())
@@ -152,7 +179,10 @@ class Checkpoints:
                 for folder in (".", OPTIMIZER_DIR):
                     part = {path: arrays[name] for name in arrays for home, path in [_home(name)] if home == folder}
                     (partial / folder).mkdir(exist_ok=True)
-                    _write_arrays(partial / folder, part)
+                    if folder == "." and self._adapter is not None:
+                        write_adapter(partial, self._model, self._adapter, part)
+                    else:
+                        _write_arrays(partial / folder, part)
                 write_side_files(self._hf_files, partial / HF_DIR)
                 record = {**record, "files": _file_sums(partial)}
                 (partial / RECORD_FILE).write_text(json.dumps({**record, OWN_SUM: _record_sum(record)}))
@@ -278,16 +308,41 @@ def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> N
         )
 
 
-def _read_state(directory: Path, record: dict[str, Any], old: TrainState) -> TrainState:
-    """Every file is read once, and compared with its sum on the way."""
+def _read_adapter(model: ModelConfig, here: AdapterInfo, directory: Path) -> dict[str, np.ndarray]:
+    """The adapter of a checkpoint by name, where it is one of this run's, beside the same weights."""
+    there = read_adapter_info(directory)
+    if there.lora != here.lora:
+        raise ValueError(
+            f"{directory} is of lora.alpha={there.lora.alpha:g}, not {here.lora.alpha:g}; set it back, or choose "
+            f"another run_dir"
+        )
+    assert here.base.sum is not None
+    check_base(directory, there.base, here.base.sum)
+    return {f"params.{path}": array for path, array in read_adapter(directory, model, here.lora.rank).items()}
+
+
+def _read_state(
+    directory: Path,
+    record: dict[str, Any],
+    old: TrainState,
+    read_params: Callable[[Path], dict[str, np.ndarray]] = lambda _: {},
+) -> TrainState:
+    """Every file is read once, and compared with its sum on the way. `read_params` are those of other formats."""
     files = record["files"]
     _check_sizes(directory, files)
     with ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checkpoint") as pool:
         _check_files(directory, files, [name for name in files if not BLOCK.search(name)], pool)
 
+        params = read_params(directory)
+
         def read(name: str, leaf: jax.Array) -> jax.Array:
             scalar = record["scalars"].get(name)
-            stored = _read_array(directory, files, name, pool) if scalar is None else np.array(scalar, leaf.dtype)
+            if name in params:
+                stored = params[name]
+            elif scalar is None:
+                stored = _read_array(directory, files, name, pool)
+            else:
+                stored = np.array(scalar, leaf.dtype)
             leaf.delete()
             # What was on no device in particular stays so: it must suit the mesh that the others are on.
             return jax.device_put(cast(stored, np.dtype(leaf.dtype), name), leaf.sharding if leaf.committed else None)

@@ -6,11 +6,14 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, read_adapter_info, sum_of_base
 from model_port.attention import form_of
+from model_port.config import LoraConfig
 from model_port.convert import source_directory
-from model_port.hf_files import RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
+from model_port.hf_files import HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
-from model_port.layout import hf_files_of
+from model_port.layout import base_of, hf_files_of, is_adapter
+from model_port.loading import base_directory
 from model_port.model import Qwen3VL
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
@@ -24,6 +27,7 @@ from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 HF_FILES_DIR = "hf_files"
+NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +40,18 @@ class Policy:
     hf_files: Path  # config, tokenizer, processor and template, with this run's bounds of pixels
     source: Path  # a Hugging Face directory or a converted checkpoint
     compute: Compute
+    name: str = ""  # of the source, by which others find it
+    adapter: Path | None = None  # what lies beside it already
+    lora: LoraConfig = NO_ADAPTERS  # what is to train beside it
+    seed: int = 0  # of what begins at random
 
     def load(self) -> Qwen3VL:
-        """With float32 masters, on the mesh."""
-        with Meter(f"loading {self.source}"):
-            model = model_port.load(self.source, "float32", self.mesh)
+        """On the mesh, with float32 masters; of what adapters freeze, in the dtype of activations."""
+        dtype = self.compute.dtype if self.lora.rank else "float32"
+        with Meter(f"loading {self.adapter or self.source}"):
+            model = model_port.load(self.adapter or self.source, dtype, self.mesh)
+        if self.lora.rank and self.adapter is None:
+            add_adapter(model, self.lora, new_adapter(model.config, self.lora, self.seed), self.mesh)
         model.compute = self.compute
         return model
 
@@ -51,20 +62,40 @@ class Policy:
         form = form_of(self.compute.attention, row_tokens, machine)
         return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
+    def adapter_info(self, model: Qwen3VL) -> AdapterInfo | None:
+        """Of the adapter that trains, if one does; all weights of its base are read for it."""
+        dtype = self.compute.dtype
+        if not self.lora.rank:
+            return None
+        return AdapterInfo(self.lora, AdapterBase(self.name, dtype, sum_of_base(model, dtype)))
+
 
 async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
     """What a run says of its policy, opened; its parameters are not read yet."""
     say(f"loading {config.model.path}")
-    recipe = recipe_of(config)
-    policy = await in_thread(lambda: open_policy(config.model, config.mesh, recipe, seed=config.seed, run_dir=run_dir))
-    for difference in differences(hf_files_of(policy.source), recipe):
+    recipe, lora = recipe_of(config), None if isinstance(config, EvalConfig) else config.lora
+    policy = await in_thread(
+        lambda: open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
+    )
+    for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
         say(difference)
     return policy
 
 
-def open_policy(model: PolicyConfig, mesh: MeshConfig, recipe: Recipe, *, seed: int, run_dir: Path) -> Policy:
-    """`recipe` is how the run asks it; `seed` is that of a tiny model made here."""
-    source = _source(model.path, seed, run_dir)
+def open_policy(
+    model: PolicyConfig,
+    mesh: MeshConfig,
+    recipe: Recipe,
+    lora: LoraConfig | None = None,
+    *,
+    seed: int,
+    run_dir: Path,
+) -> Policy:
+    """`recipe` is how the run asks it; `seed` is that of what begins at random. Without `lora` nothing trains."""
+    source, name, adapter = _source(model.path, seed, run_dir), model.path, None
+    if is_adapter(source):
+        adapter, source, name = source, base_directory(source), base_of(source)
+        _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_dir), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
     if contract.unit_px != recipe.rollout.token_px:
@@ -78,8 +109,29 @@ def open_policy(model: PolicyConfig, mesh: MeshConfig, recipe: Recipe, *, seed: 
         with output_directory(hf_files, force=True, source=source) as directory:
             write_side_files(files, directory)
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor) if mesh.num_devices > 1 else None
-    compute = Compute(model.dtype, model.attention, remat=model.remat)
-    return Policy(devices, contract, Chat.from_hf(hf_files), hf_files, source, compute)
+    return Policy(
+        mesh=devices,
+        contract=contract,
+        chat=Chat.from_hf(hf_files),
+        hf_files=hf_files,
+        source=source,
+        compute=Compute(model.dtype, model.attention, remat=model.remat),
+        name=name if HUB_ID.fullmatch(name) and not Path(name).is_dir() else str(source.absolute()),
+        adapter=adapter,
+        lora=lora or NO_ADAPTERS,
+        seed=seed,
+    )
+
+
+def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
+    """One that is to train on is what the settings say."""
+    there = read_adapter_info(adapter).lora
+    if lora is not None and lora != there:
+        raise ValueError(
+            f"the adapter {adapter} has rank {there.rank} and alpha {there.alpha:g}, not lora.rank={lora.rank} and "
+            f"lora.alpha={lora.alpha:g}: set lora.rank={there.rank} lora.alpha={there.alpha:g} to train it on, or "
+            f"make it part of its model first with python -m model_port.export --src {adapter} --dst DIR"
+        )
 
 
 def _holds(directory: Path, files: dict[str, bytes]) -> bool:

@@ -19,6 +19,7 @@ from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import changed_settings, held, write_settings
 from paravt_jax.run.log import RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
+from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import say, stop_on_signals
 from paravt_jax.run.threads import in_thread, unless_stopped
 
@@ -79,13 +80,13 @@ class Training:
     async def resume(
         cls,
         directory: RunDirectory,
+        policy: Policy,
         learner: Learner,
         stack: AsyncExitStack,
         *,
         num_steps: int,
         beginning: Progress,
         visits: tuple[str, str],
-        hf_files: Path,
         checkpoint: CheckpointConfig,
         log: LogConfig,
         remarks: Sequence[str],
@@ -95,7 +96,8 @@ class Training:
         `visits` are the fingerprint of the order of the data, and the settings that it follows from. The settings are
         written here: from now on the run is what they say.
         """
-        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, hf_files, checkpoint, say)
+        adapter = await in_thread(lambda: policy.adapter_info(learner.model))
+        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, policy.hf_files, checkpoint, say, adapter)
         stack.callback(checkpoints.close)
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}

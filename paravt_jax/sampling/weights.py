@@ -9,24 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from model_port.adapters import merged_tensors
 from model_port.model import Qwen3VL
 from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
-from model_port.sharding import flat_params
-from model_port.weights import Rule, num_params, rules
+from model_port.weights import num_params, rules
 
 
 def sampling_model(model: Qwen3VL, dtype: str, *, copied: bool) -> Qwen3VL:
-    """The policy as the embedded engine samples from it: a copy, where an update may take the arrays meanwhile."""
+    """The policy as the embedded engine samples from it: a copy, where an update may take the arrays meanwhile.
+
+    It takes none of those that adapters lie beside, so of such a policy the adapters alone are copied.
+    """
     if not copied:
         return model
-    graphdef, params = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), params))
+    graphdef, changing, kept = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), changing), kept)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The weights of a model as it is now. `dtype` is what is sent, by default that of the model's computations."""
+    """The weights of a model as it is now, adapters merged into them. `dtype` is what is sent."""
 
     model: Qwen3VL
     dtype: np.dtype
@@ -36,24 +39,17 @@ class ModelWeights:
         return num_params(self.model.config) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        params = flat_params(nnx.state(self.model))
-        for rule in self._rules:
-            for layer, name in enumerate(rule.hf_names):
-                stacked = params[rule.path]
-                ours = stacked if rule.count is None else stacked[layer]
-                yield name, np.asarray(jax.device_get(ours)).reshape(rule.hf_shape).astype(self.dtype, copy=False)
+        for name, tensor in merged_tensors(self.model):
+            yield name, np.asarray(tensor.astype(self.dtype))  # cast before it travels
 
     def write(self, directory: Path) -> None:
-        shapes = {name: (self.dtype, rule.hf_shape) for rule in self._rules for name in rule.hf_names}
+        table = rules(self.model.config)
+        shapes = {name: (self.dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
         _write(directory, shapes, self.tensors())
 
     def on_host(self) -> "HostWeights":
         """A copy that outlives the model's arrays, which the next update takes."""
         return HostWeights({name: np.array(tensor) for name, tensor in self.tensors()})
-
-    @property
-    def _rules(self) -> list[Rule]:
-        return rules(self.model.config)
 
 
 @dataclass(frozen=True, eq=False)

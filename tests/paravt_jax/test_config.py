@@ -235,6 +235,12 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["reward.answer_suffix=false"], r"reward\.answer_suffix is no setting"),
         (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss pulls nowhere"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
+        (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),
+        (["lora.rank=8", "lora.alpha=0"], r"lora\.alpha=0\.0 must be a finite number above 0"),
+        (
+            ["lora.rank=8", "optim.train_vision=true"],
+            r"lora\.rank=8 trains adapters .*optim\.train_vision=true contradicts",
+        ),
         (["checkpoint.keep=0"], r"checkpoint\.keep=0 must be at least 1"),
     ],
 )

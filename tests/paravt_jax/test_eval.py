@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from training import ROOT
 
+import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, new_adapter, write_adapter
+from model_port.config import LoraConfig
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.eval import RESULTS_FILE, run_eval, table
 from paravt_jax.miniature.model import make_model
@@ -91,3 +94,15 @@ def test_settings_that_contradict_each_other_are_refused(world):
         config_of(world, "data.validation=")
     with pytest.raises(ValueError, match=r"eval\.frame_budgets"):
         config_of(world, "eval.frame_budgets=[0]")
+
+
+@pytest.mark.slow
+def test_servers_are_not_given_half_of_an_adapted_model(world, tmp_path):
+    config = model_port.load(world / "tiny.hf").config
+    lora = LoraConfig(rank=3)
+    write_adapter(
+        tmp_path, config, AdapterInfo(lora, AdapterBase(str(world / "tiny.hf"))), new_adapter(config, lora, seed=0)
+    )
+    overrides = (f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}", "engine.kind=sglang")
+    with pytest.raises(ValueError, match=r"is an adapter, and servers of SGLang are given whole models"):
+        asyncio.run(run_eval(config_of(world, *overrides)))

@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import model_port
+from model_port.adapters import adapter_shapes, add_adapter, new_adapter
+from model_port.config import LoraConfig
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh
 from paravt_jax.learner.learner import Learner, StepPart
@@ -19,6 +22,7 @@ from paravt_jax.learner.variants import StepCounts
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 LOSS = LossConfig(kl_coef=0.0)
 PROGRAMS = (see, score, add_gradients, apply_gradients)
+LORA = LoraConfig(rank=3)
 ONE_ROW = Shape(num_rows=1, row_tokens=96, row_patches=16)
 
 
@@ -281,3 +285,43 @@ def test_eight_devices_make_the_same_update_as_one(tiny_hf, dialogues, frames):
             table.sharding.spec == jax.tree.leaves(_mu(eight))[0].sharding.spec or len(table.sharding.device_set) == 8
         )
     assert_same_gradient(one, eight)
+
+
+def with_adapters(tiny_hf, loss=LOSS, mesh=None, params=None) -> Learner:
+    model = model_port.load(tiny_hf, mesh=mesh)
+    add_adapter(model, LORA, params or new_adapter(model.config, LORA, seed=0), mesh)
+    return Learner(model, OPTIM, loss, temperature=0.7, mesh=mesh)
+
+
+@pytest.mark.slow
+def test_adapters_alone_move_and_the_reference_is_the_model_without_them(tiny_hf, dialogues, frames):
+    ours, (batch,) = with_adapters(tiny_hf, LossConfig(kl_coef=0.1)), batches(tiny_hf, dialogues, frames)
+    base, before, frozen = learner(tiny_hf).log_probs(batch), params(ours), jax.tree.leaves(ours.state.frozen)
+    np.testing.assert_array_equal(ours.log_probs(batch), base)
+    kl = [ours.update([StepPart([batch], COUNTS)], 3)["loss/kl_ref"] for _ in range(3)]
+    assert abs(kl[0]) < 1e-9 and min(kl[1:]) > 1e-6
+    np.testing.assert_array_equal(ours.known(batch).ref_logp, base)
+    after = params(ours)
+    assert {path for path, value in before.items() if not np.array_equal(value, after[path])} == {
+        path for path in before if "_lora." in path
+    }
+    assert all(one is other for one, other in zip(jax.tree.leaves(ours.state.frozen), frozen, strict=True))
+    num_adapters = sum(value.size for path, value in before.items() if "_lora." in path)
+    assert sum(leaf.size for leaf in jax.tree.leaves((_mu(ours), ours._ref))) == 2 * num_adapters
+    assert ours.imitate([batch], NUM_TOKENS)["loss/imitation"] > ours.imitate([batch], NUM_TOKENS)["loss/imitation"]
+
+
+@pytest.mark.slow
+def test_adapters_learn_on_a_mesh_what_they_learn_on_one_device(tiny_hf, dialogues, frames):
+    alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
+    packed = batches(tiny_hf, alone, frames, Shape(num_rows=4, row_tokens=40, row_patches=16))
+    random, shapes = np.random.default_rng(4), adapter_shapes(model_port.load(tiny_hf).config, LORA.rank)
+    begun = {path: (0.05 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
+    one, mesh = with_adapters(tiny_hf, params=begun), make_mesh(data=1, fsdp=2, tensor=2)
+    one.update([StepPart(packed, COUNTS)], 3)
+    with jax.set_mesh(mesh):
+        four = with_adapters(tiny_hf, mesh=mesh, params=begun)
+        four.update([StepPart(packed, COUNTS)], 3)
+    pair = flat_params(four.state.trainable)
+    assert pair["text.layers.mlp.down_lora.kernel_zf"].sharding.spec == PartitionSpec(None, None, "tensor")
+    assert_same_gradient(one, four)

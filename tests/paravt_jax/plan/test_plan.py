@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from model_port.attention import scanned
-from model_port.config import ModelConfig, TextConfig, VisionConfig, preset
+from model_port.config import LoraConfig, ModelConfig, TextConfig, VisionConfig, preset
 from model_port.loading import abstract_model, abstract_params
 from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
@@ -57,6 +57,8 @@ CASES = {
     "full, scanned": (MID, (2, 2, 1), 256, "full", "scanned"),
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
+    "adapters": (MID, (1, 2, 2), 512, "full", "scanned"),
+    "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
 
 
@@ -65,7 +67,8 @@ def case(name: str) -> tuple[ModelConfig, Config]:
     rows = 2 if mesh[1] == 2 else 1
     policy = PolicyConfig(dtype="float32", remat=remat, attention=attention)
     optim = OptimConfig(train_vision=name == "trainable vision")
-    return model, config_of(mesh, rows=rows, row_tokens=row_tokens, model=policy, optim=optim)
+    lora = LoraConfig(rank=16 if name.startswith("adapters") else 0)
+    return model, config_of(mesh, rows=rows, row_tokens=row_tokens, model=policy, optim=optim, lora=lora)
 
 
 @pytest.mark.slow
@@ -89,15 +92,20 @@ def test_the_comparison_would_notice_the_wrong_remat(name, remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train_vision", [False, True])
-def test_what_is_always_there_is_what_a_learner_holds(train_vision):
+@pytest.mark.parametrize("trains", ["language", "vision", "adapters"])
+def test_what_is_always_there_is_what_a_learner_holds(trains):
     config = config_of(
-        (1, 2, 2), rows=1, row_tokens=256, loss=LossConfig(kl_coef=0.1), optim=OptimConfig(train_vision=train_vision)
+        (1, 2, 2),
+        rows=1,
+        row_tokens=256,
+        loss=LossConfig(kl_coef=0.1),
+        optim=OptimConfig(train_vision=trains == "vision"),
+        lora=LoraConfig(rank=16 if trains == "adapters" else 0),
     )
     learner = make_learner(config, MID, make_mesh(1, 2, 2))
     held = {
         "masters, float32": learner.state.trainable,
-        "frozen vision tower, float32": learner.state.frozen,
+        "frozen weights" if trains == "adapters" else "frozen vision tower, float32": learner.state.frozen,
         "Adam moments, float32": [part for part in jax.tree.leaves(learner.state.opt_state) if part.ndim],
         "reference": learner._ref,
     }
@@ -142,8 +150,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_named():
 
 
 @pytest.mark.slow
-def test_flops_are_those_of_the_traced_update(monkeypatch):
-    config = config_of((1, 1, 1), rows=2, row_tokens=1024)
+@pytest.mark.parametrize("rank", [0, 16])
+def test_flops_are_those_of_the_traced_update(rank, monkeypatch):
+    config = config_of((1, 1, 1), rows=2, row_tokens=1024, lora=LoraConfig(rank))
     plan = make_plan(config, MID, device=CPU)
     counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID), monkeypatch)
     assert plan.flops["update, frames"] == pytest.approx(counted["see"], rel=0.02)

@@ -19,7 +19,9 @@ import pytest
 from flax import nnx
 
 import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.checkpoint import flattened
+from model_port.config import LoraConfig
 from model_port.export import export
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
@@ -64,9 +66,9 @@ def bits(learner) -> dict[str, tuple]:
 
 
 @contextmanager
-def opened(directory, tiny_hf, keep=3, said=None):
+def opened(directory, tiny_hf, keep=3, said=None, adapter=None):
     checkpoints = Checkpoints(
-        directory, tiny_hf, CheckpointConfig(keep=keep), [].append if said is None else said.append
+        directory, tiny_hf, CheckpointConfig(keep=keep), [].append if said is None else said.append, adapter
     )
     try:
         yield checkpoints
@@ -116,6 +118,50 @@ def test_training_goes_on_bit_for_bit(axes, tiny_hf, tmp_path):
     assert bits(after) == saved
     assert [update(after, packed) for _ in range(2)] == metrics
     assert bits(after) == bits(before)
+
+
+def adapted(tiny_hf, seed) -> tuple[Learner, AdapterInfo]:
+    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
+    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+    add_adapter(model, lora, new_adapter(model.config, lora, seed))
+    return Learner(model, OPTIM, LossConfig(kl_coef=0.0), temperature=0.7), info
+
+
+@pytest.mark.slow
+def test_adapters_go_on_bit_for_bit_beside_a_base_that_is_not_stored(tiny_hf, tmp_path):
+    packed, (before, info), (after, _) = batches(tiny_hf), adapted(tiny_hf, seed=0), adapted(tiny_hf, seed=1)
+    update(before, packed)
+    with opened(tmp_path, tiny_hf, adapter=info) as checkpoints:
+        saved = bits(before)
+        checkpoints.save(before, PROGRESS)
+        metrics = update(before, packed)  # while it is being written
+        checkpoints.wait()
+        assert checkpoints.restore(after) == PROGRESS
+    assert bits(after) == saved != bits(before)
+    ids, source = np.arange(5, 50), tmp_path / "1"
+    loaded = model_port.load(source)
+    assert np.array_equal(model_port.logits(loaded, ids), model_port.logits(after.model, ids))
+    assert update(after, packed) == metrics and bits(after) == bits(before)
+    assert list(verify(source)) == [(source, "")] and not (source / "params").exists()
+    assert sum(path.stat().st_size for path in source.rglob("*") if path.is_file()) < 2**20 < 4 * 10**6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (dict(base=AdapterBase("other", "float32", "0" * 32)), "was trained beside the weights of .* these are others"),
+        (dict(lora=LoraConfig(3, 7.0)), r"is of lora\.alpha=6, not 7"),
+    ],
+)
+def test_adapters_do_not_go_on_as_something_else(changed, said, tiny_hf, tmp_path):
+    ours, info = adapted(tiny_hf, seed=0)
+    with opened(tmp_path, tiny_hf, adapter=info) as checkpoints:
+        checkpoints.save(ours, PROGRESS)
+    with opened(tmp_path, tiny_hf, adapter=replace(info, **changed)) as checkpoints:
+        with pytest.raises(ValueError, match=said):
+            checkpoints.restore(ours)
+        assert checkpoints.steps == [0]
 
 
 @pytest.mark.slow

@@ -3,8 +3,15 @@
 import shutil
 from dataclasses import replace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
+import model_port
+from model_port.adapters import new_adapter, write_adapter
+from model_port.config import LoraConfig
+from model_port.sharding import flat_params
 from paravt_jax.config import MeshConfig, PolicyConfig
 from paravt_jax.run.policy import HF_FILES_DIR, open_policy
 from paravt_jax.run.recipe import Recipe
@@ -12,8 +19,8 @@ from paravt_jax.run.recipe import Recipe
 RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
 
 
-def opened(model_path, run_dir, recipe=RECIPE):
-    return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), recipe, seed=0, run_dir=run_dir)
+def opened(model_path, run_dir, recipe=RECIPE, lora=None):
+    return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), recipe, lora, seed=0, run_dir=run_dir)
 
 
 def test_a_model_that_lies_in_the_run_directory_is_read_and_stays(tiny_hf, tmp_path):
@@ -51,3 +58,31 @@ def test_our_own_files_follow_the_settings_and_a_copied_run_may_keep_them(tiny_h
     assert (moved / HF_FILES_DIR / "notes.txt").exists()
     wider = opened(tiny_hf, tmp_path / "run", Recipe(min_pixels=1024, max_pixels=100_352))
     assert "100352" in (wider.hf_files / "preprocessor_config.json").read_text()
+
+
+@pytest.mark.slow
+def test_an_adapter_trains_in_float32_beside_weights_in_the_dtype_of_activations(tiny_hf, tmp_path):
+    lora = LoraConfig(rank=3, alpha=6.0)
+    policy = opened(tiny_hf, tmp_path, lora=lora)
+    model = policy.load()
+    dtypes = {path: leaf.dtype for path, leaf in flat_params(nnx.state(model, nnx.Param)).items()}
+    assert {dtype for path, dtype in dtypes.items() if "_lora." in path} == {jnp.dtype("float32")}
+    assert {dtype for path, dtype in dtypes.items() if "_lora." not in path} == {jnp.dtype("bfloat16")}
+    again, info = opened(tiny_hf, tmp_path, lora=lora).load(), policy.adapter_info(model)
+    assert info.base.name == str(tiny_hf) and info == policy.adapter_info(again)
+    begun, again = (flat_params(nnx.state(one, nnx.LoRAParam)) for one in (model, again))
+    assert all(np.array_equal(value, again[path]) for path, value in begun.items())
+
+
+@pytest.mark.slow
+def test_an_adapter_as_the_model_trains_on_with_its_own_settings_only(tiny_hf, tmp_path):
+    lora, config = LoraConfig(rank=3, alpha=6.0), model_port.load(tiny_hf).config
+    policy, params, path = opened(tiny_hf, tmp_path, lora=lora), new_adapter(config, lora, seed=5), tmp_path / "adapter"
+    path.mkdir()
+    write_adapter(path, config, policy.adapter_info(policy.load()), params)
+    found = flat_params(nnx.state(opened(path, tmp_path, lora=lora).load(), nnx.LoRAParam))
+    assert all(np.array_equal(found[name], value) for name, value in params.items())
+    assert opened(path, tmp_path).load().lora == lora  # as an evaluation opens it
+    for other in (LoraConfig(), LoraConfig(rank=3)):
+        with pytest.raises(ValueError, match=r"has rank 3 and alpha 6, .*set lora\.rank=3 lora\.alpha=6"):
+            opened(path, tmp_path, lora=other)

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import model_port
+from model_port.adapters import add_adapter, new_adapter
+from model_port.config import LoraConfig
 from model_port.processing import VisionContract, expand_placeholders
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-from model_port.sharding import make_mesh
+from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
-from paravt_jax.sampling.weights import ModelWeights
+from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.picture import Picture
@@ -226,6 +229,21 @@ def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_pat
     assert load_file(tmp_path / "model.safetensors").keys() == expected.keys()
     half = ModelWeights(model, np.dtype(jnp.bfloat16))
     assert half.num_bytes * 2 == weights.num_bytes
+
+
+def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tiny_hf):
+    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3)
+    begun = new_adapter(model.config, lora, seed=0)
+    add_adapter(model, lora, {path: value + 0.1 for path, value in begun.items()})
+    copy = sampling_model(model, "float32", copied=True)
+    params, copied = (flat_params(nnx.state(one)) for one in (model, copy))
+    shared = {path for path in params if params[path] is copied[path]}
+    assert shared == {path for path in params if "_lora." not in path}
+    sent = dict(ModelWeights(copy, np.dtype(np.float32)).tensors())
+    name = "model.language_model.layers.2.mlp.down_proj.weight"
+    a, b = (params[f"text.layers.mlp.down_lora.kernel_{side}"][2] for side in ("zf", "dz"))
+    expected = params["text.layers.mlp.down_kernel_df"][2] + lora.scale * b @ a
+    np.testing.assert_allclose(sent[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(tiny_hf, contract):

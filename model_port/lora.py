@@ -1,0 +1,54 @@
+"""Adapters of low rank beside the kernels of the language layers (LoRA, arXiv 2106.09685).
+
+Of x a kernel makes W x, and the pair beside it adds alpha / rank · B (A x): the two are multiplied with x, never with
+each other. A begins at random and B at zero, so that a model computes with a new adapter what it computed without. A
+pair is stacked like its kernel and named like it: beside `q_kernel_nhd` lies `q_lora.kernel_zd`, which is A, and
+`q_lora.kernel_nhz`, which is B.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from model_port.layers import cast
+from model_port.sharding import constrain
+
+
+class LowRank(nnx.Module):
+    """The pair beside one stacked kernel."""
+
+    def __init__(self, layout: str, a: Any, b: Any, scale: float):
+        """`layout` is that of the kernel, such as "nhd"."""
+        self.written, self.read = layout_sides(layout)
+        self.scale = scale
+        setattr(self, f"kernel_z{self.read}", nnx.LoRAParam(a))
+        setattr(self, f"kernel_{self.written}z", nnx.LoRAParam(b))
+
+    def __call__(self, x: Float[Array, "B T *read"]) -> Float[Array, "B T *written"]:
+        read, written = self.read.upper(), self.written.upper()
+        a, b = getattr(self, f"kernel_z{self.read}"), getattr(self, f"kernel_{self.written}z")
+        inner = constrain(jnp.einsum(f"BT{read},Z{read}->BTZ", x, cast(a, x)), "btz")
+        return jnp.einsum(f"BTZ,{written}Z->BT{written}", self.scale * inner, cast(b, x))
+
+
+def layout_sides(layout: str) -> tuple[str, str]:
+    """The axes that a kernel of a language layer writes, and those that it reads: one side is always the width."""
+    return ("d", layout[1:]) if layout.startswith("d") else (layout[:-1], layout[-1])
+
+
+def product(equation: str, x: Array, kernel: nnx.Param, lora: LowRank | None) -> Array:
+    """What a layer does with one of its kernels, and what an adapter adds to that."""
+    plain = jnp.einsum(equation, x, cast(kernel, x))
+    return plain if lora is None else plain + lora(x)
+
+
+@jax.jit
+def merged(
+    kernel: Float[Array, "out in"], a: Float[Array, "z in"], b: Float[Array, "out z"], scale: Float[Array, ""] | float
+) -> Float[Array, "out in"]:
+    """W + scale · B A of one tensor of the files, in at least float32."""
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    return kernel.astype(wide) + scale * jnp.matmul(b, a, precision="highest").astype(wide)

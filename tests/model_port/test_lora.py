@@ -1,0 +1,317 @@
+"""Adapters: what they add, what trains, how they lie on disk, and that PEFT reads and writes the same."""
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import model_port
+from model_port.adapters import (
+    AdapterBase,
+    AdapterInfo,
+    adapter_shapes,
+    add_adapter,
+    merged_tensors,
+    new_adapter,
+    read_adapter,
+    read_adapter_info,
+    sum_of_base,
+    write_adapter,
+)
+from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig, VisionConfig
+from model_port.convert import convert
+from model_port.export import export, export_adapter
+from model_port.inputs import RowSequence, Tokens, pack_text
+from model_port.layers import Compute
+from model_port.loading import with_params
+from model_port.model import Qwen3VL
+from model_port.sharding import check_divisible, flat_params, param_spec
+from model_port.weights import adapter_rules, rules
+
+CONFIG = ModelConfig(
+    TextConfig(3, 24, 28, 6, 2, head_dim=8, vocab_size=131, mrope_sections=(2, 1, 1)),
+    VisionConfig(2, 16, 20, 2, 24, (0,), num_positions=25, patch_px=4),
+    tie_embeddings=True,
+    **dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123),
+)
+LORA = LoraConfig(rank=3, alpha=7.0)
+COMPUTES = {
+    "scan": Compute(attention="xla", remat="dots"),
+    "unrolled, remat": Compute(attention="blocked", scan=False, remat="full"),
+    "scanned attention, remat": Compute(attention="scanned", remat="attention"),
+}
+
+
+def trained(config: ModelConfig, lora: LoraConfig = LORA, seed: int = 1) -> dict[str, np.ndarray]:
+    """An adapter in which nothing is zero."""
+    random = np.random.default_rng(seed)
+    shapes = adapter_shapes(config, lora.rank)
+    return {path: (0.1 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
+
+
+def adapted(model: Qwen3VL, params=None, lora: LoraConfig = LORA) -> Qwen3VL:
+    add_adapter(model, lora, trained(model.config, lora) if params is None else params)
+    return model
+
+
+def merged_model(model: Qwen3VL) -> Qwen3VL:
+    """A model without adapters, from the tensors that an adapted one is exported as."""
+    tensors = {name: np.asarray(tensor) for name, tensor in merged_tensors(model)}
+    plain = Qwen3VL(model.config, rngs=nnx.Rngs(0))
+    shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(plain)).items()}
+    params = {r.path: np.stack([tensors[name] for name in r.hf_names]) for r in rules(model.config)}
+    return with_params(plain, {path: jnp.asarray(params[path].reshape(shape)) for path, shape in shapes.items()})
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """A row of two prompts, of which one has branches."""
+    random = np.random.default_rng(3)
+    one, two, *branches = (Tokens(random.integers(0, 119, length).astype(np.int32)) for length in (7, 11, 5, 3, 4))
+    return jax.tree.map(
+        jnp.asarray, pack_text([[RowSequence(one, tuple(branches)), RowSequence(two)]], [], [], CONFIG, 32)
+    )
+
+
+def value_and_gradient(model: Qwen3VL, kind, text):
+    weight = np.random.default_rng(5).standard_normal((*text.tokens.shape, CONFIG.text.width)).astype(np.float32)
+    graphdef, wanted, rest = nnx.split(model, kind, ...)
+
+    def objective(wanted):
+        hidden = nnx.merge(graphdef, wanted, rest).hidden(text)
+        return jnp.sum(jnp.where(text.segment_ids[..., None] > 0, hidden * weight, 0))
+
+    value, gradient = jax.jit(jax.value_and_grad(objective))(wanted)
+    return float(value), {path: np.asarray(leaf) for path, leaf in flat_params(gradient).items()}
+
+
+@pytest.fixture(scope="module")
+def by_merging(packed):
+    return value_and_gradient(merged_model(adapted(Qwen3VL(CONFIG, rngs=nnx.Rngs(2)))), nnx.Param, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPUTES)
+def test_an_adapter_has_value_and_chain_rule_of_the_merged_kernels(name, packed, by_merging):
+    """dA = scale · Bᵀ dW and dB = scale · dW Aᵀ, whatever way it is computed."""
+    model = adapted(Qwen3VL(CONFIG, compute=COMPUTES[name], rngs=nnx.Rngs(2)))
+    value, gradient = value_and_gradient(model, nnx.LoRAParam, packed)
+    expected_value, of_kernels = by_merging
+    assert value == pytest.approx(expected_value, rel=1e-5)
+    params = trained(CONFIG)
+    assert len(gradient) == 2 * 7
+    for rule in rules(CONFIG):
+        if pair := adapter_rules(CONFIG, LORA.rank).get(rule.path):
+            for layer in range(CONFIG.text.num_layers):
+                d_kernel = rule.tensor(of_kernels, layer)
+                (a, b), got = ([side.tensor(arrays, layer) for side in pair] for arrays in (params, gradient))
+                for found, chained in zip(got, (b.T @ d_kernel, d_kernel @ a.T), strict=True):
+                    error = np.linalg.norm(found - LORA.scale * chained)
+                    assert error <= 1e-5 * np.linalg.norm(found), rule.path
+
+
+def test_a_new_adapter_changes_no_bit_of_what_a_model_computes(tiny_hf):
+    ids = np.arange(5, 44)
+    model = model_port.load(tiny_hf)
+    before = model_port.logits(model, ids)
+    add_adapter(model, LORA, new_adapter(model.config, LORA, seed=0))
+    np.testing.assert_array_equal(model_port.logits(model, ids), before)
+    changed = {
+        path: array + np.float32(path.endswith("z")) for path, array in new_adapter(model.config, LORA, 0).items()
+    }
+    assert np.abs(model_port.logits(adapted(model, changed), ids) - before).max() > 0.1
+
+
+def test_a_model_without_adapters_has_no_sign_of_them(packed):
+    graphdef, params = nnx.split(Qwen3VL(CONFIG, rngs=nnx.Rngs(2)))
+    assert not [path for path in flat_params(params) if "lora" in path]
+    program = jax.make_jaxpr(lambda params: nnx.merge(graphdef, params).hidden(packed))(params)
+    kernels = sum(rule.path in adapter_rules(CONFIG, 1) for rule in rules(CONFIG))
+    model = adapted(Qwen3VL(CONFIG, rngs=nnx.Rngs(2)))
+    graphdef, params = nnx.split(model)
+    beside = jax.make_jaxpr(lambda params: nnx.merge(graphdef, params).hidden(packed))(params)
+    products = [str(jaxpr).count("dot_general") for jaxpr in (program, beside)]
+    assert products[1] - products[0] == 2 * kernels
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_pair_lies_beside_every_kernel_of_a_layer_and_is_split_like_it(name):
+    config, rank = PRESETS[name], 64
+    shapes = adapter_shapes(config, rank)
+    for kernel, (a, b) in adapter_rules(config, rank).items():
+        whole = next(rule for rule in rules(config) if rule.path == kernel)
+        assert (b.hf_shape[0], a.hf_shape[1]) == whole.hf_shape and a.hf_shape[0] == b.hf_shape[1] == rank
+        for side in (a, b):
+            assert math.prod(shapes[side.path]) == math.prod(side.hf_shape) * side.count
+            spec = param_spec(side.path, len(shapes[side.path]))
+            assert spec[side.path.rpartition("_")[2].index("z") + 1] is None
+            check_divisible(side.path, shapes[side.path], spec, dict(data=1, fsdp=64, tensor=8))
+    assert sorted({kernel.rpartition(".")[2] for kernel in adapter_rules(config, rank)}) == sorted(
+        [
+            "q_kernel_nhd",
+            "k_kernel_khd",
+            "v_kernel_khd",
+            "o_kernel_dnh",
+            "gate_kernel_fd",
+            "up_kernel_fd",
+            "down_kernel_df",
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def on_disk(tiny_hf, tmp_path_factory) -> Path:
+    """A trained adapter beside the tiny model, as a run's checkpoint has it."""
+    directory = tmp_path_factory.mktemp("adapter")
+    model = model_port.load(tiny_hf)
+    base = AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32"))
+    write_adapter(directory, model.config, AdapterInfo(LORA, base), trained(model.config))
+    return directory
+
+
+IDS = np.random.default_rng(7).integers(5, 900, 37)
+
+
+def test_what_is_read_is_what_was_written(tiny_hf, on_disk):
+    model = adapted(model_port.load(tiny_hf))
+    found = read_adapter(on_disk, model.config, LORA.rank)
+    for path, expected in trained(model.config).items():
+        np.testing.assert_array_equal(found[path], expected)
+    loaded = model_port.load(on_disk)
+    assert loaded.lora == LORA
+    np.testing.assert_array_equal(model_port.logits(loaded, IDS), model_port.logits(model, IDS))
+    half = flat_params(nnx.state(model_port.load(on_disk, "bfloat16"), nnx.Param))
+    assert {leaf.dtype.name for path, leaf in half.items() if "_lora." in path} == {"float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["hf", "checkpoint"])
+def test_an_export_is_the_model_with_its_adapter_in_it(form, tiny_hf, on_disk, tmp_path):
+    adapter = on_disk
+    if form == "checkpoint":
+        convert(tiny_hf, tmp_path / "ckpt")
+        adapter = shutil.copytree(on_disk, tmp_path / "adapter")
+        rebased(adapter, tmp_path / "ckpt")
+    export(adapter, tmp_path / "hf", "float32")
+    expected = {name: np.asarray(tensor) for name, tensor in merged_tensors(model_port.load(on_disk))}
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        np.testing.assert_allclose(tensor, expected[name], atol=1e-6)
+    difference = model_port.logits(model_port.load(tmp_path / "hf"), IDS) - model_port.logits(
+        model_port.load(on_disk), IDS
+    )
+    assert np.abs(difference).max() < 1e-5
+
+
+def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
+    export_adapter(on_disk, tmp_path / "same")
+    export_adapter(on_disk, tmp_path / "half", "bfloat16")
+    one, other = (load_file(path / "adapter_model.safetensors") for path in (on_disk, tmp_path / "same"))
+    assert (
+        all(np.array_equal(one[name], other[name]) for name in one)
+        and read_adapter_info(tmp_path / "same").lora == LORA
+    )
+    sizes = [(tmp_path / name / "adapter_model.safetensors").stat().st_size for name in ("same", "half")]
+    assert sizes[1] < 0.6 * sizes[0]
+    model = model_port.load(on_disk)
+    assert np.abs(model_port.logits(model_port.load(tmp_path / "half"), IDS) - model_port.logits(model, IDS)).max() > 0
+
+
+def rebased(adapter: Path, base: Path, **changes) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)} | changes))
+
+
+def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_disk, tmp_path):
+    other, adapter = shutil.copytree(tiny_hf, tmp_path / "other"), shutil.copytree(on_disk, tmp_path / "adapter")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.language_model.norm.weight"] = tensors["model.language_model.norm.weight"] * 1.001
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    rebased(adapter, other)
+    with pytest.raises(ValueError, match=r"was trained beside the weights of .*, and these are others"):
+        model_port.load(adapter)
+    with pytest.raises(ValueError, match="was trained beside the weights of"):
+        export(adapter, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    rebased(adapter, tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"base_model_name_or_path of .* is not a directory"):
+        export(adapter, tmp_path / "hf")
+    rebased(adapter, on_disk)
+    with pytest.raises(ValueError, match="an adapter itself"):
+        model_port.load(adapter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_rslora": True}, "use_rslora=True is not supported"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern="),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; supported is 'LORA'"),
+        ({"r": 5}, r"lora_A.weight \(3, 128\) is no adapter of rank 5"),
+    ],
+)
+def test_an_adapter_that_means_something_else_is_refused(changes, said, on_disk, tmp_path):
+    adapter = shutil.copytree(on_disk, tmp_path / "adapter")
+    rebased(adapter, json.loads((on_disk / "adapter_config.json").read_text())["base_model_name_or_path"], **changes)
+    with pytest.raises(ValueError, match=said):
+        model_port.load(adapter)
+
+
+def test_a_model_is_no_adapter(tiny_hf, tmp_path):
+    with pytest.raises(ValueError, match=r"is no adapter: it has no adapter_config\.json"):
+        export_adapter(tiny_hf, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def peft():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("peft")
+
+
+def reference_logits(hf_dir: Path, wrapped) -> np.ndarray:
+    """Of transformers' model with what `wrapped` makes of it."""
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = wrapped(Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32)).eval()
+        return model(input_ids=torch.from_numpy(IDS)[None]).logits[0].numpy()
+
+
+@pytest.mark.slow
+def test_peft_computes_the_same_from_our_files(peft, tiny_hf, on_disk):
+    expected = reference_logits(tiny_hf, lambda model: peft.PeftModel.from_pretrained(model, on_disk))
+    got = model_port.logits(model_port.load(on_disk), IDS)
+    assert np.abs(got - expected).max() <= 1e-5
+    assert np.abs(got - model_port.logits(model_port.load(tiny_hf), IDS)).max() > 0.1
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_is_read_and_what_it_leaves_out_adds_nothing(peft, tiny_hf, tmp_path):
+    import torch
+
+    def with_some(model):
+        settings = peft.LoraConfig(r=5, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+        model, random = peft.get_peft_model(model, settings), torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+        model.save_pretrained(tmp_path / "theirs")
+        return model
+
+    expected = reference_logits(tiny_hf, with_some)
+    loaded = model_port.load(tmp_path / "theirs")
+    assert loaded.lora == LoraConfig(5, 8.0)
+    assert np.abs(model_port.logits(loaded, IDS) - expected).max() <= 1e-5
+    assert not flat_params(nnx.state(loaded))["text.layers.attn.k_lora.kernel_zd"].any()
