@@ -7,7 +7,7 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.run.command import add_changes_flag, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 
 
 async def sft(config: SftConfig, *, allow_changes: bool = False) -> None:
@@ -27,10 +27,16 @@ def main() -> None:
     parser = config_parser(
         "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
     )
+    add_plan_flags(parser)
     add_changes_flag(parser)
     args = parser.parse_intermixed_args()
     config = read_config(parser, args, SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE")
     if config is None:
+        return
+    if args.plan:
+        from paravt_jax.plan.tables import imitation_plan_of
+
+        print(imitation_plan_of(config, args.device))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.run.command import add_changes_flag, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
 
 
@@ -32,8 +32,17 @@ def main() -> None:
         "paravt_jax.train",
         "Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
     )
-    parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
-    parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
+    add_plan_flags(parser)
+    parser.add_argument(
+        "--service",
+        type=Path,
+        metavar="FILE",
+        help="for --plan: service times of the servers as `python -m paravt_jax.bench rollout --json FILE` measured "
+        "them, in place of the accelerator's",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="for --plan: draw what every split of the devices takes"
+    )
     add_changes_flag(parser)
     parser.add_argument(
         "--replay",
@@ -47,13 +56,15 @@ def main() -> None:
     if args.replay is not None and args.config is None:
         args.config = args.replay / SETTINGS_FILE
         args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]
+    if not args.plan and (args.service or args.plot):
+        parser.error("--service and --plot are of --plan; add it")
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
-        print(plan_of(config, args.device))
+        print(plan_of(config, args.device, service=args.service, plot=args.plot))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

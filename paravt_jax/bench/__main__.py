@@ -23,6 +23,7 @@ BENCHES = {
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
     "mesh": "one update on every mesh of N devices: time, efficiency, memory; --plan-only estimates any size",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
+    "simulation": "simulated steps beside real ones: the smoke run on one and two real SGLang servers, and embedded",
     "soak": "the smoke run for hours: memory, open files, threads and the time of a step",
     "video": "frames of a video, decoded and again from memory, beside qwen_vl_utils with decord",
 }

@@ -17,7 +17,7 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, Config, MeshConfig
 from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
 from paravt_jax.plan.memory import BatchShape, Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.workload import Workload, adapter_params, flops_of, layer_params, workload_of
+from paravt_jax.plan.workload import Workload, adapter_params, flops_of, workload_of
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
@@ -82,7 +82,6 @@ class Plan:
     workload: Workload
     flops: dict[str, float]  # of a step, over all devices, by pass
     update_s: float | None
-    rollout_s: float | None  # at least
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -127,7 +126,6 @@ def make_plan(
         workload=workload,
         flops=flops,
         update_s=_update_s(config, flops, device, utilisation),
-        rollout_s=_rollout_s(config, model, workload, flops, device, utilisation),
         fit=_fit(config, model, memory, device),
         assumptions=tuple(_assumptions(config, workload, device, utilisation)),
     )
@@ -164,25 +162,6 @@ def _update_s(config: Config, flops: dict[str, float], device: DeviceSpec, utili
         return None
     total = sum(value for name, value in flops.items() if name.startswith("update"))
     return total / (config.mesh.num_devices * device.peak_tflops * 1e12 * utilisation)
-
-
-def _rollout_s(
-    config: Config, model: ModelConfig, work: Workload, flops: dict[str, float], device: DeviceSpec, utilisation: float
-) -> float | None:
-    """Of the embedded engine: the devices of `tensor` share a prompt; a token reads all weights and the whole cache."""
-    if config.engine.kind != "jax" or config.model.dtype != "bfloat16":
-        return None
-    if device.peak_tflops is None or device.memory_tb_per_s is None:
-        return None
-    text, tensor, rows = model.text, config.mesh.tensor, config.engine.max_rows
-    reading_s = (flops["rollout, frames"] + flops["rollout, reading"]) / (
-        tensor * device.peak_tflops * 1e12 * utilisation
-    )
-    weight_bytes = 2 * (layer_params(model) + text.vocab_size * text.width) / tensor
-    slots = rows * config.rollout.max_context_tokens
-    cache_bytes = 2 * 2 * slots * text.num_layers * text.num_kv_heads * text.head_dim / config.mesh.num_devices
-    num_steps = -(-work.sampled_tokens // rows)
-    return reading_s + num_steps * (weight_bytes + cache_bytes) / (device.memory_tb_per_s * 1e12)
 
 
 def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:

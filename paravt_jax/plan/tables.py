@@ -4,37 +4,105 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from paravt_jax.config import Config
+from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
-from paravt_jax.plan.plan import DEVICES, UTILISATION, Plan, make_plan, model_config
+from paravt_jax.plan.plan import DEVICES, UTILISATION, DeviceSpec, Plan, make_plan, model_config
+from paravt_jax.plan.rollouts import RolloutPlan, Split, make_rollout_plan
+from paravt_jax.plan.service import load_service
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100", utilisation: float = UTILISATION) -> str:
-    """The plan of a config as text, for a device by its name."""
+def plan_of(
+    config: Config,
+    device: str = "h100",
+    utilisation: float = UTILISATION,
+    service: Path | None = None,
+    plot: Path | None = None,
+) -> str:
+    """The plan of a config as text, for a device by its name.
+
+    `service` is a file of measured service times of the engine, in place of the device's; `plot` one to draw in.
+    """
+    model, remarks = model_config(config.model.path)
+    plan = make_plan(config, model, device=_known(device), utilisation=utilisation)
+    rollouts = make_rollout_plan(config, model, plan, None if service is None else load_service(service))
+    if plot is not None:
+        _draw(config, plan, rollouts, plot)
+    assumptions = (*remarks, *plan.assumptions, *(() if rollouts is None else rollouts.assumptions))
+    return render(replace(plan, assumptions=assumptions), rollouts)
+
+
+def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
+    """The same of a cold start."""
+    model, remarks = model_config(config.model.path)
+    plan = make_imitation_plan(config, model, _known(device))
+    return render_imitation(replace(plan, assumptions=(*remarks, *plan.assumptions)))
+
+
+def _known(device: str) -> DeviceSpec:
     if device not in DEVICES:
         raise ValueError(f"--device {device} is not known; known are {', '.join(DEVICES)}")
-    model, remarks = model_config(config.model.path)
-    plan = make_plan(config, model, device=DEVICES[device], utilisation=utilisation)
-    return render(replace(plan, assumptions=(*remarks, *plan.assumptions)))
+    return DEVICES[device]
 
 
-def render(plan: Plan) -> str:
+def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) -> None:
+    if rollouts is None or len(rollouts.splits) < 2:
+        raise ValueError(
+            f"--plot {path} has nothing to compare: the learner and engine.kind={config.engine.kind} can share "
+            f"{plan.mesh.num_devices} of {plan.device.name} in one way only, or its seconds are not known"
+        )
+    from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second
+
+    draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", path)
+
+
+def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
     """For a terminal of 100 columns."""
-    mesh, device = plan.mesh, plan.device
-    devices = f"{mesh.num_devices} x {device.name}" + (f" of {device.memory_gib} GiB" if device.memory_gib else "")
     blocks = [
-        [f"{devices}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"],
+        [_title(plan.mesh, plan.device)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         _step_lines(plan),
+        _simulated_lines(plan, rollouts),
         ["what fits", *_wrapped(_fit_lines(plan))],
         ["assumed", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def render_imitation(plan: ImitationPlan) -> str:
+    """For a terminal of 100 columns."""
+    batch = plan.batch
+    rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
+    for num_rows, batches, seconds in plan.steps:
+        pflop = batches * sum(plan.flops.values()) / 1e15
+        remark = "sft.rows_per_step" if num_rows == plan.config.sft.rows_per_step else ""
+        tokens = f"{num_rows * batch.row_tokens:,}"
+        rows.append([str(num_rows), str(batches), tokens, f"{pflop:.2f}", _seconds(seconds), remark])
+    verdict = {None: "is not judged", True: "fits", False: "DOES NOT FIT"}[plan.fits]
+    peak_gib, usable_gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
+    blocks = [
+        [_title(plan.config.mesh, plan.device)],
+        ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
+        _memory_lines(plan.memory),
+        ["a step by its rows", *_aligned(rows)],
+        [
+            "what fits",
+            f"  {batch.num_rows} x {batch.row_tokens:,} tokens {verdict}: {peak_gib:.2f} of {usable_gib:.1f} GiB",
+        ],
+        ["assumed", *_wrapped(plan.assumptions)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _title(mesh: MeshConfig, device: DeviceSpec) -> str:
+    devices = f"{mesh.num_devices} x {device.name}" + (f" of {device.memory_gib} GiB" if device.memory_gib else "")
+    return f"{devices}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -85,9 +153,37 @@ def _step_lines(plan: Plan) -> list[str]:
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
         ["seconds of the update", _seconds(plan.update_s)],
-        ["seconds of the rollout, at least", _seconds(plan.rollout_s)],
     ]
     return ["a typical step", *_aligned(rows)]
+
+
+def _simulated_lines(plan: Plan, rollouts: RolloutPlan | None) -> list[str]:
+    if rollouts is None:
+        return ["a step of the run", "  not simulated: no service times are known"]
+    known = plan.update_s is not None
+    head = ["learner + servers", "rollout", "update", "publish", "step", "idle", ""]
+    rows = [head, *(_split_cells(split, rollouts, known) for split in rollouts.splits or (rollouts.now,))]
+    bound = f"bound by {rollouts.best.times.bound_by}"
+    if not known:
+        bound = "at least: the seconds of the update are not known"
+    elif rollouts.splits and rollouts.best != rollouts.now:
+        bound = f"take {_devices(rollouts.best)}, {bound}: {rollouts.now.times.step_s:.1f} s as the config has it"
+    source = "measured service times" if rollouts.measured else f"the table of {plan.device.name}"
+    return [f"a step of the run, simulated with {source}, seconds", *_aligned(rows), f"  {bound}"]
+
+
+def _split_cells(split: Split, rollouts: RolloutPlan, known: bool) -> list[str]:
+    times = split.times
+    remark = "config" if split == rollouts.now and rollouts.splits else ""
+    seconds = [times.rollout_s, times.update_s if known else None, times.publish_s, times.step_s]
+    return [_devices(split), *map(_seconds, seconds), f"{split.idle_frac:.0%}", remark]
+
+
+def _devices(split: Split) -> str:
+    mesh = f"{split.mesh.data} x {split.mesh.fsdp} x {split.mesh.tensor}"
+    if not split.server_devices:
+        return f"{mesh}, which sample too"
+    return f"{mesh} + {split.num_servers}" + f" of {split.server_devices}" * (split.server_devices > 1)
 
 
 def _fit_lines(plan: Plan) -> Iterator[str]:

@@ -33,6 +33,11 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
+    parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
+
+
 def add_changes_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-changes", action="store_true", help="go on with another model, seed or data than the run began with"

@@ -1,0 +1,269 @@
+"""The rollouts of a plan: typical episodes, servers as fast as a table of accelerators says, and the steps they make.
+
+Where servers have devices of their own, a sweep over how many the learner has and how many they have says which split
+loses least time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from model_port.config import ModelConfig
+from paravt_jax.config import Config, MeshConfig
+from paravt_jax.plan.memory import param_shapes, shard_values
+from paravt_jax.plan.plan import DeviceSpec, Plan, make_plan
+from paravt_jax.plan.service import EMBEDDED_STRIDE, Service
+from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
+from paravt_jax.plan.workload import Workload, layer_params
+
+LENGTH_SPREAD = 0.5  # of turns and reports: the standard deviation of the logarithm of their length
+ITEM_BYTES = 2  # of a weight and of a key, in bfloat16
+BANDWIDTH_FRAC = 0.7  # of a device's memory, that decoding reaches
+REQUEST_S, SHOWN_S = 0.01, 0.004  # of HTTP and of taking a picture apart, on the server's CPU
+PUBLISH_BYTES_PER_S = 2e9  # weights to files in memory, and from there to all servers at once
+MAX_RUNNING = 256  # of a server, whatever its memory
+WEIGHTS_FRAC = 0.6  # of a server's device, at most: the rest is for keys and values
+TENSOR_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Devices for the learner and for servers, and what a step takes with them."""
+
+    mesh: MeshConfig
+    num_servers: int
+    server_devices: int  # of each
+    times: StepTimes
+
+    @property
+    def num_devices(self) -> int:
+        return self.mesh.num_devices + self.num_servers * self.server_devices
+
+    @property
+    def learner_idle_frac(self) -> float:
+        return 1 - self.times.update_s / self.times.step_s
+
+    @property
+    def idle_frac(self) -> float:
+        """Of the time of all devices."""
+        learner, servers = self.mesh.num_devices, self.num_servers * self.server_devices
+        idle = learner * self.learner_idle_frac + servers * (1 - self.times.busy_frac)
+        return idle / self.num_devices
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A step with its rollouts as the config has them, and with every other split of as many devices."""
+
+    service: Service
+    measured: bool
+    now: Split
+    splits: tuple[Split, ...]  # fewest devices for the learner first; none where learner and sampler are one
+    assumptions: tuple[str, ...]
+
+    @property
+    def best(self) -> Split:
+        return min((self.now, *self.splits), key=lambda split: split.times.step_s)
+
+
+def make_rollout_plan(
+    config: Config, model: ModelConfig, plan: Plan, service: Service | None = None
+) -> RolloutPlan | None:
+    """None where the device has no stated peak and no service was measured. Without an update's seconds it has 0."""
+    servers = config.engine.kind == "sglang"
+    devices = server_devices(config, model, plan.device) if servers else 1
+    known = service or service_of_table(config, model, plan, devices)
+    if known is None:
+        return None
+    if known.prefixes != servers:
+        raise ValueError(
+            f"the service is one of {'SGLang servers' if known.prefixes else 'the embedded engine'}, and "
+            f"engine.kind={config.engine.kind}; measure the engine that the run has"
+        )
+    simulated = partial(_split, config, known, devices)
+    assumptions = tuple(_assumptions(config, known, service is not None))
+    count = (len(config.engine.urls) or config.engine.num_servers) if servers else 1
+    now = simulated(plan, count)
+    if not servers or plan.update_s is None:
+        return RolloutPlan(known, service is not None, now, (), assumptions)
+    total = plan.mesh.num_devices + count * devices
+    splits = [
+        simulated(other, (total - other.mesh.num_devices) // devices)
+        for other in _learners(config, model, plan, total, devices)
+    ]
+    return RolloutPlan(known, service is not None, now, tuple(splits), assumptions)
+
+
+def _split(config: Config, service: Service, devices: int, plan: Plan, num_servers: int) -> Split:
+    times = simulate(
+        partial(typical_groups, config, plan.workload),
+        service,
+        num_servers=num_servers,
+        update_s=plan.update_s or 0.0,
+        steps_ahead=config.train.steps_ahead,
+    )
+    return Split(plan.mesh, num_servers, devices if config.engine.kind == "sglang" else 0, times)
+
+
+def _learners(config: Config, model: ModelConfig, plan: Plan, total: int, server_devices: int) -> Iterator[Plan]:
+    """The plan of a learner for every number of devices that it fits, as the config has it or on the first mesh."""
+    for num_devices in range(1, total - server_devices + 1):
+        if num_devices == plan.mesh.num_devices:
+            yield plan
+            continue
+        for mesh in (MeshConfig(1, num_devices // t, t) for t in TENSOR_SIZES if num_devices % t == 0):
+            rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
+            try:
+                other = make_plan(
+                    replace(config, mesh=mesh, pack=replace(config.pack, num_rows=rows)),
+                    model,
+                    device=plan.device,
+                    utilisation=plan.utilisation,
+                )
+            except ValueError:  # the mesh does not divide the model
+                continue
+            if other.memory.peak_bytes <= plan.device.usable_bytes:
+                yield other
+                break
+
+
+def typical_groups(config: Config, work: Workload, step: int) -> list[GroupScript]:
+    """Episodes as `plan.workload` describes them, with frame budgets and lengths drawn at random."""
+    random = np.random.default_rng((config.seed, step))
+    video = config.video
+    drawn = random.choice(video.frame_budgets if video.gating else [video.overview_frames], work.num_groups)
+    room = config.rollout.max_context_tokens - work.response_tokens
+    return [
+        GroupScript(
+            name,
+            prompt_tokens=min(room, work.prompt_tokens + round((frames - work.frames) * work.frame_tokens)),
+            frames=int(frames),
+            episodes=tuple(_turns(work, f"{name}/{n}", random) for n in range(work.group_size)),
+        )
+        for name, frames in ((f"{step}/{number}", frames) for number, frames in enumerate(drawn))
+    ]
+
+
+def _turns(work: Workload, name: str, random: np.random.Generator) -> tuple[TurnScript, ...]:
+    """Half of what is said comes before the calls, half after their reports."""
+
+    def length(mean: int) -> int:
+        return max(1, round(mean * random.lognormal(-(LENGTH_SPREAD**2) / 2, LENGTH_SPREAD)))
+
+    calls = tuple(
+        CallScript(f"{name}/{number}", work.call_prompt_tokens, work.call_frames, length(work.report_tokens))
+        for number in range(work.calls)
+    )
+    if not calls:
+        return (TurnScript(length(work.response_tokens)),)
+    reports = sum(call.report_tokens for call in calls)
+    said = max(2, work.response_tokens - work.calls * work.report_tokens)
+    return (TurnScript(length(said // 2), calls=calls), TurnScript(length(said - said // 2), read_tokens=reports))
+
+
+def server_devices(config: Config, model: ModelConfig, device: DeviceSpec) -> int:
+    """The fewest that hold the weights and leave room for keys and values."""
+    if device.memory_gib is None:
+        return 1
+    room = WEIGHTS_FRAC * config.engine.memory_frac * device.memory_gib * 2**30
+    return next((n for n in TENSOR_SIZES if _weight_bytes(model) / n <= room), TENSOR_SIZES[-1])
+
+
+def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: int) -> Service | None:
+    """Of a device by its peak and its bandwidth, as far as these are stated for the dtype."""
+    device = plan.device
+    if device.peak_tflops is None or device.memory_tb_per_s is None or config.model.dtype != "bfloat16":
+        return None
+    embedded = config.engine.kind == "jax"
+    together = config.mesh.tensor if embedded else devices
+    flops_per_s = together * device.peak_tflops * 1e12 * plan.utilisation
+    bytes_per_s = together * device.memory_tb_per_s * 1e12 * BANDWIDTH_FRAC
+    make = _embedded if embedded else _server
+    return make(config, model, plan, flops_per_s, bytes_per_s)
+
+
+def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> Service:
+    context, num_bytes = _context_tokens(plan), _weight_bytes(model)
+    assert plan.device.memory_gib is not None
+    room = server_devices(config, model, plan.device) * config.engine.memory_frac * plan.device.memory_gib * 2**30
+    return Service(
+        request_s=REQUEST_S,
+        token_s=_token_flops(model, context) / flops_per_s,
+        shown_s=SHOWN_S,
+        frame_s=_frame_flops(config, model) / flops_per_s,
+        step_s=ITEM_BYTES * _decoded_params(model) / bytes_per_s,
+        row_s=2 * _decoded_params(model) / flops_per_s,
+        context_token_s=_cached_bytes(model) / bytes_per_s,
+        publish_s=num_bytes / PUBLISH_BYTES_PER_S,
+        max_running=int(min(MAX_RUNNING, max(1, (room - num_bytes) // (context * _cached_bytes(model))))),
+    )
+
+
+def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> Service:
+    """The devices of `tensor` share a prompt; a token takes all weights and the whole cache, whoever samples."""
+    slots = config.engine.max_rows * config.rollout.max_context_tokens / plan.mesh.num_row_parts
+    return Service(
+        request_s=0.0,
+        token_s=_token_flops(model, _context_tokens(plan)) / flops_per_s,
+        shown_s=0.0,
+        frame_s=_frame_flops(config, model) / flops_per_s,
+        step_s=(ITEM_BYTES * _decoded_params(model) + slots * _cached_bytes(model)) / bytes_per_s,
+        row_s=0.0,
+        context_token_s=0.0,
+        max_running=config.engine.max_rows,
+        stride=EMBEDDED_STRIDE,
+        prefixes=False,
+        share=1.0,
+    )
+
+
+def _context_tokens(plan: Plan) -> int:
+    return plan.workload.prompt_tokens + plan.workload.response_tokens
+
+
+def _token_flops(model: ModelConfig, context: int) -> int:
+    """Of a token that is read; it attends to half of the context, on average."""
+    text = model.text
+    return 2 * layer_params(model) + 2 * text.num_layers * text.num_heads * text.head_dim * context
+
+
+def _frame_flops(config: Config, model: ModelConfig) -> int:
+    """At most: every patch with every parameter of the tower."""
+    return 2 * (config.video.max_pixels // model.vision.patch_px**2) * _num_params(model, "vision.")
+
+
+def _decoded_params(model: ModelConfig) -> int:
+    """What a sampled token is multiplied with."""
+    return layer_params(model) + model.text.vocab_size * model.text.width
+
+
+def _cached_bytes(model: ModelConfig) -> int:
+    """Keys and values of a token."""
+    return 2 * ITEM_BYTES * model.text.num_layers * model.text.num_kv_heads * model.text.head_dim
+
+
+def _weight_bytes(model: ModelConfig) -> int:
+    return ITEM_BYTES * _num_params(model, "")
+
+
+def _num_params(model: ModelConfig, tower: str) -> int:
+    shapes = {path: shape for path, shape in param_shapes(model).items() if path.startswith(tower)}
+    return shard_values(shapes, MeshConfig())
+
+
+def _assumptions(config: Config, service: Service, measured: bool) -> Iterator[str]:
+    yield (
+        f"simulated steps: {COUNTED_STEPS} of them, episodes of 2 turns, lengths that vary by {LENGTH_SPREAD:.0%}; "
+        f"calls of members look at windows of their own; no episode is made again (train.max_resamples)"
+    )
+    if config.engine.kind == "sglang":
+        yield (
+            f"a server decodes up to {service.max_running} sequences at once, knows what it has read until its weights "
+            f"change, and has room for it"
+        )
+    if not measured:
+        yield f"servers reach {BANDWIDTH_FRAC:.0%} of the bandwidth; videos are decoded by the time they are asked for"
+        if service.publish_s:
+            yield f"new weights go to servers at {PUBLISH_BYTES_PER_S / 1e9:g} GB/s: {service.publish_s:.1f} s"
