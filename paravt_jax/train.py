@@ -41,7 +41,7 @@ def main() -> None:
         "them, in place of the accelerator's",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="for --plan: draw what every split of the devices takes"
+        "--png", type=Path, metavar="FILE", help="for --plan: draw what every split of the devices takes"
     )
     add_changes_flag(parser)
     parser.add_argument(
@@ -56,15 +56,15 @@ def main() -> None:
     if args.replay is not None and args.config is None:
         args.config = args.replay / SETTINGS_FILE
         args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]
-    if not args.plan and (args.service or args.plot):
-        parser.error("--service and --plot are of --plan; add it")
+    if not args.plan and (args.service or args.png):
+        parser.error("--service and --png are of --plan; add it")
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
-        print(plan_of(config, args.device, service=args.service, plot=args.plot))
+        print(plan_of(config, args.device, service=args.service, png=args.png))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

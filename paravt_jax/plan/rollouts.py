@@ -110,23 +110,30 @@ def _split(config: Config, service: Service, devices: int, plan: Plan, num_serve
 def _learners(config: Config, model: ModelConfig, plan: Plan, total: int, server_devices: int) -> Iterator[Plan]:
     """The plan of a learner for every number of devices that it fits, as the config has it or on the first mesh."""
     for num_devices in range(1, total - server_devices + 1):
+        others = (_on_mesh(config, model, plan, mesh) for mesh in _meshes(num_devices))
+        fitting = (other for other in others if other and other.memory.peak_bytes <= plan.device.usable_bytes)
         if num_devices == plan.mesh.num_devices:
             yield plan
-            continue
-        for mesh in (MeshConfig(1, num_devices // t, t) for t in TENSOR_SIZES if num_devices % t == 0):
-            rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
-            try:
-                other = make_plan(
-                    replace(config, mesh=mesh, pack=replace(config.pack, num_rows=rows)),
-                    model,
-                    device=plan.device,
-                    utilisation=plan.utilisation,
-                )
-            except ValueError:  # the mesh does not divide the model
-                continue
-            if other.memory.peak_bytes <= plan.device.usable_bytes:
-                yield other
-                break
+        elif learner := next(fitting, None):
+            yield learner
+
+
+def _meshes(num_devices: int) -> Iterator[MeshConfig]:
+    """Parameters over as many devices as a power of two divides, copies of them over the rest."""
+    for tensor in (size for size in TENSOR_SIZES if num_devices % size == 0):
+        parts = num_devices // tensor
+        fsdp = parts & -parts
+        yield MeshConfig(parts // fsdp, fsdp, tensor)
+
+
+def _on_mesh(config: Config, model: ModelConfig, plan: Plan, mesh: MeshConfig) -> Plan | None:
+    """With as many rows as before, or the next number that the mesh divides."""
+    num_rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
+    changed = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=num_rows))
+    try:
+        return make_plan(changed, model, device=plan.device, utilisation=plan.utilisation)
+    except ValueError:  # the mesh does not divide the model
+        return None
 
 
 def typical_groups(config: Config, work: Workload, step: int) -> list[GroupScript]:

@@ -62,7 +62,8 @@ class StepTimes:
 
     @property
     def bound_by(self) -> str:
-        return "the update" if self.update_s > self.rollout_s else "the rollout"
+        parts = {"the rollout": self.rollout_s, "the update": self.update_s, "publishing": self.publish_s}
+        return max(parts, key=lambda part: parts[part])
 
 
 class Signal:

@@ -22,17 +22,17 @@ def plan_of(
     device: str = "h100",
     utilisation: float = UTILISATION,
     service: Path | None = None,
-    plot: Path | None = None,
+    png: Path | None = None,
 ) -> str:
     """The plan of a config as text, for a device by its name.
 
-    `service` is a file of measured service times of the engine, in place of the device's; `plot` one to draw in.
+    `service` is a file of measured service times of the engine, in place of the device's; `png` one to draw in.
     """
     model, remarks = model_config(config.model.path)
     plan = make_plan(config, model, device=_known(device), utilisation=utilisation)
     rollouts = make_rollout_plan(config, model, plan, None if service is None else load_service(service))
-    if plot is not None:
-        _draw(config, plan, rollouts, plot)
+    if png is not None:
+        _draw(config, plan, rollouts, png)
     assumptions = (*remarks, *plan.assumptions, *(() if rollouts is None else rollouts.assumptions))
     return render(replace(plan, assumptions=assumptions), rollouts)
 
@@ -53,7 +53,7 @@ def _known(device: str) -> DeviceSpec:
 def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) -> None:
     if rollouts is None or len(rollouts.splits) < 2:
         raise ValueError(
-            f"--plot {path} has nothing to compare: the learner and engine.kind={config.engine.kind} can share "
+            f"--png {path} has nothing to compare: the learner and engine.kind={config.engine.kind} can share "
             f"{plan.mesh.num_devices} of {plan.device.name} in one way only, or its seconds are not known"
         )
     from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second

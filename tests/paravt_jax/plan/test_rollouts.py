@@ -131,18 +131,18 @@ def test_a_model_that_is_too_large_for_a_device_has_servers_of_several():
 
 def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_path):
     path = tmp_path / "splits.png"
-    plan_of(load_config(None, *SPLIT), plot=path)
+    plan_of(load_config(None, *SPLIT), png=path)
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ValueError, match=r"--plot .* has nothing to compare: .* engine\.kind=jax"):
-        plan_of(load_config(None, "model.path=8b", "mesh.fsdp=8", "pack.num_rows=8", "engine.kind=jax"), plot=path)
+    with pytest.raises(ValueError, match=r"--png .* has nothing to compare: .* engine\.kind=jax"):
+        plan_of(load_config(None, "model.path=8b", "mesh.fsdp=8", "pack.num_rows=8", "engine.kind=jax"), png=path)
 
 
-@pytest.mark.parametrize("option", ["--service", "--plot"])
+@pytest.mark.parametrize("option", ["--service", "--png"])
 def test_options_of_a_plan_without_one_are_refused(capsys, monkeypatch, option):
     monkeypatch.setattr("sys.argv", ["train", "--config", "configs/smoke_cpu.yaml", option, "file"])
     with pytest.raises(SystemExit):
         train.main()
-    assert "--service and --plot are of --plan; add it" in capsys.readouterr().err
+    assert "--service and --png are of --plan; add it" in capsys.readouterr().err
 
 
 def test_a_plan_of_imitation_has_seconds_by_rows(capsys, monkeypatch):
