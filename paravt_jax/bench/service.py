@@ -29,7 +29,7 @@ DEADLINE_S = 600.0
 APART_S = 0.05
 
 
-class Prompt(NamedTuple):
+class ProbePrompt(NamedTuple):
     ids: np.ndarray
     pictures: tuple[Picture, ...] = ()
 
@@ -42,21 +42,21 @@ class Probe:
         self._random = np.random.default_rng(0)
         self._numbers = itertools.count()
 
-    def text(self, num_tokens: int) -> Prompt:
-        return Prompt(self._random.integers(0, FEWER_IDS, num_tokens).astype(np.int32))
+    def text(self, num_tokens: int) -> ProbePrompt:
+        return ProbePrompt(self._random.integers(0, FEWER_IDS, num_tokens).astype(np.int32))
 
-    def shown(self) -> Prompt:
+    def shown(self) -> ProbePrompt:
         pixels = self._random.integers(0, 256, (FRAMES, *self._frame_px, 3), np.uint8)
         ids = np.concatenate([self.text(TEXTS[0]).ids, *[self._chat.encode(SHOWN)] * FRAMES])
-        return Prompt(ids, tuple(map(Picture.of, pixels)))
+        return ProbePrompt(ids, tuple(map(Picture.of, pixels)))
 
-    async def seconds(self, prompts: Sequence[Prompt], num_tokens: int = 1, server: str = "one") -> float:
+    async def seconds(self, prompts: Sequence[ProbePrompt], num_tokens: int = 1, server: str = "one") -> float:
         """Of a burst. Equal names of a server mean the same one, as far as there are as many."""
         begun_s = time.perf_counter()
         await asyncio.gather(*(self._ask(prompt, num_tokens, server) for prompt in prompts))
         return time.perf_counter() - begun_s
 
-    async def _ask(self, prompt: Prompt, num_tokens: int, server: str) -> None:
+    async def _ask(self, prompt: ProbePrompt, num_tokens: int, server: str) -> None:
         number = next(self._numbers)
         sampling = Sampling(num_tokens, temperature=1.0, seed=number)
         await self._engine.generate(Request(*prompt, sampling, f"probe-{number}", DEADLINE_S, affinity=server))
@@ -65,7 +65,7 @@ class Probe:
 async def reading(probe: Probe, repeats: int, frame_tokens: int) -> Float[np.ndarray, "4"]:
     """Seconds of a request, of a token, of a frame that is shown, and of one that is new."""
     short, long = TEXTS
-    bursts: list[tuple[Sequence[float], Callable[[], list[Prompt]]]] = [
+    bursts: list[tuple[Sequence[float], Callable[[], list[ProbePrompt]]]] = [
         ((1, short, 0, 0), lambda: [probe.text(short) for _ in range(BURST)]),
         ((1, long, 0, 0), lambda: [probe.text(long) for _ in range(BURST)]),
         ((1, short + FRAMES * (2 + frame_tokens), FRAMES, FRAMES), lambda: [probe.shown() for _ in range(BURST)]),
@@ -134,7 +134,7 @@ async def service_of(
     repeats: int,
     num_servers: int = 1,
     share: float = 0.0,
-    **known: float,
+    **known: float | int,
 ) -> Service:
     """`share` is what a server takes of the learner's machine as far as one knows; of several it is measured."""
     probe = Probe(engine, chat, frame_px)

@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paravt_jax.plan.rollouts import RolloutPlan, Split
+from paravt_jax.plan.rollouts import RolloutPlan, DeviceSplit
 from paravt_jax.run.plots import BLUE, FAINT, GREEN, INK, ORANGE, PINK, STYLE
 
 PARTS = {"rollout_s": ("waits for rollouts", BLUE), "update_s": ("update", ORANGE), "publish_s": ("publish", PINK)}
@@ -62,7 +62,7 @@ def _idle(axes: Axes, plan: RolloutPlan) -> None:
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _label(split: Split, plan: RolloutPlan) -> str:
+def _label(split: DeviceSplit, plan: RolloutPlan) -> str:
     mesh = split.mesh
     servers = f"{split.num_servers}" + f" of {split.server_devices}" * (split.server_devices > 1)
     config = "\nconfig" if split == plan.now else ""

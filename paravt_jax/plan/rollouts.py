@@ -29,7 +29,7 @@ TENSOR_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """Devices for the learner and for servers, and what a step takes with them."""
 
     mesh: MeshConfig
@@ -59,12 +59,12 @@ class RolloutPlan:
 
     service: Service
     measured: bool
-    now: Split
-    splits: tuple[Split, ...]  # fewest devices for the learner first; none where learner and sampler are one
+    now: DeviceSplit
+    splits: tuple[DeviceSplit, ...]  # fewest devices for the learner first; none where learner and sampler are one
     assumptions: tuple[str, ...]
 
     @property
-    def best(self) -> Split:
+    def best(self) -> DeviceSplit:
         return min((self.now, *self.splits), key=lambda split: split.times.step_s)
 
 
@@ -96,7 +96,7 @@ def make_rollout_plan(
     return RolloutPlan(known, service is not None, now, tuple(splits), assumptions)
 
 
-def _split(config: Config, service: Service, devices: int, plan: Plan, num_servers: int) -> Split:
+def _split(config: Config, service: Service, devices: int, plan: Plan, num_servers: int) -> DeviceSplit:
     times = simulate(
         partial(typical_groups, config, plan.workload),
         service,
@@ -104,7 +104,7 @@ def _split(config: Config, service: Service, devices: int, plan: Plan, num_serve
         update_s=plan.update_s or 0.0,
         steps_ahead=config.train.steps_ahead,
     )
-    return Split(plan.mesh, num_servers, devices if config.engine.kind == "sglang" else 0, times)
+    return DeviceSplit(plan.mesh, num_servers, devices if config.engine.kind == "sglang" else 0, times)
 
 
 def _learners(config: Config, model: ModelConfig, plan: Plan, total: int, server_devices: int) -> Iterator[Plan]:

@@ -160,7 +160,7 @@ class _Request:
         return self.dialogue if self.dialogue_tokens else self.prompt, self.context_tokens
 
 
-class Server:
+class SimulatedServer:
     """One server: reads what waits, one request after another, and decodes for all that it has read."""
 
     def __init__(self, clock: Clock, service: Service) -> None:
@@ -279,8 +279,8 @@ class World:
         if num_servers < 1:
             raise ValueError(f"{num_servers} servers can answer nobody; at least 1 is needed")
         self.clock, self.service = Clock(), service
-        self.servers = [Server(self.clock, service) for _ in range(num_servers)]
-        self._homes: dict[str, Server] = {}
+        self.servers = [SimulatedServer(self.clock, service) for _ in range(num_servers)]
+        self._homes: dict[str, SimulatedServer] = {}
         self._videos: dict[str, Signal] = {}  # frames that somebody has asked for
 
     def episode(self, group: GroupScript, name: str, turns: Sequence[TurnScript]) -> Process:

@@ -10,7 +10,7 @@ from paravt_jax.config import Config, MeshConfig, SftConfig
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import DEVICES, UTILISATION, DeviceSpec, Plan, make_plan, model_config
-from paravt_jax.plan.rollouts import RolloutPlan, Split, make_rollout_plan
+from paravt_jax.plan.rollouts import RolloutPlan, DeviceSplit, make_rollout_plan
 from paravt_jax.plan.service import load_service
 
 MIB, GIB = 2**20, 2**30
@@ -172,14 +172,14 @@ def _simulated_lines(plan: Plan, rollouts: RolloutPlan | None) -> list[str]:
     return [f"a step of the run, simulated with {source}, seconds", *_aligned(rows), f"  {bound}"]
 
 
-def _split_cells(split: Split, rollouts: RolloutPlan, known: bool) -> list[str]:
+def _split_cells(split: DeviceSplit, rollouts: RolloutPlan, known: bool) -> list[str]:
     times = split.times
     remark = "config" if split == rollouts.now and rollouts.splits else ""
     seconds = [times.rollout_s, times.update_s if known else None, times.publish_s, times.step_s]
     return [_devices(split), *map(_seconds, seconds), f"{split.idle_frac:.0%}", remark]
 
 
-def _devices(split: Split) -> str:
+def _devices(split: DeviceSplit) -> str:
     mesh = f"{split.mesh.data} x {split.mesh.fsdp} x {split.mesh.tensor}"
     if not split.server_devices:
         return f"{mesh}, which sample too"
