@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paravt_jax.plan.rollouts import RolloutPlan, DeviceSplit
+from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan
 from paravt_jax.run.plots import BLUE, FAINT, GREEN, INK, ORANGE, PINK, STYLE
 
 PARTS = {"rollout_s": ("waits for rollouts", BLUE), "update_s": ("update", ORANGE), "publish_s": ("publish", PINK)}

@@ -10,7 +10,7 @@ from paravt_jax.config import Config, MeshConfig, SftConfig
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import DEVICES, UTILISATION, DeviceSpec, Plan, make_plan, model_config
-from paravt_jax.plan.rollouts import RolloutPlan, DeviceSplit, make_rollout_plan
+from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
 from paravt_jax.plan.service import load_service
 
 MIB, GIB = 2**20, 2**30
