@@ -90,7 +90,7 @@ def make_rollout_plan(
         return RolloutPlan(known, service is not None, now, (), assumptions)
     total = plan.mesh.num_devices + count * devices
     splits = [
-        simulated(other, (total - other.mesh.num_devices) // devices)
+        now if other is plan else simulated(other, (total - other.mesh.num_devices) // devices)
         for other in _learners(config, model, plan, total, devices)
     ]
     return RolloutPlan(known, service is not None, now, tuple(splits), assumptions)

@@ -217,7 +217,7 @@ class SimulatedServer:
                 self._clock.fire(self._paused)
                 yield self._pause
             elif self._waiting and len(self._running) < self.service.max_running:
-                yield from self._read(self._waiting.popleft())
+                yield from self._read(self._waiting[0])
             elif self._running:
                 yield from self._decode()
             else:
@@ -229,6 +229,7 @@ class SimulatedServer:
         tokens, frames = self._new(request)
         seconds = self.service.read_s(tokens=tokens, frames=request.frames, unseen=frames)
         yield from self._work(seconds)
+        self._waiting.popleft()
         self.read_tokens += tokens
         self.sampled_tokens += 1
         self._known[request.prompt] = request.prompt_tokens
