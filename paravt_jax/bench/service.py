@@ -29,6 +29,9 @@ DEADLINE_S = 600.0
 APART_S = 0.05
 
 
+Features = tuple[float | int, ...]
+
+
 class ProbePrompt(NamedTuple):
     ids: np.ndarray
     pictures: tuple[Picture, ...] = ()
@@ -65,12 +68,12 @@ class Probe:
 async def reading(probe: Probe, repeats: int, frame_tokens: int) -> Float[np.ndarray, "4"]:
     """Seconds of a request, of a token, of a frame that is shown, and of one that is new."""
     short, long = TEXTS
-    bursts: list[tuple[Sequence[float], Callable[[], list[ProbePrompt]]]] = [
+    bursts: list[tuple[tuple[int, int, int, int], Callable[[], list[ProbePrompt]]]] = [
         ((1, short, 0, 0), lambda: [probe.text(short) for _ in range(BURST)]),
         ((1, long, 0, 0), lambda: [probe.text(long) for _ in range(BURST)]),
         ((1, short + FRAMES * (2 + frame_tokens), FRAMES, FRAMES), lambda: [probe.shown() for _ in range(BURST)]),
     ]
-    costs: dict[tuple[float, ...], list[float]] = {}
+    costs: dict[Features, list[float]] = {}
     for repeat in range(1 + repeats):  # the first one compiles
         for (request, tokens, frames, new), make in bursts:
             prompts = make()
@@ -83,7 +86,7 @@ async def reading(probe: Probe, repeats: int, frame_tokens: int) -> Float[np.nda
 
 async def decoding(probe: Probe, repeats: int) -> Float[np.ndarray, "3"]:
     """Seconds of a token, of a sequence more in it, and of a token more of context."""
-    costs: dict[tuple[float, ...], list[float]] = {}
+    costs: dict[Features, list[float]] = {}
     for repeat in range(1 + repeats):
         for num_tokens, rows in itertools.product(TEXTS, (1, BURST)):
             prompts = [probe.text(num_tokens)] * rows
@@ -110,7 +113,7 @@ async def slowdown(probe: Probe, num_servers: int, repeats: int) -> float:
     return statistics.median(ratios[1:])
 
 
-def fitted(costs: dict[tuple[float, ...], list[float]]) -> Float[np.ndarray, " n"]:
+def fitted(costs: dict[Features, list[float]]) -> Float[np.ndarray, " n"]:
     """The costs of which the times are made, each time the median of its repeats."""
     features = np.array(list(costs))
     times = np.array([statistics.median(values) for values in costs.values()])

@@ -24,6 +24,7 @@ BANDWIDTH_FRAC = 0.7  # of a device's memory, that decoding reaches
 REQUEST_S, SHOWN_S = 0.01, 0.004  # of HTTP and of taking a picture apart, on the server's CPU
 PUBLISH_BYTES_PER_S = 2e9  # weights to files in memory, and from there to all servers at once
 MAX_RUNNING = 256  # of a server, whatever its memory
+TABLE_STRIDE = 8  # tokens that are simulated together: few enough for what a table knows
 WEIGHTS_FRAC = 0.6  # of a server's device, at most: the rest is for keys and values
 TENSOR_SIZES = (1, 2, 4, 8)
 
@@ -205,6 +206,7 @@ def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, 
         context_token_s=_cached_bytes(model) / bytes_per_s,
         publish_s=num_bytes / PUBLISH_BYTES_PER_S,
         max_running=int(min(MAX_RUNNING, max(1, (room - num_bytes) // (context * _cached_bytes(model))))),
+        stride=TABLE_STRIDE,
     )
 
 

@@ -7,7 +7,7 @@ it has not seen yet; decoding a token takes the weights once and, of every seque
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Service:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) not in (int, float, bool) or not math.isfinite(value) or value < 0:
+            if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{SECTION}.{field.name}={value!r} must be a number, 0 or more")
         for name in ("max_running", "stride"):
             if getattr(self, name) < 1:
@@ -69,7 +69,18 @@ def load_service(path: Path) -> Service:
 
 
 def _service(section: Mapping[str, Any], path: Path) -> Service:
+    known = {field.name: field.default is MISSING for field in fields(Service)}
+    problems = [f"{SECTION}.{name} is not known" for name in section if name not in known]
+    if missing := [f"{SECTION}.{name}" for name, needed in known.items() if needed and name not in section]:
+        problems.append(f"it is without {', '.join(missing)}")
+    problems += [
+        f"{SECTION}.{name}={value!r} must be a number"
+        for name, value in section.items()
+        if type(value) not in (int, float, bool)
+    ]
+    if problems:
+        raise ValueError(f"--service {path}: {'; '.join(problems)}")
     try:
         return Service(**section)
-    except (TypeError, ValueError) as problem:
+    except ValueError as problem:
         raise ValueError(f"--service {path}: {problem}") from None

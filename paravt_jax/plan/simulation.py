@@ -257,7 +257,8 @@ class SimulatedServer:
             self._decoded += 1
             self.sampled_tokens += len(self._running)
             self._context_tokens += len(self._running)
-            self._answer()
+            if self._running and self._running[0][0] <= self._decoded:
+                self._answer()
 
     def _answer(self) -> None:
         while self._running and self._running[0][0] <= self._decoded:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from paravt_jax.bench.service import BURST, TEXTS, Probe, fitted, service_of
 from paravt_jax.bench.simulation import compared, mean_service, scripts_of
 from paravt_jax.plan.service import Service
 from paravt_jax.plan.simulation import CallScript, TurnScript
+from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 
 SERVICE = Service(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
@@ -76,7 +76,7 @@ def test_services_before_and_after_are_averaged():
 def test_costs_are_found_from_the_times_that_they_make():
     costs = np.array([0.02, 1e-4, 0.003])
     features = [(1, 64, 0), (1, 448, 0), (1, 96, 4), (1, 0, 4)]
-    times = {one: [float(np.dot(one, costs))] * 2 + [99.0] for one in features}
+    times = {one: [*[float(np.dot(one, costs))] * 2, 99.0] for one in features}
     assert fitted(times) == pytest.approx(costs)
 
 
@@ -85,17 +85,14 @@ def test_no_cost_is_negative():
     assert (fitted(falling) >= 0).all() and fitted(falling)[1] == 0
 
 
-def test_a_probe_asks_for_what_nobody_has_seen_and_then_again():
+def test_a_probe_asks_for_what_nobody_has_seen_and_then_again(tiny_hf):
     async def reply(request):
         return [5] * request.sampling.max_new_tokens
 
-    chat = SimpleNamespace(encode=lambda text: np.array([1, 2, 3], np.int32))
-    engine = ScriptedEngine(reply)
-    probe = Probe(engine, chat, (64, 96))  # type: ignore[arg-type]
+    chat, engine = Chat.from_hf(tiny_hf), ScriptedEngine(reply)
+    probe = Probe(engine, chat, (64, 96))
     assert len({probe.text(TEXTS[1]).ids.tobytes() for _ in range(BURST)}) == BURST
-    service = asyncio.run(
-        service_of(engine, chat, frame_px=(64, 96), token_px=32, repeats=1, num_servers=2, share=0.5)  # type: ignore[arg-type]
-    )
+    service = asyncio.run(service_of(engine, chat, frame_px=(64, 96), token_px=32, repeats=1, num_servers=2, share=0.5))
     assert 0.5 <= service.share <= 1
     shown = [request for request in engine.requests if request.pictures]
     keys = {tuple(picture.key for picture in request.pictures) for request in shown}
@@ -106,6 +103,6 @@ def test_more_servers_help_as_far_as_there_are_cores():
     share = 1 / len(os.sched_getaffinity(0))  # a core
     rows = simulated_turns(replace(SERVICE, share=share), CallScript("w", 100, 0, 21))
     ratios = {row["cores"]: dict(zip(SIMULATED_SERVERS, row["ratios"], strict=True)) for row in rows}
-    assert ratios[2][4] == pytest.approx(ratios[2][8], rel=0.15)
+    assert ratios[2][2] <= ratios[2][4] <= ratios[2][8]  # which decode fewer sequences together
     assert ratios[max(SIMULATED_CORES)][8] == pytest.approx(1)
     assert ratios[8][1] > ratios[8][2] > ratios[8][4] > ratios[8][8]
