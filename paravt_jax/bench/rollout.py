@@ -25,7 +25,7 @@ from model_port.processing import VisionContract, settled_size
 from model_port.tiny import make_tiny
 from paravt_jax.bench.service import service_of
 from paravt_jax.bench.video import FPS, camera
-from paravt_jax.plan.service import Service
+from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, reports_s
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
@@ -229,7 +229,7 @@ async def _service(
     contract: VisionContract,
     video: str,
     publish_s: float,
-) -> Service:
+) -> ServiceTimes:
     _say("service times")
     times_s = [VIDEO_S - 40.0 + number for number in range(FRAME_BUDGET)]  # which nobody has looked at
     begun_s = time.perf_counter()
@@ -255,7 +255,7 @@ def _crop(episode: Episode, chat: Chat, contract: VisionContract) -> CallScript:
     return CallScript("window", tokens, len(report.pictures), report.num_sampled)
 
 
-def simulated_turns(service: Service, crop: CallScript) -> list[dict[str, Any]]:
+def simulated_turns(service: ServiceTimes, crop: CallScript) -> list[dict[str, Any]]:
     """How much longer the most crops of a turn take than one, where a server takes as much of a core as here."""
     cores_of_server = service.share * len(os.sched_getaffinity(0))
     crops = [replace(crop, window=f"window-{number}") for number in range(max(CROPS))]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.plan.service import Service
+from paravt_jax.plan.service import ServiceTimes
 from rollout.chat import Chat
 from rollout.engine.protocol import Engine, Request, Sampling
 from rollout.picture import Picture
@@ -138,7 +138,7 @@ async def service_of(
     num_servers: int = 1,
     share: float = 0.0,
     **known: float | int,
-) -> Service:
+) -> ServiceTimes:
     """`share` is what a server takes of the learner's machine as far as one knows; of several it is measured."""
     probe = Probe(engine, chat, frame_px)
     request_s, token_s, shown_s, frame_s = await reading(probe, repeats, frame_px[0] * frame_px[1] // token_px**2)
@@ -146,4 +146,4 @@ async def service_of(
     if share and num_servers > 1:
         share = max(share, await slowdown(probe, num_servers, repeats) / num_servers)
     costs = (request_s, token_s, shown_s, frame_s, step_s, row_s, context_token_s)
-    return Service(*map(float, costs), share=min(1.0, share), **known)  # type: ignore[arg-type]
+    return ServiceTimes(*map(float, costs), share=min(1.0, share), **known)  # type: ignore[arg-type]

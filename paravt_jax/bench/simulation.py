@@ -1,6 +1,6 @@
 """Simulated steps beside real ones: the smoke run on one and two real SGLang servers, and with the embedded engine.
 
-Calls are forced on the random model, so that every episode has sub-agents. Service times are measured on the engine of
+Calls are forced on the random model, so that every episode has sub-agents. ServiceTimes times are measured on the engine of
 the run, before its steps and after them; how many tokens were read and sampled is what the run has logged, and so are
 the seconds of update and publish. What is predicted is the rollout, and the step that it is in.
 """
@@ -23,7 +23,7 @@ from paravt_jax.bench.service import service_of
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import Config, load_config
 from paravt_jax.data.synthetic import HEIGHT_PX, WIDTH_PX
-from paravt_jax.plan.service import EMBEDDED_STRIDE, Service
+from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import CallScript, GroupScript, TurnScript, simulate
 from paravt_jax.rl.opening import opened
 from paravt_jax.rl.run import Run
@@ -97,7 +97,7 @@ def _num_servers(config: Config) -> int:
     return config.engine.num_servers if config.engine.kind == "sglang" else 1
 
 
-async def _service(run: Run) -> Service:
+async def _service(run: Run) -> ServiceTimes:
     servers, engine = run.config.engine.kind == "sglang", run.config.engine
     return await service_of(
         run.engine,
@@ -113,7 +113,7 @@ async def _service(run: Run) -> Service:
     )
 
 
-def compared(run_dir: Path, services: Sequence[Service], num_servers: int, token_px: int) -> dict[str, Any]:
+def compared(run_dir: Path, services: Sequence[ServiceTimes], num_servers: int, token_px: int) -> dict[str, Any]:
     """The steps of a log that count, beside those that are simulated with the mean of the services."""
     steps = list(load_jsonl(run_dir / METRICS_FILE))[FIRST_STEPS:]
     real = {
@@ -135,10 +135,10 @@ def compared(run_dir: Path, services: Sequence[Service], num_servers: int, token
     }
 
 
-def mean_service(services: Sequence[Service], publish_s: float) -> Service:
+def mean_service(services: Sequence[ServiceTimes], publish_s: float) -> ServiceTimes:
     records = [asdict(service) for service in services]
     means = {key: statistics.mean(record[key] for record in records) for key in records[0] if key.endswith("_s")}
-    return Service(**records[0] | means | {"share": max(r["share"] for r in records), "publish_s": publish_s})
+    return ServiceTimes(**records[0] | means | {"share": max(r["share"] for r in records), "publish_s": publish_s})
 
 
 def scripts_of(records: Sequence[Mapping[str, Any]], token_px: int) -> Iterator[GroupScript]:

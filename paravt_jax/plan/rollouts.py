@@ -12,9 +12,9 @@ import numpy as np
 
 from model_port.config import ModelConfig
 from paravt_jax.config import Config, MeshConfig
-from paravt_jax.plan.memory import param_shapes, shard_values
+from paravt_jax.plan.memory import MOMENTS, param_shapes, shard_values
 from paravt_jax.plan.plan import DeviceSpec, Plan, make_plan
-from paravt_jax.plan.service import EMBEDDED_STRIDE, Service
+from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
 from paravt_jax.plan.workload import Workload, layer_params
 
@@ -58,7 +58,7 @@ class DeviceSplit:
 class RolloutPlan:
     """A step with its rollouts as the config has them, and with every other split of as many devices."""
 
-    service: Service
+    service: ServiceTimes
     measured: bool
     now: DeviceSplit
     splits: tuple[DeviceSplit, ...]  # fewest devices for the learner first; none where learner and sampler are one
@@ -70,7 +70,7 @@ class RolloutPlan:
 
 
 def make_rollout_plan(
-    config: Config, model: ModelConfig, plan: Plan, service: Service | None = None
+    config: Config, model: ModelConfig, plan: Plan, service: ServiceTimes | None = None
 ) -> RolloutPlan | None:
     """None where the device has no stated peak and no service was measured. Without an update's seconds it has 0."""
     servers = config.engine.kind == "sglang"
@@ -97,7 +97,7 @@ def make_rollout_plan(
     return RolloutPlan(known, service is not None, now, tuple(splits), assumptions)
 
 
-def _split(config: Config, service: Service, devices: int, plan: Plan, num_servers: int) -> DeviceSplit:
+def _split(config: Config, service: ServiceTimes, devices: int, plan: Plan, num_servers: int) -> DeviceSplit:
     times = simulate(
         partial(typical_groups, config, plan.workload),
         service,
@@ -128,13 +128,20 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _on_mesh(config: Config, model: ModelConfig, plan: Plan, mesh: MeshConfig) -> Plan | None:
-    """With as many rows as before, or the next number that the mesh divides."""
+    """With as many rows as before, or the next number that the mesh divides; None where it cannot be."""
+    masters = plan.memory.resident["masters, float32"] * _num_shards(plan.mesh) / _num_shards(mesh)
+    if (1 + MOMENTS) * masters > plan.device.usable_bytes:
+        return None
     num_rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
     changed = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=num_rows))
     try:
         return make_plan(changed, model, device=plan.device, utilisation=plan.utilisation)
     except ValueError:  # the mesh does not divide the model
         return None
+
+
+def _num_shards(mesh: MeshConfig) -> int:
+    return mesh.fsdp * mesh.tensor
 
 
 def typical_groups(config: Config, work: Workload, step: int) -> list[GroupScript]:
@@ -179,7 +186,7 @@ def server_devices(config: Config, model: ModelConfig, device: DeviceSpec) -> in
     return next((n for n in TENSOR_SIZES if _weight_bytes(model) / n <= room), TENSOR_SIZES[-1])
 
 
-def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: int) -> Service | None:
+def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: int) -> ServiceTimes | None:
     """Of a device by its peak and its bandwidth, as far as these are stated for the dtype."""
     device = plan.device
     if device.peak_tflops is None or device.memory_tb_per_s is None or config.model.dtype != "bfloat16":
@@ -192,11 +199,11 @@ def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: in
     return make(config, model, plan, flops_per_s, bytes_per_s)
 
 
-def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> Service:
+def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> ServiceTimes:
     context, num_bytes = _context_tokens(plan), _weight_bytes(model)
     assert plan.device.memory_gib is not None
     room = server_devices(config, model, plan.device) * config.engine.memory_frac * plan.device.memory_gib * 2**30
-    return Service(
+    return ServiceTimes(
         request_s=REQUEST_S,
         token_s=_token_flops(model, context) / flops_per_s,
         shown_s=SHOWN_S,
@@ -210,10 +217,10 @@ def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, 
     )
 
 
-def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> Service:
+def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> ServiceTimes:
     """The devices of `tensor` share a prompt; a token takes all weights and the whole cache, whoever samples."""
     slots = config.engine.max_rows * config.rollout.max_context_tokens / plan.mesh.num_row_parts
-    return Service(
+    return ServiceTimes(
         request_s=0.0,
         token_s=_token_flops(model, _context_tokens(plan)) / flops_per_s,
         shown_s=0.0,
@@ -262,7 +269,7 @@ def _num_params(model: ModelConfig, tower: str) -> int:
     return shard_values(shapes, MeshConfig())
 
 
-def _assumptions(config: Config, service: Service, measured: bool) -> Iterator[str]:
+def _assumptions(config: Config, service: ServiceTimes, measured: bool) -> Iterator[str]:
     yield (
         f"simulated steps: {COUNTED_STEPS} of them, episodes of 2 turns, lengths that vary by {LENGTH_SPREAD:.0%}; "
         f"calls of members look at windows of their own; no episode is made again (train.max_resamples)"

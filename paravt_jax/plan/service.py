@@ -16,7 +16,7 @@ EMBEDDED_STRIDE = 16  # of model_port's Sampler
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceTimes:
     """Seconds of one server that has nothing else to do."""
 
     request_s: float | int  # of any request, before anything is read
@@ -54,7 +54,7 @@ class Service:
         return self.step_s + rows * self.row_s + context_tokens * self.context_token_s
 
 
-def load_service(path: Path) -> Service:
+def load_service(path: Path) -> ServiceTimes:
     """Of a file that `python -m paravt_jax.bench rollout --json` wrote."""
     try:
         record = json.loads(path.read_bytes())
@@ -68,8 +68,8 @@ def load_service(path: Path) -> Service:
     return _service(section, path)
 
 
-def _service(section: Mapping[str, Any], path: Path) -> Service:
-    known = {field.name: field.default is MISSING for field in fields(Service)}
+def _service(section: Mapping[str, Any], path: Path) -> ServiceTimes:
+    known = {field.name: field.default is MISSING for field in fields(ServiceTimes)}
     problems = [f"{SECTION}.{name} is not known" for name in section if name not in known]
     if missing := [f"{SECTION}.{name}" for name, needed in known.items() if needed and name not in section]:
         problems.append(f"it is without {', '.join(missing)}")
@@ -81,6 +81,6 @@ def _service(section: Mapping[str, Any], path: Path) -> Service:
     if problems:
         raise ValueError(f"--service {path}: {'; '.join(problems)}")
     try:
-        return Service(**section)
+        return ServiceTimes(**section)
     except ValueError as problem:
         raise ValueError(f"--service {path}: {problem}") from None

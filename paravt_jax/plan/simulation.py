@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from paravt_jax.plan.service import Service
+from paravt_jax.plan.service import ServiceTimes
 from rollout.engine.sglang import MAX_IMBALANCE
 
 COUNTED_STEPS = 4  # whose mean counts, after those that fill the pipeline
@@ -163,7 +163,7 @@ class _Request:
 class SimulatedServer:
     """One server: reads what waits, one request after another, and decodes for all that it has read."""
 
-    def __init__(self, clock: Clock, service: Service) -> None:
+    def __init__(self, clock: Clock, service: ServiceTimes) -> None:
         self.service = service
         self.read_tokens = self.sampled_tokens = 0
         self.busy_s = 0.0
@@ -277,7 +277,7 @@ class SimulatedServer:
 class World:
     """Servers, and what is asked of them."""
 
-    def __init__(self, service: Service, num_servers: int) -> None:
+    def __init__(self, service: ServiceTimes, num_servers: int) -> None:
         if num_servers < 1:
             raise ValueError(f"{num_servers} servers can answer nobody; at least 1 is needed")
         self.clock, self.service = Clock(), service
@@ -346,7 +346,7 @@ class _Marks:
 
 def simulate(
     groups_of: Callable[[int], Sequence[GroupScript]],
-    service: Service,
+    service: ServiceTimes,
     *,
     num_servers: int = 1,
     update_s: float = 0.0,
@@ -390,7 +390,7 @@ def _train(
         marks.append(_Marks(begun_s, collected_s, updated_s, clock.now_s, busy_s))
 
 
-def reports_s(calls: Sequence[CallScript], service: Service, num_servers: int = 1) -> float:
+def reports_s(calls: Sequence[CallScript], service: ServiceTimes, num_servers: int = 1) -> float:
     """From the calls of a turn to the last report."""
     world = World(service, num_servers)
     world.clock.run(world.clock.start(world.calls(calls, "turn")))

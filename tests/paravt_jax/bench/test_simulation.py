@@ -12,12 +12,12 @@ from paravt_jax.bench import simulation
 from paravt_jax.bench.rollout import SIMULATED_CORES, SIMULATED_SERVERS, simulated_turns
 from paravt_jax.bench.service import BURST, TEXTS, Probe, fitted, service_of
 from paravt_jax.bench.simulation import compared, mean_service, scripts_of
-from paravt_jax.plan.service import Service
+from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, TurnScript
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 
-SERVICE = Service(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
+SERVICE = ServiceTimes(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
 
 
 def segment(kind: str, length: int, frames: int = 0) -> dict:

@@ -11,12 +11,12 @@ from paravt_jax import sft, train
 from paravt_jax.config import Config, load_config
 from paravt_jax.plan.plan import DEVICES, make_plan
 from paravt_jax.plan.rollouts import make_rollout_plan, server_devices, typical_groups
-from paravt_jax.plan.service import Service, load_service
+from paravt_jax.plan.service import ServiceTimes, load_service
 from paravt_jax.plan.tables import plan_of
 from paravt_jax.plan.workload import workload_of
 
 H100 = DEVICES["h100"]
-MEASURED = Service(0.02, 1e-4, 0.005, 0.01, 0.015, 0.001, 1e-6, share=0.5)
+MEASURED = ServiceTimes(0.02, 1e-4, 0.005, 0.01, 0.015, 0.001, 1e-6, share=0.5)
 # Of the 8B recipe, on eight devices and eight servers.
 LEARNER = ("model.path=8b", "mesh.fsdp=8", "mesh.tensor=1", "pack.num_rows=8")
 SPLIT = (*LEARNER, "engine.kind=sglang", "engine.urls=[]", "engine.num_servers=8")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paravt_jax.plan.service import Service
+from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, GroupScript, TurnScript, Work, World, reports_s, simulate
 
 # A request takes 1 s, a token of a prompt 0.01 s, a token of all sequences 0.1 s.
-SERVICE = Service(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
+SERVICE = ServiceTimes(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
 
 
 def group(name="g", tokens=100, frames=0, members=2, sampled=11, **turn) -> GroupScript:
@@ -127,7 +127,7 @@ def test_new_weights_cost_the_servers_what_they_knew():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("prefixes", [True, False])
 def test_more_servers_are_never_slower(seed, prefixes):
-    service = Service(0.01, 1e-3, 0.001, 0.01, 0.02, 0.001, 1e-6, prefixes=prefixes)
+    service = ServiceTimes(0.01, 1e-3, 0.001, 0.01, 0.02, 0.001, 1e-6, prefixes=prefixes)
     times = [rollout_s(random_groups(seed), service, num_servers) for num_servers in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
 
@@ -144,7 +144,7 @@ def test_servers_that_share_a_machine_win_nothing_beyond_it():
 @pytest.mark.parametrize("update_s", [2.0, 5.0])
 def test_staleness_hides_the_shorter_of_rollout_and_update(update_s):
     # Nothing is read again, and a server has no room for a later step's episodes: 2 x 0.5 + 10 x 2 x 0.1 = 3 s of work.
-    service = Service(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False, max_running=2)
+    service = ServiceTimes(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False, max_running=2)
 
     def groups(step):
         return [group(f"{step}")]
@@ -157,13 +157,13 @@ def test_staleness_hides_the_shorter_of_rollout_and_update(update_s):
 
 
 def test_episodes_that_are_begun_early_slow_those_that_are_waited_for():
-    service = Service(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False)
+    service = ServiceTimes(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False)
     step = simulate(lambda step: [group(f"{step}")], service, update_s=2.0, steps_ahead=1)
     assert 3 < step.step_s < 3 + 2 and step.busy_frac < 1
 
 
 def test_staleness_hides_nothing_where_learner_and_sampler_are_one_device():
-    service = Service(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False, share=1.0)
+    service = ServiceTimes(0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, prefixes=False, share=1.0)
     step = simulate(lambda step: [group(f"{step}")], service, update_s=2.0, steps_ahead=1)
     assert step.step_s == pytest.approx(3 + 2)
 
