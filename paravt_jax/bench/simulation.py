@@ -1,6 +1,6 @@
 """Simulated steps beside real ones: the smoke run on one and two real SGLang servers, and with the embedded engine.
 
-Calls are forced on the random model, so that every episode has sub-agents. ServiceTimes times are measured on the engine of
+Calls are forced on the random model, so that every episode has sub-agents. Service times are measured on the engine of
 the run, before its steps and after them; how many tokens were read and sampled is what the run has logged, and so are
 the seconds of update and publish. What is predicted is the rollout, and the step that it is in.
 """
