@@ -27,6 +27,7 @@ SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 FEWER_IDS = 200  # of a vocabulary, to draw from: bytes in all of ours
 DEADLINE_S = 600.0
 APART_S = 0.05
+LEAST_S = 1e-6  # of decoding, where a busy machine took longer to read alone
 
 
 Features = tuple[float | int, ...]
@@ -93,7 +94,7 @@ async def decoding(probe: Probe, repeats: int) -> Float[np.ndarray, "3"]:
             await probe.seconds(prompts[:1])
             read_s, all_s = await probe.seconds(prompts), await probe.seconds(prompts, DECODED_TOKENS)
             context = rows * (num_tokens + DECODED_TOKENS / 2)
-            seconds = max(0.0, all_s - read_s) / (DECODED_TOKENS - 1)
+            seconds = max(LEAST_S, all_s - read_s) / (DECODED_TOKENS - 1)
             costs.setdefault((1, rows, context), []).extend([seconds] * (repeat > 0))
     return fitted(costs)
 
