@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from paravt_jax.plan.service import ServiceTimes
 from rollout.chat import Chat
@@ -66,7 +65,7 @@ class Probe:
         await self._engine.generate(Request(*prompt, sampling, f"probe-{number}", DEADLINE_S, affinity=server))
 
 
-async def reading(probe: Probe, repeats: int, frame_tokens: int) -> Float[np.ndarray, "4"]:
+async def reading(probe: Probe, repeats: int, frame_tokens: int) -> np.ndarray:
     """Seconds of a request, of a token, of a frame that is shown, and of one that is new."""
     short, long = TEXTS
     bursts: list[tuple[tuple[int, int, int, int], Callable[[], list[ProbePrompt]]]] = [
@@ -85,7 +84,7 @@ async def reading(probe: Probe, repeats: int, frame_tokens: int) -> Float[np.nda
     return fitted(costs)
 
 
-async def decoding(probe: Probe, repeats: int) -> Float[np.ndarray, "3"]:
+async def decoding(probe: Probe, repeats: int) -> np.ndarray:
     """Seconds of a token, of a sequence more in it, and of a token more of context."""
     costs: dict[Features, list[float]] = {}
     for repeat in range(1 + repeats):
@@ -114,7 +113,7 @@ async def slowdown(probe: Probe, num_servers: int, repeats: int) -> float:
     return statistics.median(ratios[1:])
 
 
-def fitted(costs: dict[Features, list[float]]) -> Float[np.ndarray, " n"]:
+def fitted(costs: dict[Features, list[float]]) -> np.ndarray:
     """The costs of which the times are made, each time the median of its repeats."""
     features = np.array(list(costs))
     times = np.array([statistics.median(values) for values in costs.values()])

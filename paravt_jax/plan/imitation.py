@@ -75,6 +75,7 @@ def _as_policy(config: SftConfig) -> Config:
         engine=EngineConfig(kind="sglang"),
         loss=LossConfig(kl_coef=0.0),
         optim=config.optim,
+        lora=config.lora,
         pack=config.pack,
         train=TrainConfig(),
     )
