@@ -171,11 +171,12 @@ def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[st
     backward = 2.0 * forward
     if config.lora.rank:  # what is frozen has no gradients of its own
         backward -= products + head
-    # The head's logits are always computed again, scores also by the backward pass of the blocks itself.
+    # The head's logits are always computed again, scores also by the backward pass of the blocks itself. Nothing reads
+    # what the last product of a layer made.
     again = head + (attention / 2 if by_blocks else 0.0)
-    again += {"none": 0.0, "dots": attention, "attention": layers - attention if by_blocks else layers}.get(
-        remat, layers
-    )
+    last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * work.computed_rows * row
+    saved = attention if remat == "attention" and by_blocks else 0.0
+    again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
     seen = work.num_groups * work.frames * _frame_flops(config, model)
     known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
     passes = {"update, frames": seen * (1 + known)}
