@@ -198,11 +198,11 @@ def test_another_loss_has_other_metrics_on_the_same_episodes_and_no_engine_is_op
 
     monkeypatch.setattr(opening, "open_engine", opened)
     monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
-    changed = ("loss.kl_coef=0.5", "train.num_steps=2", f"run_dir={tmp_path}")
+    changed = ("loss.kl_coef=0.05", "train.num_steps=2", f"run_dir={tmp_path}")
     config = load_config(whole / "config.json", *changed)
     asyncio.run(trainer.train(config, replay=whole))
     said = capsys.readouterr().err
-    assert "loss.kl_coef: 0.01 there, 0.5 here" in said and "steps have other metrics than in" in said
+    assert "loss.kl_coef: 0.01 there, 0.05 here" in said and "steps have other metrics than in" in said
     before, now = metrics_of(whole)[:2], metrics_of(tmp_path)
     of_rollouts = [{key: row[key] for key in row if key.startswith("rollout/")} for row in (*before, *now)]
     assert of_rollouts[:2] == of_rollouts[2:]
