@@ -53,6 +53,12 @@ def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def platform_in_scope() -> str:
+    """That of the mesh in scope, which may be of devices that are not here; without one, that of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def param_spec(path: str, num_axes: int) -> PartitionSpec:
     """The spec of a parameter by its path; leading axes without a letter (stacked layers) are not split."""
     layout = _LAYOUT.search(path)

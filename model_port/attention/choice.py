@@ -10,6 +10,7 @@ from model_port.attention.flash import Attention
 from model_port.attention.plain import xla_attention
 from model_port.attention.rule import Layout
 from model_port.attention.scanned import scanned_attention
+from model_port.sharding import platform_in_scope
 
 Form = Literal["auto", "xla", "blocked", "scanned"]
 
@@ -30,7 +31,7 @@ def form_of(form: Form, num_tokens: int, platform: str) -> Form:
 
 
 def _auto(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout, causal: bool) -> jax.Array:
-    return FORMS[form_of("auto", q.shape[1], jax.default_backend())](q, k, v, layout, causal)
+    return FORMS[form_of("auto", q.shape[1], platform_in_scope())](q, k, v, layout, causal)
 
 
 def _of_rows(attend: Callable[..., jax.Array]) -> Attention:

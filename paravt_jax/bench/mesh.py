@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from model_port.config import PRESETS, ModelConfig, preset
 from paravt_jax.bench.learner import MODELS
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from paravt_jax.config import Config
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
-    from paravt_jax.plan.memory import BatchShape
     from paravt_jax.plan.plan import Plan
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
@@ -207,6 +204,7 @@ def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, in
     from model_port.sharding import make_mesh
     from paravt_jax.learner.learner import StepPart
     from paravt_jax.learner.variants import StepCounts
+    from paravt_jax.plan.batch import make_batch
     from paravt_jax.plan.plan import DEVICES, make_plan
 
     config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
@@ -261,46 +259,6 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
         config.loss,
         temperature=config.rollout.temperature,
         mesh=mesh,
-    )
-
-
-def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
-    """Full rows of one sequence each, which begin with as many frames as there are for a row."""
-    from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
-    from paravt_jax.learner.packing import TrainBatch
-
-    random = np.random.default_rng(0)
-    rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
-    patches = (shape.num_frame_rows, shape.row_patches)
-    plain = min(model.image_token_id, model.vision_start_token_id)
-    place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
-    merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
-    shown = merged // shape.num_rows
-    visual = np.where(place < shown, place + shown * np.arange(shape.num_rows, dtype=np.int32)[:, None], NOT_VISUAL)
-    text = TextBatch(
-        tokens=random.integers(0, plain, rows).astype(np.int32),
-        positions=np.repeat(place[..., None], 3, axis=-1),
-        segment_ids=np.ones(rows, np.int32),
-        branch_ids=np.zeros(rows, np.int32),
-        visual_index=visual.astype(np.int32),
-    )
-    vision = VisionBatch(
-        patches=random.standard_normal((*patches, model.vision.patch_values), np.float32),
-        segment_ids=np.ones(patches, np.int32),
-        positions=np.zeros((*patches, 2), np.int32),
-        interp_index=np.zeros((*patches, 4), np.int32),
-        interp_weight=np.full((*patches, 4), 0.25, np.float32),
-    )
-    return TrainBatch(
-        text=text,
-        vision=vision,
-        source=np.sort(random.integers(0, shape.row_tokens, actions)).astype(np.int32),
-        target=random.integers(0, plain, actions).astype(np.int32),
-        loss_mask=np.ones(actions, bool),
-        behavior_logp=np.full(actions, -np.log(model.text.vocab_size), np.float32),
-        advantage=random.standard_normal(actions, np.float32),
-        token_class=np.zeros(actions, np.int32),
-        dialogue=np.broadcast_to(np.arange(shape.num_rows, dtype=np.int32)[:, None], actions),
     )
 
 

@@ -26,6 +26,7 @@ from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import check_divisible, param_spec
 from model_port.text import Visual
 from paravt_jax.config import Config, MeshConfig
+from paravt_jax.plan.batch import BatchShape
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of Adam
@@ -36,17 +37,6 @@ PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
 PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
 
 Parts = dict[str, int]  # bytes by name
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """A batch of the update at its largest, over all devices."""
-
-    num_rows: int
-    row_tokens: int
-    row_actions: int  # scored tokens of a row
-    num_frame_rows: int
-    row_patches: int
 
 
 @dataclass(frozen=True)

@@ -15,42 +15,15 @@ from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read
 from model_port.layout import hf_files_of
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, Config, MeshConfig
-from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
-from paravt_jax.plan.memory import BatchShape, Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.workload import Workload, flops_of, layer_params, workload_of
+from paravt_jax.learner.packing import TOKEN_STEP
+from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.devices import DEVICES, RESERVE_FRAC, DeviceSpec
+from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
+from paravt_jax.plan.workload import Workload, flops_of, largest_batch, layer_params, workload_of
 
-MIB, GIB = 2**20, 2**30
-COLUMNS = 100
-RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
 UTILISATION = 0.4  # of the peak, with everything counted that is computed
 MAX_DEVICES = 1024  # of meshes to suggest
 MAX_ROWS_PER_PART = 64  # to look for
-
-
-@dataclass(frozen=True)
-class DeviceSpec:
-    name: str
-    memory_gib: float | None  # as its runtime reports it; None: not judged
-    peak_tflops: float | None  # dense, in bfloat16
-    memory_tb_per_s: float | None
-    platform: str = "gpu"
-
-    @property
-    def usable_bytes(self) -> float:
-        return math.inf if self.memory_gib is None else self.memory_gib * GIB * (1 - RESERVE_FRAC)
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        DeviceSpec("h100", 79.1, 989.0, 3.35),
-        DeviceSpec("h200", 139.0, 989.0, 4.8),
-        DeviceSpec("a100", 79.1, 312.0, 2.04),
-        DeviceSpec("v5p", 95.0, 459.0, 2.77, "tpu"),
-        DeviceSpec("v6e", 31.2, 918.0, 1.64, "tpu"),
-        DeviceSpec("cpu", None, None, None, "cpu"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -113,14 +86,14 @@ def make_plan(
         for tower in ("text.", "vision.")
     )
     workload = workload_of(config, model)
-    flops = flops_of(config, model, workload)
+    flops = flops_of(config, model, workload, device.platform)
     memory = _memory(config, model, device)
     return Plan(
         mesh=config.mesh,
         device=device,
         utilisation=utilisation,
         params=ParamCounts(text, vision, text + vision if config.optim.train_vision else text),
-        batch=_batch(config, model),
+        batch=largest_batch(config, model),
         memory=memory,
         workload=workload,
         flops=flops,
@@ -140,21 +113,7 @@ def _memory(config: Config, model: ModelConfig, device: DeviceSpec) -> Memory:
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
         )
-    return memory_of(config, model, _batch(config, model), sampler, device.platform)
-
-
-def _batch(config: Config, model: ModelConfig) -> BatchShape:
-    """The largest that the config allows."""
-    pack, work = config.pack, workload_of(config, model)
-    room = pack.num_rows * pack.row_tokens // work.frame_tokens
-    num_frames = max(1, min(config.train.prompts_per_step * work.max_frames, room))
-    return BatchShape(
-        num_rows=pack.num_rows,
-        row_tokens=pack.row_tokens,
-        row_actions=min(pack.row_tokens, config.train.group_size * work.response_tokens),
-        num_frame_rows=stepped(num_frames, FRAME_ROW_STEP),
-        row_patches=max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2),
-    )
+    return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
 
 
 def _update_s(config: Config, flops: dict[str, float], device: DeviceSpec, utilisation: float) -> float | None:

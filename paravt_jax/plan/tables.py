@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from paravt_jax.config import Config
+from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.memory import Memory, Parts
-from paravt_jax.plan.plan import DEVICES, UTILISATION, Plan, make_plan, model_config
+from paravt_jax.plan.plan import UTILISATION, Plan, make_plan, model_config
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100

@@ -60,5 +60,5 @@ def test_a_bad_option_is_one_line_and_a_failure():
 def test_an_unknown_accelerator_is_named():
     parser = argparse.ArgumentParser()
     mesh.add_arguments(parser)
-    with pytest.raises(ValueError, match="--device b200 is not known; known are h100"):
-        mesh.run(parser.parse_args(["--plan-only", "--device", "b200"]))
+    with pytest.raises(ValueError, match="--device v4 is not known; known are h100"):
+        mesh.run(parser.parse_args(["--plan-only", "--device", "v4"]))

@@ -1,0 +1,199 @@
+"""The programs of an update, compiled for devices that are not here.
+
+They are given shapes instead of arrays: of parameters, of the optimizer's state, of a batch. What the compiler says of
+them is what it would say on such devices, before anything is loaded and without computing anything.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_port.config import ModelConfig
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.sharding import on_mesh
+from model_port.text import Visual
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.learner import programs
+from paravt_jax.learner.learner import LANGUAGE, opt_places
+from paravt_jax.learner.objectives import Known, PolicyNumbers, PolicyObjective, imitation, variant_of
+from paravt_jax.learner.optim import numbers_at, optimizer
+from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.programs import Params, TrainState
+from paravt_jax.learner.variants import StepCounts
+from paravt_jax.plan.batch import BatchShape, abstract_batch
+from paravt_jax.plan.collectives import Collective, collectives_of
+from paravt_jax.plan.products import product_flops
+from paravt_jax.plan.workload import reads_reference, scores_before
+
+
+class NoRoom(Exception):
+    """A program that the compiler refuses: it needs more memory than a device has."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler says of a program, in bytes on a device."""
+
+    name: str
+    argument_bytes: int
+    output_bytes: int  # without what takes the place of an argument
+    temporary_bytes: int
+    beside_bytes: int  # of what lies there meanwhile and is not given to it
+    flops: float  # of its products, over all devices
+    collectives: list[Collective] | None  # None: the compiler cannot print this program
+    compile_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.beside_bytes
+
+
+def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> Iterator[Program]:
+    """The programs of a step with such batches, one after the other as they are compiled."""
+    learner = _AbstractLearner(config, model, mesh)
+    batch, moments, ref = abstract_batch(shape, model, mesh), learner.opt_state, learner.ref
+    visual = ref_visual = before = ref_logp = None
+    if not config.optim.train_vision:
+        seen = learner.see(learner.params, batch)
+        yield seen.program(beside=(learner.grads, moments, ref))
+        visual = ref_visual = seen.made()
+    elif ref is not None:
+        seen = learner.see(learner.ref_params, batch)
+        yield seen.program(beside=(learner.masters, learner.grads, moments))
+        ref_visual = seen.made()
+    if scores_before(config):
+        scored = learner.score(learner.params, batch, visual)
+        yield scored.program(beside=(moments, ref))
+        before = scored.made()
+    if ref is not None:
+        scored = learner.score(learner.ref_params, batch, ref_visual)
+        yield scored.program(beside=(learner.masters, learner.grads, moments))
+        ref_logp = scored.made()
+    yield learner.add_gradients(batch, visual, Known(before, ref_logp)).program(beside=(moments, ref))
+    yield learner.apply_gradients().program(beside=(ref, batch, visual))
+
+
+class _AbstractLearner:
+    """What a learner holds, as shapes in their places, and its programs compiled for them."""
+
+    def __init__(self, config: Config | SftConfig, model: ModelConfig, mesh: Mesh):
+        self.config, self.mesh, settings = config, mesh, config.model
+        policy = abstract_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat))
+        policy = with_params(policy, abstract_params(policy, "float32", mesh))
+        trained = nnx.Param if config.optim.train_vision else LANGUAGE
+        self.structure, self.masters, self.frozen = nnx.split(policy, trained, ...)
+        adam = optimizer(numbers_at(config.optim, 0, 1))
+        places = opt_places(adam, self.masters, mesh)
+        self.opt_state = jax.tree.map(_placed, jax.eval_shape(adam.init, self.masters), places)
+        ref_dtype = jnp.dtype(settings.dtype)
+        ref = jax.tree.map(lambda leaf: leaf.update(dtype=ref_dtype), self.masters)
+        self.ref = ref if reads_reference(config) else None
+
+    @property
+    def params(self) -> Params:
+        return Params(self.masters, self.frozen)
+
+    @property
+    def ref_params(self) -> Params:
+        assert self.ref is not None
+        return Params(self.ref, self.frozen)
+
+    @property
+    def grads(self) -> nnx.State:
+        return self.masters
+
+    def see(self, params: Params, batch: TrainBatch) -> "_Compiled":
+        return _compiled(self.mesh, programs.see, self.structure, params, batch.vision)
+
+    def score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> "_Compiled":
+        arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)
+        return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=self.config.optim.head_chunk_tokens)
+
+    def add_gradients(self, batch: TrainBatch, visual: Visual | None, known: Known) -> "_Compiled":
+        objective, numbers = imitation, 1.0
+        if isinstance(self.config, Config):
+            loss, num_rows = self.config.loss, len(batch.source)
+            # That dialogues are told apart costs a few numbers for each; how many there are changes no figure.
+            objective = PolicyObjective(variant_of(loss), num_rows if loss.needs_sequences else 0)
+            numbers = PolicyNumbers(loss, StepCounts(1.0, 1.0, 1.0), known)
+        return _compiled(
+            self.mesh,
+            programs.add_gradients,
+            *(self.structure, self.params, self.grads, batch, visual, self.config.rollout.temperature, numbers),
+            objective=objective,
+            chunk_tokens=self.config.optim.head_chunk_tokens,
+        )
+
+    def apply_gradients(self) -> "_Compiled":
+        count = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(self.mesh, PartitionSpec()))
+        state = TrainState(self.masters, self.frozen, self.opt_state, count, count)
+        return _compiled(self.mesh, programs.apply_gradients, state, self.grads, numbers_at(self.config.optim, 0, 1))
+
+
+class _Compiled(NamedTuple):
+    name: str
+    traced: Any
+    executable: Any
+    compile_s: float
+
+    def program(self, *, beside: Any) -> Program:
+        """`beside` is what lies there and is not given to it."""
+        memory = self.executable.memory_analysis()
+        return Program(
+            name=self.name,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            beside_bytes=sum(map(_bytes_here, jax.tree.leaves(beside))),
+            flops=product_flops(self.traced.jaxpr.jaxpr),
+            collectives=_collectives(self.executable),
+            compile_s=self.compile_s,
+        )
+
+    def made(self) -> Any:
+        """What it gives, as shapes where the compiler puts it."""
+        return jax.tree.map(_placed, self.traced.out_info, self.executable.output_shardings)
+
+
+def _compiled(mesh: Mesh, function: Any, *args: Any, **kwargs: Any) -> _Compiled:
+    name, begun_s = function.__name__, time.perf_counter()
+    with on_mesh(mesh):
+        traced = function.trace(*args, **kwargs)
+        executable = _with_room(name, traced.lower().compile)
+    return _Compiled(name, traced, executable, time.perf_counter() - begun_s)
+
+
+def _with_room(name: str, compile: Callable[[], Any]) -> Any:
+    try:
+        return compile()
+    except JaxRuntimeError as problem:
+        used = re.search(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm", str(problem))
+        if used is None:
+            raise
+        raise NoRoom(f"{name} needs {used[1]} of {used[3]} {used[4]}iB, says the compiler") from None
+
+
+def _collectives(compiled: Any) -> list[Collective] | None:
+    try:
+        return collectives_of(compiled.as_text())
+    except JaxRuntimeError:
+        return None
+
+
+def _placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,42 @@
+"""FLOPs of traced programs, by hand arithmetic."""
+
+import jax
+import jax.numpy as jnp
+
+from paravt_jax.plan.products import product_flops
+
+X, W = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32)
+ONE = 2 * 3 * 5 * 5
+
+
+def flops(function) -> float:
+    return product_flops(jax.jit(function).trace(X, W).jaxpr.jaxpr)
+
+
+def test_a_product_has_two_flops_for_each_pair():
+    assert flops(lambda x, w: x @ w) == ONE
+
+
+def test_a_scan_counts_as_often_as_it_runs():
+    assert flops(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]) == 7 * ONE
+
+
+def test_of_branches_the_largest_counts():
+    assert flops(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x, x)) == 2 * ONE
+
+
+def test_a_loop_that_data_ends_turns_as_in_a_causal_row():
+    def rows(x, w):
+        def of_block(i):
+            return jax.lax.fori_loop(0, i + 1, lambda _, x: x @ w, x)
+
+        return jax.lax.map(of_block, jnp.arange(11))
+
+    assert flops(rows) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11) * ONE
+
+
+def test_what_is_computed_again_counts_again():
+    def loss(x, w):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w), policy=None)(x))
+
+    assert flops(jax.grad(loss)) > flops(loss) + 2 * ONE
