@@ -7,7 +7,8 @@ them is what it would say on such devices, before anything is loaded and without
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,29 +59,31 @@ class Program:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.beside_bytes
 
 
-def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> Iterator[Program]:
-    """The programs of a step with such batches, one after the other as they are compiled."""
-    learner = _AbstractLearner(config, model, mesh)
-    batch, moments, ref = abstract_batch(shape, model, mesh), learner.opt_state, learner.ref
-    visual = ref_visual = before = ref_logp = None
-    if not config.optim.train_vision:
-        seen = learner.see(learner.params, batch)
-        yield seen.program(beside=(learner.grads, moments, ref))
-        visual = ref_visual = seen.made()
-    elif ref is not None:
-        seen = learner.see(learner.ref_params, batch)
-        yield seen.program(beside=(learner.masters, learner.grads, moments))
-        ref_visual = seen.made()
-    if scores_before(config):
-        scored = learner.score(learner.params, batch, visual)
-        yield scored.program(beside=(moments, ref))
-        before = scored.made()
-    if ref is not None:
-        scored = learner.score(learner.ref_params, batch, ref_visual)
-        yield scored.program(beside=(learner.masters, learner.grads, moments))
-        ref_logp = scored.made()
-    yield learner.add_gradients(batch, visual, Known(before, ref_logp)).program(beside=(moments, ref))
-    yield learner.apply_gradients().program(beside=(ref, batch, visual))
+def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
+    """The programs of a step with such batches, two of them compiled at a time."""
+    learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
+    own, ref, moments = learner.params, learner.ref_params, learner.opt_state
+    frozen, before = not config.optim.train_vision, scores_before(config)
+    logp = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
+    known = Known(logp if before else None, None if ref is None else logp)
+    # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
+    beside_own, beside_ref = (moments, learner.ref), (learner.masters, learner.grads, moments)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
+        found: list[tuple[Future[_Compiled], Any]] = []
+        if frozen:
+            found.append((pool.submit(learner.see, own, batch), (learner.grads, *beside_own)))
+            visual = ref_visual = found[0][0].result().made()
+        elif ref is not None:
+            found.append((pool.submit(learner.see, ref, batch), beside_ref))
+            ref_visual = found[0][0].result().made()
+        found.append((pool.submit(learner.add_gradients, batch, visual, known), beside_own))
+        if before:
+            found.append((pool.submit(learner.score, own, batch, visual), beside_own))
+        if ref is not None:
+            found.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
+        found.append((applying, (learner.ref, batch, visual)))
+        return [compiling.result().program(beside=beside) for compiling, beside in found]
 
 
 class _AbstractLearner:
@@ -104,9 +107,8 @@ class _AbstractLearner:
         return Params(self.masters, self.frozen)
 
     @property
-    def ref_params(self) -> Params:
-        assert self.ref is not None
-        return Params(self.ref, self.frozen)
+    def ref_params(self) -> Params | None:
+        return None if self.ref is None else Params(self.ref, self.frozen)
 
     @property
     def grads(self) -> nnx.State:

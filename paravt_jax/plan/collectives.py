@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paravt_jax.plan.devices import DEVICES_OF_A_HOST, DeviceSpec
+from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ITEM_BYTES = {"pred": 1, "bf16": 2} | {f"{kind}{bits}": bits // 8 for kind in "fsu" for bits in (8, 16, 32, 64)}
@@ -40,15 +40,13 @@ class Collective:
     num_devices: int = 1  # that take part
     num_hosts: int = 1  # that these are of
 
-    def seconds(self, device: DeviceSpec) -> float:
+    def seconds(self, rates: Rates) -> float:
         """In a ring: each device gets all but its own part, and what comes from other hosts comes by their cards."""
-        if device.link_gb_per_s is None or self.num_devices == 1:
-            return 0.0
-        times = 2 if self.kind == "all-reduce" else 1
+        num_bytes = (2 if self.kind == "all-reduce" else 1) * self.num_bytes
         devices, hosts = self.num_devices, self.num_hosts
-        within = times * self.num_bytes * (devices - 1) / devices / (device.link_gb_per_s * 1e9)
-        cards = devices / hosts * device.network_gb_per_s * 1e9
-        return max(within, times * self.num_bytes * (hosts - 1) / hosts / cards)
+        by_links = num_bytes * (devices - 1) / devices / rates.link_bytes
+        by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # each of a host brings its part
+        return max(by_links, by_cards)
 
 
 def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What a run will need, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, and what fits.
 
 Memory is that of the largest batch that the config allows; tokens and FLOPs are those of a typical step, which the
-output describes; seconds are these FLOPs at a stated part of the peak, not a measurement.
+output describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
 """
 
 import math
@@ -14,14 +14,15 @@ from typing import Any
 from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read_hf_config
 from model_port.layout import hf_files_of
 from model_port.tiny import tiny_config
-from paravt_jax.config import TINY, Config, MeshConfig
+from paravt_jax.config import TINY, Config, MeshConfig, SftConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.devices import DEVICES, RESERVE_FRAC, DeviceSpec
+from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, RESERVE_FRAC, DeviceSpec
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.workload import Workload, flops_of, largest_batch, layer_params, workload_of
+from paravt_jax.plan.roofline import Seconds, batch_works, step_seconds
+from paravt_jax.plan.workload import Workload, flops_of, largest_batch, layer_params, typical_step, workload_of
 
-UTILISATION = 0.4  # of the peak, with everything counted that is computed
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_DEVICES = 1024  # of meshes to suggest
 MAX_ROWS_PER_PART = 64  # to look for
 
@@ -47,13 +48,12 @@ class Fit:
 class Plan:
     mesh: MeshConfig
     device: DeviceSpec
-    utilisation: float
     params: ParamCounts
     batch: BatchShape
     memory: Memory
     workload: Workload
     flops: dict[str, float]  # of a step, over all devices, by pass
-    update_s: float | None
+    update: Seconds | None  # of a typical step
     rollout_s: float | None  # at least
     fit: Fit
     assumptions: tuple[str, ...]
@@ -75,11 +75,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return preset(size[0]), (f"{path} is not here: the dimensions are those of Qwen3-VL {size[0].upper()}",)
 
 
-def make_plan(
-    config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"], utilisation: float = UTILISATION
-) -> Plan:
-    if not 0 < utilisation <= 1:
-        raise ValueError(f"utilisation={utilisation} must be above 0 and at most 1")
+def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
     shapes = param_shapes(model)
     text, vision = (
         sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
@@ -87,26 +83,25 @@ def make_plan(
     )
     workload = workload_of(config, model)
     flops = flops_of(config, model, workload, device.platform)
-    memory = _memory(config, model, device)
+    memory = planned_memory(config, model, device)
     return Plan(
         mesh=config.mesh,
         device=device,
-        utilisation=utilisation,
         params=ParamCounts(text, vision, text + vision if config.optim.train_vision else text),
         batch=largest_batch(config, model),
         memory=memory,
         workload=workload,
         flops=flops,
-        update_s=_update_s(config, flops, device, utilisation),
-        rollout_s=_rollout_s(config, model, workload, flops, device, utilisation),
+        update=_update_seconds(config, model, device),
+        rollout_s=_rollout_s(config, model, workload, flops, device),
         fit=_fit(config, model, memory, device),
-        assumptions=tuple(_assumptions(config, workload, device, utilisation)),
+        assumptions=tuple(_assumptions(config, workload, device)),
     )
 
 
-def _memory(config: Config, model: ModelConfig, device: DeviceSpec) -> Memory:
+def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
     sampler = None
-    if config.engine.kind == "jax":
+    if isinstance(config, Config) and config.engine.kind == "jax":
         sampler = SamplerShape(
             max_rows=config.engine.max_rows,
             max_context_tokens=config.rollout.max_context_tokens,
@@ -116,30 +111,27 @@ def _memory(config: Config, model: ModelConfig, device: DeviceSpec) -> Memory:
     return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
 
 
-def _update_s(config: Config, flops: dict[str, float], device: DeviceSpec, utilisation: float) -> float | None:
-    if device.peak_tflops is None or config.model.dtype != "bfloat16":
+def _update_seconds(config: Config, model: ModelConfig, device: DeviceSpec) -> Seconds | None:
+    rates, step = device.rates(config.model.dtype), typical_step(config, model)
+    if rates is None:
         return None
-    total = sum(value for name, value in flops.items() if name.startswith("update"))
-    return total / (config.mesh.num_devices * device.peak_tflops * 1e12 * utilisation)
+    return step_seconds(batch_works(config, model, step.shape, device.platform), step, rates)
 
 
 def _rollout_s(
-    config: Config, model: ModelConfig, work: Workload, flops: dict[str, float], device: DeviceSpec, utilisation: float
+    config: Config, model: ModelConfig, work: Workload, flops: dict[str, float], device: DeviceSpec
 ) -> float | None:
     """Of the embedded engine: the devices of `tensor` share a prompt; a token reads all weights and the whole cache."""
-    if config.engine.kind != "jax" or config.model.dtype != "bfloat16":
-        return None
-    if device.peak_tflops is None or device.memory_tb_per_s is None:
+    rates, item_bytes = device.rates(config.model.dtype), ITEM_BYTES[config.model.dtype]
+    if config.engine.kind != "jax" or rates is None:
         return None
     text, tensor, rows = model.text, config.mesh.tensor, config.engine.max_rows
-    reading_s = (flops["rollout, frames"] + flops["rollout, reading"]) / (
-        tensor * device.peak_tflops * 1e12 * utilisation
-    )
-    weight_bytes = 2 * (layer_params(model) + text.vocab_size * text.width) / tensor
+    reading_s = (flops["rollout, frames"] + flops["rollout, reading"]) / (tensor * rates.flops)
+    weight_bytes = item_bytes * (layer_params(model) + text.vocab_size * text.width) / tensor
     slots = rows * config.rollout.max_context_tokens
-    cache_bytes = 2 * 2 * slots * text.num_layers * text.num_kv_heads * text.head_dim / config.mesh.num_devices
+    cache_values = 2 * slots * text.num_layers * text.num_kv_heads * text.head_dim / config.mesh.num_devices
     num_steps = -(-work.sampled_tokens // rows)
-    return reading_s + num_steps * (weight_bytes + cache_bytes) / (device.memory_tb_per_s * 1e12)
+    return reading_s + num_steps * (weight_bytes + item_bytes * cache_values) / rates.memory_bytes
 
 
 def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
@@ -204,7 +196,7 @@ def _changed(
 
 def _fits(config: Config, model: ModelConfig, device: DeviceSpec) -> bool:
     try:
-        return _memory(config, model, device).peak_bytes <= device.usable_bytes
+        return planned_memory(config, model, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing
         return False
 
@@ -218,7 +210,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _assumptions(config: Config, work: Workload, device: DeviceSpec, utilisation: float) -> Iterator[str]:
+def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator[str]:
     drawn = "mean of video.frame_budgets" if config.video.gating else "video.overview_frames"
     yield (
         f"a prompt: {work.frames:.1f} frames ({drawn}) x {work.frame_tokens} tokens (video.max_pixels, and its time) "
@@ -233,9 +225,18 @@ def _assumptions(config: Config, work: Workload, device: DeviceSpec, utilisation
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
         if device.name[0] != "v":
             yield f"JAX takes 75 % of a GPU by default: set XLA_CLIENT_MEM_FRACTION={1 - RESERVE_FRAC:.2f}"
-    if device.peak_tflops is None:
+    yield from assumed_of_seconds(device, config.model.dtype)
+
+
+def assumed_of_seconds(device: DeviceSpec, dtype: str) -> Iterator[str]:
+    rates = device.rates(dtype)
+    if rates is None:
         yield f"no seconds: {device.name} has no stated peak"
-    elif config.model.dtype != "bfloat16":
-        yield f"no seconds: the peak is that of bfloat16, model.dtype is {config.model.dtype}"
-    else:
-        yield f"seconds: {utilisation:.0%} of {device.peak_tflops:.0f} TFLOP/s a device, everything computed counts"
+        return
+    network = "" if math.isinf(rates.network_bytes) else f", {rates.network_bytes / 1e9:.0f} GB/s to other hosts"
+    yield (
+        f"seconds: products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak for {dtype}), then what "
+        f"goes through memory at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), then collectives at "
+        f"{rates.link_bytes / 1e9:.0f} GB/s a device{network} ({LINK_FRAC:.0%}): nothing overlaps"
+    )
+    yield "computed is also what is recomputed and padded; bytes are counted by weights, activations, scores, logits"

@@ -8,18 +8,18 @@ from functools import partial
 from paravt_jax.config import Config
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.memory import Memory, Parts
-from paravt_jax.plan.plan import UTILISATION, Plan, make_plan, model_config
+from paravt_jax.plan.plan import Plan, make_plan, model_config
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100", utilisation: float = UTILISATION) -> str:
+def plan_of(config: Config, device: str = "h100") -> str:
     """The plan of a config as text, for a device by its name."""
     if device not in DEVICES:
         raise ValueError(f"--device {device} is not known; known are {', '.join(DEVICES)}")
     model, remarks = model_config(config.model.path)
-    plan = make_plan(config, model, device=DEVICES[device], utilisation=utilisation)
+    plan = make_plan(config, model, device=DEVICES[device])
     return render(replace(plan, assumptions=(*remarks, *plan.assumptions)))
 
 
@@ -85,7 +85,8 @@ def _step_lines(plan: Plan) -> list[str]:
         ["tokens sampled", f"{work.sampled_tokens:,}"],
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
-        ["seconds of the update", _seconds(plan.update_s)],
+        ["seconds of the update", _seconds(None if plan.update is None else plan.update.total)],
+        *([f"  {part}", _seconds(value)] for part, value in (plan.update._asdict() if plan.update else {}).items()),
         ["seconds of the rollout, at least", _seconds(plan.rollout_s)],
     ]
     return ["a typical step", *_aligned(rows)]

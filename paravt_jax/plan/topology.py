@@ -22,7 +22,6 @@ MIB = 2**20
 class GpuChip:
     """What XLA's cost model asks of a GPU beside its memory; from NVIDIA's data sheets."""
 
-    name: str
     capability: tuple[int, int]
     cores: int
     fpus_of_a_core: int
@@ -56,16 +55,16 @@ class GpuChip:
         lines = " ".join(f"{name}: {value}" for name, value in info.items())
         return (
             f"gpu_device_info {{ {lines} cuda_compute_capability {{major: {major} minor: {minor}}} }} "
-            f'platform_name: "CUDA" dnn_version_info {{major: 9 minor: 8}} device_description_str: "{self.name}"'
+            f'platform_name: "CUDA" dnn_version_info {{major: 9 minor: 8}} device_description_str: "{device.kind}"'
         )
 
 
 GPU_CHIPS = {
-    "h100": GpuChip("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
-    "h200": GpuChip("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
-    "b200": GpuChip("NVIDIA B200", (10, 0), 148, 128, 1.97, 126 * MIB, 228 * 1024),
-    "a100": GpuChip("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
-    "a100-40": GpuChip("NVIDIA A100-SXM4-40GB", (8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
+    "h100": GpuChip((9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
+    "h200": GpuChip((9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
+    "b200": GpuChip((10, 0), 148, 128, 1.97, 126 * MIB, 228 * 1024),
+    "a100": GpuChip((8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
+    "a100-40": GpuChip((8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
 }
 
 

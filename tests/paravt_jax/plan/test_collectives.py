@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paravt_jax.plan.collectives import Collective, bytes_by_kind, collectives_of
-from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.devices import DEVICES, Rates
 
 TEXT = """HloModule jit_f, is_scheduled=true
 
@@ -51,14 +51,14 @@ def test_bytes_are_summed_up_by_kind():
 
 
 def test_seconds_are_those_of_a_ring():
-    h100 = DEVICES["h100"]  # 450 GB/s to its box, 50 GB/s a device to others
+    h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
     assert Collective("all-gather", 450 * 10**9, 8).seconds(h100) == pytest.approx(7 / 8)
     assert Collective("all-reduce", 450 * 10**9, 8).seconds(h100) == pytest.approx(2 * 7 / 8)
     assert Collective("all-gather", 450 * 10**9, 1).seconds(h100) == 0
 
 
 def test_what_crosses_boxes_shares_the_cards_of_those_that_take_part():
-    h100 = DEVICES["h100"]
+    h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
     whole_boxes = Collective("all-gather", 400 * 10**9, 16, 2).seconds(h100)  # half comes by eight cards of 50 GB/s
     one_of_each = Collective("all-gather", 400 * 10**9, 2, 2).seconds(h100)  # half by one
     assert (whole_boxes, one_of_each) == (pytest.approx(15 / 16 * 400 / 450), pytest.approx(4.0))

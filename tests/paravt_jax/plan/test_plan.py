@@ -217,17 +217,6 @@ def test_more_of_anything_needs_more():
     )
 
 
-def test_seconds_go_by_the_stated_utilisation_and_the_devices():
-    def update_s(fsdp: int, utilisation: float) -> float:
-        config = config_of((1, fsdp, 1), rows=8 // fsdp, row_tokens=4096, dtype="bfloat16")
-        found = make_plan(config, preset("8b"), utilisation=utilisation).update_s
-        assert found is not None
-        return found
-
-    assert update_s(4, 0.4) == pytest.approx(2 * update_s(8, 0.4)) == pytest.approx(4 * update_s(8, 0.8))
-    assert make_plan(config_of((1, 1, 1), rows=1, row_tokens=512), tiny_config(), device=CPU).update_s is None
-
-
 def test_a_size_is_found_without_weights():
     assert model_config("Qwen/Qwen3-VL-8B-Instruct")[0] == preset("8b")
     assert model_config("runs/sft-32b.hf")[0] == preset("32b")
@@ -239,8 +228,6 @@ def test_a_size_is_found_without_weights():
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match="--device v4 is not known; known are h100, h200"):
         plan_of(Config(), "v4")
-    with pytest.raises(ValueError, match=r"utilisation=1\.5 must be above 0 and at most 1"):
-        make_plan(Config(), tiny_config(), utilisation=1.5)
 
 
 def test_an_engine_beside_the_update_takes_memory_in_every_phase():
