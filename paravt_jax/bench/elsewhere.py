@@ -15,7 +15,7 @@ from paravt_jax.bench.mesh import config_of, model_of, name_of, settings_of, sha
 from paravt_jax.config import Config, SftConfig, load_config
 from paravt_jax.plan.meshes import MeshEstimate, Shape, config_on, estimate
 from paravt_jax.plan.plan import assumed_of_seconds, model_config
-from paravt_jax.plan.roofline import Seconds
+from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.topology import Topology, topology
 from paravt_jax.plan.workload import full_step, largest_batch, typical_step
 
@@ -33,25 +33,25 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
         print(_said(rows[-1]), file=sys.stderr, flush=True)
     dtype = args.dtype if config is None else config.model.dtype
     return {
-        "title": title_of(settings_of(args)) if config is None else " ".join([args.config, *args.overrides]),
+        "title": title_of(settings_of(args)) if config is None else " ".join(map(str, [args.config, *args.overrides])),
         "topology": args.topology,
         "device": place.device.name,
         "num_devices": place.num_devices,
         "price": args.price,
         "assumed": [*remarks, *assumed_of_seconds(place.device, dtype), *_unknowns(rows)],
-        "rows_estimated": sorted(rows, key=_order),
+        "rows": sorted(rows, key=_order),
     }
 
 
 def estimated_lines(result: dict[str, Any]) -> Iterator[str]:
     """Meshes that fit, the fastest first; the others with what refuses them; what was assumed; which to take."""
-    fitting = [row for row in result["rows_estimated"] if row["fits"]]
-    head = ["data x fsdp x tensor", "rows", "GiB", "compile s", "step s", *Seconds._fields, "tokens/s a device"]
+    fitting = [row for row in result["rows"] if row["fits"]]
+    head = ["data x fsdp x tensor", "rows", "GiB", "compile s", "step s", *StepSeconds._fields, "tokens/s a device"]
     yield f"{result['title']}, {result['num_devices']} x {result['device']}"
     yield ""
     yield from table_of(head + ["price of 1M tokens"] * bool(result["price"]), [_cells(row, result) for row in fitting])
     yield ""
-    for row in result["rows_estimated"]:
+    for row in result["rows"]:
         if row["problem"]:
             yield f"refused: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])

@@ -113,7 +113,7 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    if "rows_estimated" in result:
+    if "topology" in result:
         from paravt_jax.bench.elsewhere import estimated_lines
 
         return "\n".join(estimated_lines(result))

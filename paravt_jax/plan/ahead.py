@@ -64,7 +64,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
     learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
     own, ref, moments = learner.params, learner.ref_params, learner.opt_state
     frozen, before = not config.optim.train_vision, scores_before(config)
-    logp = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
+    logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     known = Known(logp if before else None, None if ref is None else logp)
     # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
     beside_own, beside_ref = (moments, learner.ref), (learner.masters, learner.grads, moments)

@@ -18,7 +18,7 @@ from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import planned_memory
-from paravt_jax.plan.roofline import Seconds, Work, batch_works, step_seconds
+from paravt_jax.plan.roofline import StepSeconds, Work, batch_works, step_seconds
 from paravt_jax.plan.workload import Step, largest_batch, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
@@ -38,7 +38,7 @@ class MeshEstimate:
     collective_bytes: dict[str, int] | None = None  # of a step, on a device
     compile_s: float | None = None
     est_step_s: float | None = None
-    seconds: Seconds | None = None  # of which it consists
+    seconds: StepSeconds | None = None  # of which it consists
     tokens_per_s: float | None = None  # of all devices
     problem: str | None = None  # why it is refused
     unknown: dict[str, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, RESERVE_FRAC, DeviceSpec
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.roofline import Seconds, batch_works, step_seconds
+from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.workload import Workload, flops_of, largest_batch, layer_params, typical_step, workload_of
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -53,7 +53,7 @@ class Plan:
     memory: Memory
     workload: Workload
     flops: dict[str, float]  # of a step, over all devices, by pass
-    update: Seconds | None  # of a typical step
+    update: StepSeconds | None  # of a typical step
     rollout_s: float | None  # at least
     fit: Fit
     assumptions: tuple[str, ...]
@@ -111,7 +111,7 @@ def planned_memory(config: Config | SftConfig, model: ModelConfig, device: Devic
     return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
 
 
-def _update_seconds(config: Config, model: ModelConfig, device: DeviceSpec) -> Seconds | None:
+def _update_seconds(config: Config, model: ModelConfig, device: DeviceSpec) -> StepSeconds | None:
     rates, step = device.rates(config.model.dtype), typical_step(config, model)
     if rates is None:
         return None

@@ -55,15 +55,15 @@ class Work(NamedTuple):
     def sent_bytes(self) -> int:
         return sum(each.num_bytes for each in self.collectives)
 
-    def seconds(self, rates: Rates) -> "Seconds":
-        return Seconds(
+    def seconds(self, rates: Rates) -> "StepSeconds":
+        return StepSeconds(
             self.flops / rates.flops,
             self.memory_bytes / rates.memory_bytes,
             sum(each.seconds(rates) for each in self.collectives),
         )
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     products: float
     memory: float
     collectives: float
@@ -73,11 +73,11 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-def step_seconds(works: Mapping[str, Work], step: Step, rates: Rates) -> Seconds:
+def step_seconds(works: Mapping[str, Work], step: Step, rates: Rates) -> StepSeconds:
     """Of a step whose programs do this; the optimizer's once an update, the others once a batch."""
     times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
     each = [[times[name] * part for part in work.seconds(rates)] for name, work in works.items()]
-    return Seconds(*(sum(parts) for parts in zip(*each, strict=True)))
+    return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
 
 
 def batch_works(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, Work]:
@@ -133,13 +133,13 @@ def _score_bytes(share: Share, way: str) -> float:
     """Of a row and head."""
     form = form_of(share.config.model.attention, share.batch.row_tokens, share.platform)
     pairs = computed_pairs(share.config, share.batch.row_tokens, share.platform)
-    return SCORE_BYTES[way] * pairs if form in SCORES_IN_MEMORY else 0.0
+    return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
 
 
 def _head_bytes(share: Share) -> float:
     logits = share.rows * share.batch.row_actions * share.local.text.vocab_size * FLOAT32_BYTES
     num_chunks = -(-share.batch.row_actions // share.config.optim.head_chunk_tokens)
-    return LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes
+    return float(LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes)
 
 
 def _score_collectives(share: Share) -> Iterator[Collective]:

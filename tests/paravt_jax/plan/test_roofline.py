@@ -11,13 +11,13 @@ from paravt_jax.config import DataConfig, PackConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import DEVICES, Rates
-from paravt_jax.plan.roofline import Seconds, Work, _among, batch_works, step_seconds
+from paravt_jax.plan.roofline import StepSeconds, Work, _among, batch_works, step_seconds
 from paravt_jax.plan.workload import Step, full_step, largest_batch, layer_params, needed_flops, typical_step
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
 
 
-def seconds(shape=(1, 8, 1), *, rows=1, row_tokens=8192, size="8b", dtype="bfloat16", **sections) -> Seconds:
+def seconds(shape=(1, 8, 1), *, rows=1, row_tokens=8192, size="8b", dtype="bfloat16", **sections) -> StepSeconds:
     config = config_of(shape, rows=rows, row_tokens=row_tokens, dtype=dtype, **sections)
     model, device = preset(size), DEVICES["h100"]
     step = full_step(largest_batch(config, model))
@@ -26,13 +26,13 @@ def seconds(shape=(1, 8, 1), *, rows=1, row_tokens=8192, size="8b", dtype="bfloa
 
 def test_products_memory_and_collectives_follow_each_other():
     work = Work(flops=300.0, memory_bytes=20.0, collectives=(Collective("all-gather", 40, 2),))
-    assert work.seconds(RATES) == Seconds(3.0, 2.0, 4.0) and work.seconds(RATES).total == 9.0
+    assert work.seconds(RATES) == StepSeconds(3.0, 2.0, 4.0) and work.seconds(RATES).total == 9.0
 
 
 def test_a_step_has_its_batches_and_its_updates():
     works = {"add_gradients": Work(300.0, 20.0, ()), "apply_gradients": Work(0.0, 50.0, ())}
     step = Step(largest_batch(config_of((1, 1, 1), rows=1, row_tokens=64), tiny_config()), 7, 3, 11)
-    assert step_seconds(works, step, RATES) == Seconds(7 * 3.0, 7 * 2.0 + 3 * 5.0, 0.0)
+    assert step_seconds(works, step, RATES) == StepSeconds(7 * 3.0, 7 * 2.0 + 3 * 5.0, 0.0)
 
 
 def test_longer_rows_take_longer_and_more_for_each_token():
