@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from omegaconf import OmegaConf
 
 from model_port.config import ModelConfig
@@ -21,7 +21,7 @@ from paravt_jax.plan.workload import full_step, largest_batch, typical_step
 
 
 def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing of this computes
+    jax.config.update("jax_platforms", "cpu")  # nothing of this computes, and compilers look for no device
     place = topology(args.topology)
     devices = None if args.plan_only else place.devices()
     config = None if args.config is None else _config(args)

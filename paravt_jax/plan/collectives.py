@@ -21,6 +21,8 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _TURNS = re.compile(r"known_trip_count[^\d]*(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _CALLS = ("call", "conditional", "async-start", "fusion")
 _GROUP_OF_MESH = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]\s*\{(?P<axes>[^}]*)\}")
@@ -89,14 +91,23 @@ def _walk(computations: Mapping[str, list[str]], name: str, times: int) -> Itera
             num_bytes = times * _num_bytes(found["operation"], found["made"], len(members))
             yield Collective(operation, num_bytes, len(members), len(hosts))
         elif operation == "while":
-            turns, body = _TURNS.search(line), _BODY.search(line)
+            body = _BODY.search(line)
             assert body is not None
-            yield from _walk(computations, body[1], times * (int(turns[1]) if turns else 1))
+            yield from _walk(computations, body[1], times * _turns(computations, line))
         elif found["operation"] in _CALLS:
             branches = _BRANCHES.search(line)
             named = [] if branches is None else [part.strip().lstrip("%") for part in branches[1].split(",")]
             for called in [*named, *_CALLED.findall(line)]:
                 yield from _walk(computations, called, times)
+
+
+def _turns(computations: Mapping[str, list[str]], line: str) -> int:
+    """Of a loop: as the compiler says, or up to the one number that its counter is compared with."""
+    said, condition = _TURNS.search(line), _CONDITION.search(line)
+    if said is not None or condition is None:
+        return int(said[1]) if said else 1
+    limits = [limit for text in computations.get(condition[1], ()) for limit in _CONSTANT.findall(text)]
+    return int(limits[0]) if len(limits) == 1 else 1
 
 
 def _num_bytes(operation: str, made: str, num_devices: int) -> int:

@@ -46,6 +46,14 @@ def test_a_loop_counts_as_often_as_it_turns_and_a_pair_as_its_larger_side():
     assert pair == Collective("all-reduce", 3 * 4 + 5 * 2, 2, 1)
 
 
+def test_a_loop_whose_turns_are_not_said_goes_up_to_what_its_counter_is_compared_with():
+    unsaid = TEXT.replace(', backend_config={"known_trip_count":{"n":"36"}}', "")
+    assert collectives_of(unsaid)[0].num_bytes == 32 * 4 * 2  # by data
+    limit = "  %limit = s32[]{:T(128)} constant(28)\n"
+    limited = unsaid.replace("  ROOT %less", limit + "  ROOT %less")
+    assert collectives_of(limited)[0].num_bytes == 28 * 32 * 4 * 2
+
+
 def test_bytes_are_summed_up_by_kind():
     assert bytes_by_kind(collectives_of(TEXT)) == {"all-gather": 9216, "all-reduce": 30, "reduce-scatter": 3504}
 
