@@ -1,5 +1,6 @@
 """From a path to a model in memory, and from one sequence to its logits."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def abstract_params(model: Qwen3VL, dtype: str, mesh: Mesh | None = None) -> dic
     return wanted if mesh is None else shard_abstract(wanted, mesh)
 
 
-def with_params(model: Qwen3VL, params: dict[str, jax.Array]) -> Qwen3VL:
-    """The model with the given arrays as its parameters; every one must be given."""
+def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Qwen3VL:
+    """The model with the given arrays, or shapes, as its parameters; every one must be given."""
     graphdef, state = nnx.split(model)
     check_param_paths(model.config, set(params))
     flat = [(path, leaf.replace(params[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]

@@ -47,11 +47,13 @@ def test_a_release_of_tomorrow_does_not_break_an_installation():
     assert bounded >= BREAK_BETWEEN_RELEASES
 
 
-@pytest.mark.parametrize("accelerator", ["cuda12", "tpu"])
-def test_every_accelerator_has_the_same_jax(accelerator):
+@pytest.mark.parametrize(
+    ("extra", "of_jax"), [("cuda12", "cuda12"), ("tpu", "tpu"), ("aot-gpu", "cuda12-local"), ("aot-tpu", "tpu")]
+)
+def test_every_accelerator_and_every_compiler_has_the_same_jax(extra, of_jax):
     (base,) = (one.specifier for one in requirements() if one.name == "jax")
-    (ours,) = requirements(accelerator)
-    assert ours.name == "jax" and ours.extras == {accelerator} and ours.specifier == base
+    (ours,) = requirements(extra)
+    assert ours.name == "jax" and ours.extras == {of_jax} and ours.specifier == base
 
 
 @pytest.fixture

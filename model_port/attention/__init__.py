@@ -10,8 +10,17 @@ the published recipe), and long ones are `kernel` where there is one and `scanne
 """
 
 from model_port.attention.blocked import blocked_attention
-from model_port.attention.choice import Form, attention_of, form_of
+from model_port.attention.choice import Form, attention_of, computed_pairs, form_of
 from model_port.attention.flash import Attention
 from model_port.attention.rule import ATTENTION_OUT, Layout
 
-__all__ = ["ATTENTION_OUT", "Attention", "Form", "Layout", "attention_of", "blocked_attention", "form_of"]
+__all__ = [
+    "ATTENTION_OUT",
+    "Attention",
+    "Form",
+    "Layout",
+    "attention_of",
+    "blocked_attention",
+    "computed_pairs",
+    "form_of",
+]

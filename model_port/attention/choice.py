@@ -5,7 +5,8 @@ from typing import Literal
 
 from jaxtyping import Array
 
-from model_port.attention.blocked import blocked_attention
+from model_port.attention import scanned
+from model_port.attention.blocked import blocked_attention, score_blocks
 from model_port.attention.flash import Attention
 from model_port.attention.plain import xla_attention
 from model_port.attention.rule import Layout
@@ -55,6 +56,30 @@ def _program(form: Form, platform: str) -> Attention:
     from model_port.attention.gpu import gpu_attention
 
     return gpu_attention
+
+
+def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: str) -> int:
+    """Pairs of tokens of a full causal row whose scores are computed: blocks are computed whole."""
+    form = form_of(form, num_tokens, platform)
+    if form == "xla":
+        return num_tokens**2
+    if form == "blocked":
+        return sum((block.stop - block.start) * end for block, end in score_blocks(num_tokens, num_tokens, True))
+    size = _blocks_of(form, platform)(num_tokens, queries_per_key)
+    blocks = -(-num_tokens // size)
+    return size**2 * blocks * (blocks + 1) // 2
+
+
+def _blocks_of(form: Form, platform: str) -> Callable[[int, int], int]:
+    if form == "scanned":
+        return scanned.block_tokens
+    if platform == "tpu":
+        from model_port.attention import tpu_walk
+
+        return tpu_walk.block_tokens
+    from model_port.attention import gpu
+
+    return gpu.block_tokens
 
 
 def _of_rows(attend: Callable[..., Array]) -> Attention:

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from model_port.attention.flash import TINY, flash_attention, partners, seen_blocks
-from model_port.attention.products import NN, NT, TN, product
+from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, causal_cost, product
 from model_port.attention.rule import MASKED, Seen
 
 
@@ -72,7 +72,7 @@ def forward(
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
     programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False, interpret=interpret)
     takes, gives = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
-    return programs(_forward, takes, seen, gives)
+    return programs(_forward, FORWARD, takes, seen, gives)
 
 
 def backward(
@@ -89,9 +89,9 @@ def backward(
     """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp, once in each kernel."""
     takes = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
     programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False, interpret=interpret)
-    (d_q,) = programs(_by_queries, takes, seen, [("queries", q.dtype)])
+    (d_q,) = programs(_by_queries, BY_QUERIES, takes, seen, [("queries", q.dtype)])
     programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True, interpret=interpret)
-    return d_q, *programs(_by_keys, takes, seen, [("keys", k.dtype), ("keys", v.dtype)])
+    return d_q, *programs(_by_keys, BY_KEYS, takes, seen, [("keys", k.dtype), ("keys", v.dtype)])
 
 
 gpu_attention = flash_attention(forward, backward, block_tokens)
@@ -204,6 +204,7 @@ class _Programs:
     def __call__(
         self,
         kernel: Callable[..., None],
+        num_products: int,
         takes: Sequence[tuple[str, Array]],
         seen: Seen,
         gives: Sequence[tuple[str, Any]],
@@ -219,6 +220,14 @@ class _Programs:
             out_specs=[specs[name] for name, _ in gives],
             out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
             compiler_params=plgpu.CompilerParams(num_warps=self.tile.warps, num_stages=STAGES),
+            cost_estimate=causal_cost(
+                num_products,
+                num_heads=self.rows * self.kv_heads * self.shared,
+                num_tokens=self.num_tokens,
+                block_tokens=self.tile.keys,
+                values=self.values,
+                arrays=[x for _, x in takes],
+            ),
             interpret=self.interpret,
         )(others, num_others[..., None], *(self._padded(name, x) for name, x in takes), *seen)
         return tuple(

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from model_port.attention.flash import TINY, flash_attention
-from model_port.attention.products import NN, NT, TN, product
+from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, product
 from model_port.attention.rule import MASKED, Seen
 from model_port.attention.tpu_walk import Pair, Walk, block_tokens
 
@@ -36,7 +36,7 @@ def forward(
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
     walk = Walk.of(q, seen, by_keys=False, interpret=interpret)
     takes, gives = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", walk.wide)]
-    return walk(_forward, takes, gives, [(1, walk.lanes), (1, walk.lanes), (walk.head_dim, walk.lanes)])
+    return walk(_forward, FORWARD, takes, gives, [(1, walk.lanes), (1, walk.lanes), (walk.head_dim, walk.lanes)])
 
 
 def backward(
@@ -53,10 +53,10 @@ def backward(
     """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp, once for each kernel."""
     takes = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
     walk = Walk.of(q, seen, by_keys=False, interpret=interpret)
-    (d_q,) = walk(_backward_of_queries, takes, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
+    (d_q,) = walk(_backward_of_queries, BY_QUERIES, takes, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
     walk = Walk.of(q, seen, by_keys=True, interpret=interpret)
     gives = [("keys", k.dtype), ("keys", v.dtype)]
-    return d_q, *walk(_backward_of_keys, takes, gives, [(walk.keys, walk.head_dim)] * 2)
+    return d_q, *walk(_backward_of_keys, BY_KEYS, takes, gives, [(walk.keys, walk.head_dim)] * 2)
 
 
 tpu_attention = flash_attention(forward, backward, block_tokens)

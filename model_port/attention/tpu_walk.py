@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from model_port.attention.flash import even_blocks, partners, seen_blocks
+from model_port.attention.products import causal_cost
 from model_port.attention.rule import Seen
 
 LANES = 128  # to which the values of a head are padded
@@ -98,6 +99,7 @@ class Walk:
     def __call__(
         self,
         kernel: Callable[..., None],
+        num_products: int,
         takes: Sequence[tuple[str, Array]],
         gives: Sequence[tuple[str, Any]],
         keeps: Sequence[tuple[int, ...]],
@@ -116,6 +118,14 @@ class Walk:
             out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            cost_estimate=causal_cost(
+                num_products,
+                num_heads=self.rows * self.kv_heads * self.shared,
+                num_tokens=self.num_tokens,
+                block_tokens=self.keys,
+                values=self.values,
+                arrays=[x for _, x in takes],
             ),
             interpret=self.interpret,
         )(pairs, counts, *(self._laid_out(name, x) for name, x in takes), jnp.stack(self.seen, axis=1))

@@ -21,7 +21,7 @@ BENCHES = {
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
     "decoders": "PyAV beside decord: whose frames are right in which container, and how fast each is",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
-    "mesh": "one update on every mesh of N devices: time, efficiency, memory; --plan-only estimates any size",
+    "mesh": "one update on every mesh: measured on the devices of this machine, or compiled for others and estimated",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
     "simulation": "simulated steps beside real ones: the smoke run on one and two real SGLang servers, and embedded",
     "soak": "the smoke run for hours: memory, open files, threads and the time of a step",

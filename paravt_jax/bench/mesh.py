@@ -1,90 +1,128 @@
-"""One update of the policy on every mesh of N devices: seconds, tokens, memory, beside a single device.
+"""An update of the policy on every mesh: measured on the devices of this machine, or of devices that are not here.
 
-Every part of a mesh that rows are split over gets as many rows, so the work grows with data and fsdp. Efficiency is a
-device's tokens a second against those of one device alone; the devices of a CPU share its cores. Memory is the
-compiler's own analysis of the largest program, beside the plan's estimate of the same.
+Measured, every part of a mesh that rows are split over gets as many rows, so the work grows with data and fsdp.
+Efficiency is a device's tokens a second against those of one device alone; the devices of a CPU share its cores. Memory
+is the compiler's own analysis of the largest program, beside the plan's estimate of the same. Of devices that are not
+here (`--topology`) everything is what their compiler says of the programs, and seconds are an estimate from it.
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from model_port.config import PRESETS, ModelConfig, preset
 from paravt_jax.bench.learner import MODELS
+from paravt_jax.config import Config
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from paravt_jax.config import Config
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
-    from paravt_jax.plan.memory import BatchShape
+    from paravt_jax.plan.devices import Rates
     from paravt_jax.plan.plan import Plan
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
 PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
 FRAMES_OF_A_ROW = 4
-MIB, GIB = 2**20, 2**30
+SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}
+MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=[*MODELS, *PRESETS], default="tiny")
+    parser.add_argument("--model", choices=[*MODELS, *PRESETS], help="default tiny")
     parser.add_argument("--devices", type=int, metavar="N", help=f"default: all; on a CPU, {CPU_DEVICES}")
-    parser.add_argument("--rows", type=int, default=1, help="for every part that rows are split over (default 1)")
-    parser.add_argument("--row-tokens", type=int, default=1024)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--remat", choices=["none", "full", "dots", "attention", "offload"], default="full")
+    parser.add_argument("--rows", type=int, help="for every part that rows are split over (default 1)")
+    parser.add_argument("--row-tokens", type=int, help="default 1024")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32")
+    parser.add_argument("--remat", choices=["none", "full", "dots", "attention", "offload"], help="default full")
     parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median counts")
-    parser.add_argument("--plan-only", action="store_true", help="estimate, and run nothing")
-    parser.add_argument("--device", default="h100", help="for --plan-only: the accelerator (default h100)")
+    parser.add_argument("--mesh", metavar="D,F,T", help="this one alone: data, fsdp, tensor (default: every one)")
+    parser.add_argument("--topology", metavar="NAME", help="devices that are not here, as h100:8 or v5p:2x2x2")
+    parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate, and compile nothing")
+    parser.add_argument("--config", metavar="FILE", help="with --topology: the run of this file, not of these flags")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
+    parser.add_argument("--price", type=float, help="with --topology: of a device for an hour, in any currency")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    _check(args)
+    if args.config is None:
+        for name, value in SETTINGS.items():
+            setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    if args.topology is None:
+        return _measured_meshes(args)
+    from paravt_jax.bench.elsewhere import estimated_meshes
+
+    return estimated_meshes(args)
+
+
+def _check(args: argparse.Namespace) -> None:
     for name in ("devices", "rows", "row_tokens", "repeats"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    if args.row_tokens < 64:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)} must be at least 1")
+    if args.row_tokens is not None and args.row_tokens < 64:
         raise ValueError(f"--row-tokens {args.row_tokens} must be at least 64, the tokens of a frame and a few more")
-    model = MODELS[args.model]() if args.model in MODELS else preset(args.model)
-    settings = {name: getattr(args, name) for name in ("model", "rows", "row_tokens", "dtype", "remat")}
-    if args.plan_only:
-        return {**settings, "device": args.device, "rows_planned": _planned(args, model)}
-    count = args.devices or CPU_DEVICES
-    # Before jax starts a backend. The flag concerns CPUs only, and the last one counts.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-    import jax
+    if args.price is not None and not args.price > 0:
+        raise ValueError(f"--price {args.price} must be above 0")
+    for name in ("devices",) if args.topology else ("plan_only", "config", "overrides", "price"):
+        if getattr(args, name):
+            raise ValueError(f"{_flag(name)} {'does nothing with' if args.topology else 'needs'} --topology")
+    for name in SETTINGS if args.config else ():
+        if getattr(args, name) is not None:
+            raise ValueError(f"{_flag(name)} does nothing with --config, whose file says it")
+    if args.overrides and not args.config:
+        raise ValueError(f"{args.overrides[0]} changes a setting of --config FILE, and there is none")
 
-    devices = jax.devices()
-    num_devices = args.devices or len(devices)
-    if num_devices > len(devices):
-        raise ValueError(f"--devices {num_devices}: there are {len(devices)} of {devices[0].device_kind}")
-    rows = []
-    for shape in dict.fromkeys([(1, 1, 1), *mesh_shapes(num_devices)]):
-        rows.append({"mesh": shape, **_measured(args, model, shape)})
-        if "update_s" in rows[-1]:
-            rows[-1]["efficiency"] = rows[-1]["device_tokens_per_s"] / rows[0]["device_tokens_per_s"]
-        print(_line(_cells(rows[-1])), file=sys.stderr, flush=True)
-    return {**settings, "device": devices[0].device_kind, "rows_measured": rows}
+
+def _flag(name: str) -> str:
+    return "a.b=c" if name == "overrides" else f"--{name.replace('_', '-')}"
+
+
+def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int, int]]:
+    """The one that is asked for, or all."""
+    from paravt_jax.plan.meshes import mesh_shapes
+
+    if args.mesh is None:
+        return list(mesh_shapes(num_devices))
+    found = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
+    if not found:
+        raise ValueError(f"--mesh {args.mesh} is not data,fsdp,tensor of {num_devices} devices, as 1,{num_devices},1")
+    return found
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in SETTINGS}
+
+
+def title_of(settings: dict[str, Any]) -> str:
+    return (
+        f"{settings['model']}, {settings['dtype']}, remat {settings['remat']}, {settings['rows']} x "
+        f"{settings['row_tokens']} tokens for each part of the rows"
+    )
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    return MODELS[args.model]() if args.model in MODELS else preset(args.model)
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    planned = "rows_planned" in result
-    head = PLANNED_HEAD if planned else MEASURED_HEAD
-    cells = [_planned_cells(row) for row in result["rows_planned"]] if planned else map(_cells, result["rows_measured"])
-    title = (
-        f"{result['model']}, {result['dtype']}, remat {result['remat']}, {result['rows']} x {result['row_tokens']} "
-        f"tokens for each part of the rows, {result['device']}"
-    )
-    if planned:
-        title += "; seconds are FLOPs at a part of the peak that is the same for every mesh"
-    return "\n".join([title, "", _line(head), "|---" * len(head) + "|", *map(_line, cells)])
+    if "topology" in result:
+        from paravt_jax.bench.elsewhere import estimated_lines
+
+        return "\n".join(estimated_lines(result))
+    rows = table_of(MEASURED_HEAD, [_cells(row) for row in result["rows_measured"]])
+    return "\n".join([f"{title_of(result)}, {result['device']}", "", *rows])
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [line(head), "|---" * len(head) + "|", *map(line, rows)]
 
 
 MEASURED_HEAD = (
@@ -92,55 +130,40 @@ MEASURED_HEAD = (
     "tokens",
     "compile s",
     "update s",
+    "estimated s",
     "tokens/s a device",
     "efficiency",
     "MiB",
     "MiB by plan",
 )
-PLANNED_HEAD = ("data x fsdp x tensor", "peak GiB", "always GiB", "fits", "longest row", "update s")
 
 
-def _line(cells: Any) -> str:
+def line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def name_of(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _shown(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
-    name = " x ".join(map(str, row["mesh"]))
     if "problem" in row:
-        return [name, row["problem"], *[""] * (len(MEASURED_HEAD) - 2)]
+        return [name_of(row["mesh"]), row["problem"], *[""] * (len(MEASURED_HEAD) - 2)]
     return [
-        name,
+        name_of(row["mesh"]),
         str(row["tokens"]),
         f"{row['compile_s']:.1f}",
         f"{row['update_s']:.3f}",
+        _shown(row["est_step_s"], 3),
         f"{row['device_tokens_per_s']:.0f}",
-        f"{row['efficiency']:.2f}",
+        _shown(row["efficiency"], 2),
         f"{row['compiled_bytes'] / MIB:.1f}",
         f"{row['planned_bytes'] / MIB:.1f}",
     ]
-
-
-def _planned_cells(row: dict[str, Any]) -> list[str]:
-    name = " x ".join(map(str, row["mesh"]))
-    if "problem" in row:
-        return [name, row["problem"], *[""] * (len(PLANNED_HEAD) - 2)]
-    known = row["fits"] is not None
-    return [
-        name,
-        f"{row['peak_bytes'] / GIB:.1f}",
-        f"{row['resident_bytes'] / GIB:.1f}",
-        ("yes" if row["fits"] else "no") if known else "",
-        str(row["longest_row_tokens"] or "none") if known else "",
-        "" if row["update_s"] is None else f"{row['update_s']:.2f}",
-    ]
-
-
-def mesh_shapes(num_devices: int) -> Iterator[tuple[int, int, int]]:
-    """(data, fsdp, tensor) of so many devices."""
-    for tensor in range(1, num_devices + 1):
-        for data in range(1, num_devices // tensor + 1):
-            if num_devices % (data * tensor) == 0:
-                yield data, num_devices // (data * tensor), tensor
 
 
 def config_of(
@@ -151,9 +174,9 @@ def config_of(
     dtype: Any = "float32",
     remat: Any = "full",
     **sections: Any,
-) -> "Config":
+) -> Config:
     """A run whose batches have so many rows for every part of the mesh that rows are split over."""
-    from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
+    from paravt_jax.config import EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
     from paravt_jax.learner.settings import LossConfig
     from paravt_jax.rewards.settings import RewardConfig
     from rollout.episode import EpisodeConfig
@@ -176,38 +199,62 @@ def config_of(
     return Config(**given | sections)
 
 
-def _planned(args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
-    from paravt_jax.plan.plan import DEVICES, make_plan
+def _measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
+    model, count = model_of(args), args.devices or CPU_DEVICES
+    # Before jax starts a backend. The flag concerns CPUs only, and the last one counts.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    import jax
 
-    if args.device not in DEVICES:
-        raise ValueError(f"--device {args.device} is not known; known are {', '.join(DEVICES)}")
-    rows = []
-    for shape in mesh_shapes(args.devices or CPU_DEVICES):
-        print(f"mesh {' x '.join(map(str, shape))}", file=sys.stderr, flush=True)
-        config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
-        try:
-            plan = make_plan(config, model, device=DEVICES[args.device])
-        except ValueError as problem:
-            rows.append({"mesh": shape, "problem": str(problem)})
-            continue
-        rows.append(
-            {
-                "mesh": shape,
-                "peak_bytes": plan.memory.peak_bytes,
-                "resident_bytes": sum(plan.memory.resident.values()),
-                "fits": plan.fit.fits,
-                "longest_row_tokens": plan.fit.row_tokens,
-                "update_s": plan.update_s,
-            }
-        )
-    return rows
+    devices = jax.devices()
+    num_devices = args.devices or len(devices)
+    if num_devices > len(devices):
+        raise ValueError(f"--devices {num_devices}: there are {len(devices)} of {devices[0].device_kind}")
+    rates, rows = _rates(args.dtype), []
+    for shape in dict.fromkeys([(1, 1, 1), *shapes_of(args, num_devices)]):
+        rows.append({"mesh": shape, **_measured(args, model, shape, rates)})
+        if "update_s" in rows[-1]:
+            rows[-1]["efficiency"] = rows[-1]["device_tokens_per_s"] / rows[0]["device_tokens_per_s"]
+        print(line(_cells(rows[-1])), file=sys.stderr, flush=True)
+    found = None if rates is None else dataclasses.asdict(rates)
+    return {**settings_of(args), "device": devices[0].device_kind, "rates": found, "rows_measured": rows}
 
 
-def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, int, int]) -> dict[str, Any]:
+def _rates(dtype: str) -> "Rates | None":
+    """Of a device of this machine: by its data sheet, or of a CPU as a large product and a large sum are measured."""
+    import jax
+    import jax.numpy as jnp
+
+    from paravt_jax.plan.devices import DEVICES, Rates
+
+    kind = jax.devices()[0].device_kind
+    if jax.default_backend() != "cpu":
+        return next((device.rates(dtype) for device in DEVICES.values() if device.kind == kind), None)
+    square, long = jnp.ones((2048, 2048), dtype), jnp.ones(2**26, jnp.float32)
+    flops = 2 * 2048**3 / _best_s(jax.jit(jnp.matmul), square, square)
+    memory_bytes = 2 * long.nbytes / _best_s(jax.jit(lambda x: x + 1), long)
+    return Rates(flops, memory_bytes, memory_bytes / 2)  # what is sent is read and written
+
+
+def _best_s(function: Callable[..., Any], *arguments: Any) -> float:
+    import jax
+
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _measured(
+    args: argparse.Namespace, model: ModelConfig, shape: tuple[int, int, int], rates: "Rates | None"
+) -> dict[str, Any]:
     from model_port.sharding import make_mesh
     from paravt_jax.learner.learner import StepPart
     from paravt_jax.learner.variants import StepCounts
-    from paravt_jax.plan.plan import DEVICES, make_plan
+    from paravt_jax.plan.batch import make_batch
+    from paravt_jax.plan.devices import DEVICES
+    from paravt_jax.plan.plan import make_plan
 
     config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
     try:
@@ -231,13 +278,28 @@ def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, in
         "tokens": tokens,
         "compile_s": compile_s,
         "update_s": update_s,
+        "est_step_s": _expected_s(config, model, plan, rates),
         "device_tokens_per_s": tokens / update_s / config.mesh.num_devices,
         "compiled_bytes": max(map(program_bytes, programs.values())),
         "planned_bytes": planned_program_bytes(plan),
     }
 
 
-def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "Learner":
+def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates | None") -> float | None:
+    """The devices of a CPU share what it can do."""
+    import jax
+
+    from paravt_jax.plan.roofline import batch_works, step_seconds
+    from paravt_jax.plan.workload import full_step
+
+    if rates is None:
+        return None
+    platform, step = jax.default_backend(), full_step(plan.batch)
+    shared = rates.shared_by(config.mesh.num_devices) if platform == "cpu" else rates
+    return step_seconds(batch_works(config, model, step.shape, platform), step, shared).total
+
+
+def make_learner(config: Config, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
     """Of random weights, made where they belong."""
     import jax
     from flax import nnx
@@ -267,46 +329,6 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
         config.loss,
         temperature=config.rollout.temperature,
         mesh=mesh,
-    )
-
-
-def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
-    """Full rows of one sequence each, which begin with as many frames as there are for a row."""
-    from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
-    from paravt_jax.learner.packing import TrainBatch
-
-    random = np.random.default_rng(0)
-    rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
-    patches = (shape.num_frame_rows, shape.row_patches)
-    plain = min(model.image_token_id, model.vision_start_token_id)
-    place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
-    merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
-    shown = merged // shape.num_rows
-    visual = np.where(place < shown, place + shown * np.arange(shape.num_rows, dtype=np.int32)[:, None], NOT_VISUAL)
-    text = TextBatch(
-        tokens=random.integers(0, plain, rows).astype(np.int32),
-        positions=np.repeat(place[..., None], 3, axis=-1),
-        segment_ids=np.ones(rows, np.int32),
-        branch_ids=np.zeros(rows, np.int32),
-        visual_index=visual.astype(np.int32),
-    )
-    vision = VisionBatch(
-        patches=random.standard_normal((*patches, model.vision.patch_values), np.float32),
-        segment_ids=np.ones(patches, np.int32),
-        positions=np.zeros((*patches, 2), np.int32),
-        interp_index=np.zeros((*patches, 4), np.int32),
-        interp_weight=np.full((*patches, 4), 0.25, np.float32),
-    )
-    return TrainBatch(
-        text=text,
-        vision=vision,
-        source=np.sort(random.integers(0, shape.row_tokens, actions)).astype(np.int32),
-        target=random.integers(0, plain, actions).astype(np.int32),
-        loss_mask=np.ones(actions, bool),
-        behavior_logp=np.full(actions, -np.log(model.text.vocab_size), np.float32),
-        advantage=random.standard_normal(actions, np.float32),
-        token_class=np.zeros(actions, np.int32),
-        dialogue=np.broadcast_to(np.arange(shape.num_rows, dtype=np.int32)[:, None], actions),
     )
 
 

@@ -229,15 +229,19 @@ class Learner:
         adam = optimizer(numbers_at(self.optim, 0, self._num_steps))
         if self.mesh is None:
             return adam.init(trainable)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        shardings = optax.tree_map_params(
-            adam,
-            lambda _, param: param.sharding,
-            jax.eval_shape(adam.init, trainable),
-            trainable,
-            transform_non_params=lambda _: everywhere,
-        )
-        return jax.jit(adam.init, out_shardings=shardings)(trainable)
+        return jax.jit(adam.init, out_shardings=opt_places(adam, trainable, self.mesh))(trainable)
+
+
+def opt_places(adam: optax.GradientTransformation, trainable: nnx.State, mesh: Mesh) -> Any:
+    """Where the optimizer's state lies: moments with their parameters, its numbers everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return optax.tree_map_params(
+        adam,
+        lambda _, param: param.sharding,
+        jax.eval_shape(adam.init, trainable),
+        trainable,
+        transform_non_params=lambda _: everywhere,
+    )
 
 
 def trained_part(model: Qwen3VL, optim: OptimConfig) -> Any:
@@ -274,15 +278,15 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
 
 
 def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """The batch on its devices, rows split over the axes that batches split over where they divide."""
+    """The batch on its devices."""
     if mesh is None:
         return jax.device_put(batch)
+    return jax.tree.map(lambda array: jax.device_put(array, row_place(len(array), mesh)), batch)
+
+
+def row_place(num_rows: int, mesh: Mesh) -> NamedSharding:
+    """Rows are split over the axes that batches split over where they divide."""
     axes = ACTIVATION_AXES["b"]
     assert isinstance(axes, tuple)
     num_parts = int(np.prod([mesh.shape[axis] for axis in axes]))
-
-    def place(array: np.ndarray) -> jax.Array:
-        spec = PartitionSpec(axes) if array.shape[0] % num_parts == 0 else PartitionSpec()
-        return jax.device_put(array, NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, batch)
+    return NamedSharding(mesh, PartitionSpec(axes) if num_rows % num_parts == 0 else PartitionSpec())

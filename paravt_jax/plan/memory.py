@@ -26,30 +26,22 @@ from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import check_divisible, param_spec
 from model_port.text import Visual
-from paravt_jax.config import Config, MeshConfig
+from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.workload import reads_reference
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of Adam
 LOGITS_AT_ONCE = 3  # of a chunk, at the head's backward pass: logits, their softmax, their gradient
 SCANNED_ARRAYS = 3  # of a pair of blocks: its scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2: XLA for TPU fuses one away
+ENGINE_PARTS = ("key/value cache", "copy for sampling")
 PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
 PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
 
 NO_ADAPTERS = LoraConfig()
 
 Parts = dict[str, int]  # bytes by name
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """A batch of the update at its largest, over all devices."""
-
-    num_rows: int
-    row_tokens: int
-    row_actions: int  # scored tokens of a row
-    num_frame_rows: int
-    row_patches: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,7 @@ class Memory:
 
     resident: Parts
     phases: tuple[Phase, ...]
+    engine: Parts  # what of both is there while the learner updates, for an engine that it shares the device with
 
     @property
     def worst(self) -> Phase:
@@ -102,9 +95,9 @@ class Kept:
 
 
 def memory_of(
-    config: Config, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, platform: str
+    config: Config | SftConfig, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, platform: str
 ) -> Memory:
-    device = _Device(config, model, batch, _local(model, config.mesh.tensor), platform)
+    device = share_of(config, model, batch, platform)
     beside = device.sampling(sampler) if sampler is not None and sampler.beside_update else {}
     accumulators = {"gradients of the step": FLOAT32_BYTES * device.num_trainable}
     update = accumulators | device.batch_arrays()
@@ -118,7 +111,9 @@ def memory_of(
         phases.append(Phase("rollout", device.sampling(sampler)))
         if sampler.beside_update:
             phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes}))
-    return Memory(device.resident(sampler), tuple(phases))
+    resident = device.resident(sampler)
+    engine = {name: size for name, size in resident.items() if name in ENGINE_PARTS} | beside
+    return Memory(resident, tuple(phases), engine)
 
 
 @cache
@@ -137,11 +132,15 @@ def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
     return total
 
 
+def share_of(config: Config | SftConfig, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
+    return Share(config, model, batch, _local(model, config.mesh.tensor), platform)
+
+
 @dataclass(frozen=True)
-class _Device:
+class Share:
     """One device's share of the run: what lies on it always, and what a batch adds in each phase."""
 
-    config: Config
+    config: Config | SftConfig
     model: ModelConfig
     batch: BatchShape
     local: ModelConfig  # the language tower as this device computes it
@@ -167,12 +166,21 @@ class _Device:
         return self.config.lora.rank > 0
 
     @property
+    def num_text(self) -> int:
+        shapes = {path: shape for path, shape in param_shapes(self.model).items() if path.startswith("text.")}
+        return shard_values(shapes, self.config.mesh)
+
+    @property
     def num_trainable(self) -> int:
         if self.adapted:
             return shard_values(adapter_shapes(self.model, self.config.lora.rank), self.config.mesh)
-        everything = self.config.optim.train_vision
-        shapes = {p: shape for p, shape in param_shapes(self.model).items() if everything or p.startswith("text.")}
-        return shard_values(shapes, self.config.mesh)
+        return self.num_params if self.config.optim.train_vision else self.num_text
+
+    @property
+    def vision_values(self) -> int:
+        """Of the vision tower as it is computed: whole over fsdp."""
+        shapes = {path: shape for path, shape in param_shapes(self.model).items() if path.startswith("vision.")}
+        return shard_values(shapes, replace(self.config.mesh, fsdp=1))
 
     @property
     def table_values(self) -> int:
@@ -200,7 +208,7 @@ class _Device:
         elif self.num_params > self.num_trainable:
             parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
         parts["Adam moments, float32"] = MOMENTS * FLOAT32_BYTES * self.num_trainable
-        if self.config.loss.kl_coef:
+        if reads_reference(self.config):
             parts["reference"] = self.item_bytes * self.num_trainable
         if sampler is not None:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens

@@ -1,7 +1,7 @@
 """What a run will need, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, and what fits.
 
 Memory is that of the largest batch that the config allows; tokens and FLOPs are those of a typical step, which the
-output describes; seconds are these FLOPs at a stated part of the peak, not a measurement.
+output describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
 """
 
 import math
@@ -14,44 +14,24 @@ from typing import Any
 from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read_hf_config
 from model_port.layout import hf_files_of
 from model_port.tiny import tiny_config
-from paravt_jax.config import TINY, Config, MeshConfig
-from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
-from paravt_jax.plan.memory import BatchShape, Memory, SamplerShape, memory_of, param_shapes
-from paravt_jax.plan.workload import Workload, adapter_params, flops_of, workload_of
+from paravt_jax.config import TINY, Config, MeshConfig, SftConfig
+from paravt_jax.learner.packing import TOKEN_STEP
+from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, RESERVE_FRAC, DeviceSpec
+from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
+from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.workload import (
+    Step,
+    Workload,
+    adapter_params,
+    flops_of,
+    largest_batch,
+    typical_step,
+    workload_of,
+)
 
-MIB, GIB = 2**20, 2**30
-COLUMNS = 100
-RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
-UTILISATION = 0.4  # of the peak, with everything counted that is computed
 MAX_DEVICES = 1024  # of meshes to suggest
 MAX_ROWS_PER_PART = 64  # to look for
-
-
-@dataclass(frozen=True)
-class DeviceSpec:
-    name: str
-    memory_gib: float | None  # as its runtime reports it; None: not judged
-    peak_tflops: float | None  # dense, in bfloat16
-    memory_tb_per_s: float | None
-    platform: str = "gpu"
-
-    @property
-    def usable_bytes(self) -> float:
-        return math.inf if self.memory_gib is None else self.memory_gib * GIB * (1 - RESERVE_FRAC)
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        DeviceSpec("h100", 79.1, 989.0, 3.35),
-        DeviceSpec("h200", 139.0, 989.0, 4.8),
-        DeviceSpec("a100", 79.1, 312.0, 2.04),
-        DeviceSpec("l4", 22.0, 121.0, 0.3),
-        DeviceSpec("v5p", 95.0, 459.0, 2.77, "tpu"),
-        DeviceSpec("v6e", 31.2, 918.0, 1.64, "tpu"),
-        DeviceSpec("cpu", None, None, None, "cpu"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -75,15 +55,18 @@ class Fit:
 class Plan:
     mesh: MeshConfig
     device: DeviceSpec
-    utilisation: float
     params: ParamCounts
     batch: BatchShape
     memory: Memory
     workload: Workload
     flops: dict[str, float]  # of a step, over all devices, by pass
-    update_s: float | None
+    update: StepSeconds | None  # of a typical step
     fit: Fit
     assumptions: tuple[str, ...]
+
+    @property
+    def update_s(self) -> float | None:
+        return None if self.update is None else self.update.total
 
 
 def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -102,66 +85,54 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return preset(size[0]), (f"{path} is not here: the dimensions are those of Qwen3-VL {size[0].upper()}",)
 
 
-def make_plan(
-    config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"], utilisation: float = UTILISATION
-) -> Plan:
-    if not 0 < utilisation <= 1:
-        raise ValueError(f"utilisation={utilisation} must be above 0 and at most 1")
-    shapes = param_shapes(model)
-    text, vision = (
-        sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
-        for tower in ("text.", "vision.")
-    )
-    trainable = adapter_params(config, model) or (text + vision if config.optim.train_vision else text)
+def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
     workload = workload_of(config, model)
-    flops = flops_of(config, model, workload)
-    memory = _memory(config, model, device)
+    flops = flops_of(config, model, workload, device.platform)
+    memory = planned_memory(config, model, device)
     return Plan(
         mesh=config.mesh,
         device=device,
-        utilisation=utilisation,
-        params=ParamCounts(text, vision, trainable),
-        batch=_batch(config, model),
+        params=param_counts(config, model),
+        batch=largest_batch(config, model),
         memory=memory,
         workload=workload,
         flops=flops,
-        update_s=_update_s(config, flops, device, utilisation),
+        update=update_seconds(config, model, device, typical_step(config, model)),
         fit=_fit(config, model, memory, device),
-        assumptions=tuple(_assumptions(config, workload, device, utilisation)),
+        assumptions=tuple(_assumptions(config, workload, device)),
     )
 
 
-def _memory(config: Config, model: ModelConfig, device: DeviceSpec) -> Memory:
+def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
     sampler = None
-    if config.engine.kind == "jax":
+    if isinstance(config, Config) and config.engine.kind == "jax":
         sampler = SamplerShape(
             max_rows=config.engine.max_rows,
             max_context_tokens=config.rollout.max_context_tokens,
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
         )
-    return memory_of(config, model, _batch(config, model), sampler, device.platform)
+    return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
 
 
-def _batch(config: Config, model: ModelConfig) -> BatchShape:
-    """The largest that the config allows."""
-    pack, work = config.pack, workload_of(config, model)
-    room = pack.num_rows * pack.row_tokens // work.frame_tokens
-    num_frames = max(1, min(config.train.prompts_per_step * work.max_frames, room))
-    return BatchShape(
-        num_rows=pack.num_rows,
-        row_tokens=pack.row_tokens,
-        row_actions=min(pack.row_tokens, config.train.group_size * work.response_tokens),
-        num_frame_rows=stepped(num_frames, FRAME_ROW_STEP),
-        row_patches=max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2),
+def param_counts(config: Config | SftConfig, model: ModelConfig) -> ParamCounts:
+    shapes = param_shapes(model)
+    text, vision = (
+        sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
+        for tower in ("text.", "vision.")
+    )
+    return ParamCounts(
+        text, vision, adapter_params(config, model) or (text + vision if config.optim.train_vision else text)
     )
 
 
-def _update_s(config: Config, flops: dict[str, float], device: DeviceSpec, utilisation: float) -> float | None:
-    if device.peak_tflops is None or config.model.dtype != "bfloat16":
+def update_seconds(
+    config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, step: Step
+) -> StepSeconds | None:
+    rates = device.rates(config.model.dtype)
+    if rates is None:
         return None
-    total = sum(value for name, value in flops.items() if name.startswith("update"))
-    return total / (config.mesh.num_devices * device.peak_tflops * 1e12 * utilisation)
+    return step_seconds(batch_works(config, model, step.shape, device.platform), step, rates)
 
 
 def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
@@ -226,7 +197,7 @@ def _changed(
 
 def _fits(config: Config, model: ModelConfig, device: DeviceSpec) -> bool:
     try:
-        return _memory(config, model, device).peak_bytes <= device.usable_bytes
+        return planned_memory(config, model, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing
         return False
 
@@ -240,7 +211,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _assumptions(config: Config, work: Workload, device: DeviceSpec, utilisation: float) -> Iterator[str]:
+def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator[str]:
     drawn = "mean of video.frame_budgets" if config.video.gating else "video.overview_frames"
     yield (
         f"a prompt: {work.frames:.1f} frames ({drawn}) x {work.frame_tokens} tokens (video.max_pixels, and its time) "
@@ -255,9 +226,18 @@ def _assumptions(config: Config, work: Workload, device: DeviceSpec, utilisation
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
         if device.name[0] != "v":
             yield f"JAX takes 75 % of a GPU by default: set XLA_CLIENT_MEM_FRACTION={1 - RESERVE_FRAC:.2f}"
-    if device.peak_tflops is None:
+    yield from assumed_of_seconds(device, config.model.dtype)
+
+
+def assumed_of_seconds(device: DeviceSpec, dtype: str) -> Iterator[str]:
+    rates = device.rates(dtype)
+    if rates is None:
         yield f"no seconds: {device.name} has no stated peak"
-    elif config.model.dtype != "bfloat16":
-        yield f"no seconds: the peak is that of bfloat16, model.dtype is {config.model.dtype}"
-    else:
-        yield f"seconds: {utilisation:.0%} of {device.peak_tflops:.0f} TFLOP/s a device, everything computed counts"
+        return
+    network = "" if math.isinf(rates.network_bytes) else f", {rates.network_bytes / 1e9:.0f} GB/s to other hosts"
+    yield (
+        f"seconds: products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak for {dtype}), then what "
+        f"goes through memory at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), then collectives at "
+        f"{rates.link_bytes / 1e9:.0f} GB/s a device{network} ({LINK_FRAC:.0%}): nothing overlaps"
+    )
+    yield "computed is also what is recomputed and padded; bytes are counted by weights, activations, scores, logits"

@@ -12,15 +12,15 @@ import numpy as np
 
 from model_port.config import ModelConfig
 from paravt_jax.config import Config, MeshConfig
+from paravt_jax.plan.devices import MEMORY_FRAC, DeviceSpec
 from paravt_jax.plan.memory import MOMENTS, param_shapes, shard_values
-from paravt_jax.plan.plan import DeviceSpec, Plan, make_plan
+from paravt_jax.plan.plan import Plan, make_plan
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
 from paravt_jax.plan.workload import Workload, layer_params
 
 LENGTH_SPREAD = 0.5  # of turns and reports: the standard deviation of the logarithm of their length
 ITEM_BYTES = 2  # of a weight and of a key, in bfloat16
-BANDWIDTH_FRAC = 0.7  # of a device's memory, that decoding reaches
 REQUEST_S, SHOWN_S = 0.01, 0.004  # of HTTP and of taking a picture apart, on the server's CPU
 PUBLISH_BYTES_PER_S = 2e9  # weights to files in memory, and from there to all servers at once
 MAX_RUNNING = 256  # of a server, whatever its memory
@@ -135,7 +135,7 @@ def _on_mesh(config: Config, model: ModelConfig, plan: Plan, mesh: MeshConfig) -
     num_rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
     changed = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=num_rows))
     try:
-        return make_plan(changed, model, device=plan.device, utilisation=plan.utilisation)
+        return make_plan(changed, model, device=plan.device)
     except ValueError:  # the mesh does not divide the model
         return None
 
@@ -188,15 +188,13 @@ def server_devices(config: Config, model: ModelConfig, device: DeviceSpec) -> in
 
 def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: int) -> ServiceTimes | None:
     """Of a device by its peak and its bandwidth, as far as these are stated for the dtype."""
-    device = plan.device
-    if device.peak_tflops is None or device.memory_tb_per_s is None or config.model.dtype != "bfloat16":
+    rates = plan.device.rates(config.model.dtype)
+    if rates is None or config.model.dtype != "bfloat16":
         return None
     embedded = config.engine.kind == "jax"
     together = config.mesh.tensor if embedded else devices
-    flops_per_s = together * device.peak_tflops * 1e12 * plan.utilisation
-    bytes_per_s = together * device.memory_tb_per_s * 1e12 * BANDWIDTH_FRAC
     make = _embedded if embedded else _server
-    return make(config, model, plan, flops_per_s, bytes_per_s)
+    return make(config, model, plan, together * rates.flops, together * rates.memory_bytes)
 
 
 def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> ServiceTimes:
@@ -280,6 +278,6 @@ def _assumptions(config: Config, service: ServiceTimes, measured: bool) -> Itera
             f"change, and has room for it"
         )
     if not measured:
-        yield f"servers reach {BANDWIDTH_FRAC:.0%} of the bandwidth; videos are decoded by the time they are asked for"
+        yield f"servers reach {MEMORY_FRAC:.0%} of the bandwidth; videos are decoded by the time they are asked for"
         if service.publish_s:
             yield f"new weights go to servers at {PUBLISH_BYTES_PER_S / 1e9:g} GB/s: {service.publish_s:.1f} s"

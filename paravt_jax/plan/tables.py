@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
-from paravt_jax.plan.plan import DEVICES, UTILISATION, DeviceSpec, Plan, make_plan, model_config
+from paravt_jax.plan.plan import Plan, make_plan, model_config
 from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
 from paravt_jax.plan.service import load_service
 
@@ -17,19 +18,13 @@ MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(
-    config: Config,
-    device: str = "h100",
-    utilisation: float = UTILISATION,
-    service: Path | None = None,
-    png: Path | None = None,
-) -> str:
+def plan_of(config: Config, device: str = "h100", service: Path | None = None, png: Path | None = None) -> str:
     """The plan of a config as text, for a device by its name.
 
     `service` is a file of measured service times of the engine, in place of the device's; `png` one to draw in.
     """
     model, remarks = model_config(config.model.path)
-    plan = make_plan(config, model, device=_known(device), utilisation=utilisation)
+    plan = make_plan(config, model, device=_known(device))
     rollouts = make_rollout_plan(config, model, plan, None if service is None else load_service(service))
     if png is not None:
         _draw(config, plan, rollouts, png)
@@ -77,13 +72,13 @@ def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
 
 def render_imitation(plan: ImitationPlan) -> str:
     """For a terminal of 100 columns."""
-    batch = plan.batch
+    batch = plan.step.shape
     rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
-    for num_rows, batches, seconds in plan.steps:
-        pflop = batches * sum(plan.flops.values()) / 1e15
-        remark = "sft.rows_per_step" if num_rows == plan.config.sft.rows_per_step else ""
-        tokens = f"{num_rows * batch.row_tokens:,}"
-        rows.append([str(num_rows), str(batches), tokens, f"{pflop:.2f}", _seconds(seconds), remark])
+    for step in plan.steps:
+        pflop = step.num_batches * sum(plan.flops.values()) / 1e15
+        remark = "sft.rows_per_step" if step.num_rows == plan.config.sft.rows_per_step else ""
+        tokens = f"{step.num_rows * batch.row_tokens:,}"
+        rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
     verdict = {None: "is not judged", True: "fits", False: "DOES NOT FIT"}[plan.fits]
     peak_gib, usable_gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
     blocks = [
@@ -153,6 +148,7 @@ def _step_lines(plan: Plan) -> list[str]:
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
         ["seconds of the update", _seconds(plan.update_s)],
+        *([f"  {part}", _seconds(value)] for part, value in (plan.update._asdict() if plan.update else {}).items()),
     ]
     return ["a typical step", *_aligned(rows)]
 

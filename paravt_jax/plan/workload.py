@@ -8,10 +8,11 @@ import math
 from dataclasses import dataclass
 
 from model_port.adapters import adapter_shapes
-from model_port.attention.blocked import score_blocks
+from model_port.attention import computed_pairs, form_of
 from model_port.config import ModelConfig
-from paravt_jax.config import Config
-from paravt_jax.learner.packing import TOKEN_STEP, stepped
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
+from paravt_jax.plan.batch import BatchShape
 
 # A typical episode. The bounds of a config say little: most turns end long before them.
 FRAME_TEXT_TOKENS = 11  # a frame's time, and its start and end
@@ -19,6 +20,10 @@ PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
 RESPONSE_TOKENS = 512  # of a main agent: sampled, and reports read
 CALLS = 1  # of an episode
 REPORT_TOKENS = 256  # of a sub-agent
+
+# What the backward pass of a form of attention computes again by itself, as a part of a forward pass: the scores once,
+# and where keys and queries have a program each, the scores and their gradient once more.
+SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
     train, rollout, video = config.train, config.rollout, config.video
     most = max(video.frame_budgets) if video.gating else video.overview_frames
     frames = sum(video.frame_budgets) / len(video.frame_budgets) if video.gating else float(most)
-    frame_tokens = video.max_pixels // (model.vision.patch_px * model.vision.merge) ** 2 + FRAME_TEXT_TOKENS
+    frame_tokens = tokens_per_frame(config, model)
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
     prompt, max_prompt = (min(round(n * frame_tokens) + PROMPT_TEXT_TOKENS, room) for n in (frames, most))
@@ -118,9 +123,72 @@ def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_
     return -(-num_groups // (row_tokens // (prompt + group_size * response)))
 
 
-def flops_of(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
+@dataclass(frozen=True)
+class Step:
+    """What a step computes: so many batches of one shape, and the tokens that it learns from."""
+
+    shape: BatchShape
+    num_batches: int
+    num_updates: int
+    num_tokens: int  # without padding
+
+
+def typical_step(config: Config | SftConfig, model: ModelConfig) -> Step:
+    if isinstance(config, SftConfig):
+        shape = largest_batch(config, model)
+        num_batches = config.sft.rows_per_step // shape.num_rows
+        return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
+    work = workload_of(config, model)
+    shape = BatchShape(
+        num_rows=work.batch_rows,
+        row_tokens=work.row_tokens,
+        row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
+        num_frame_rows=max(1, round(work.num_groups * work.frames / work.num_batches)),
+        row_patches=_row_patches(config, model),
+    )
+    return Step(shape, work.num_batches, config.train.updates_per_step, work.shared_tokens)
+
+
+def full_step(shape: BatchShape) -> Step:
+    """One batch without padding."""
+    return Step(shape, 1, 1, shape.num_rows * shape.row_tokens)
+
+
+def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
+    """The largest that the config allows."""
+    pack, frame_tokens = config.pack, tokens_per_frame(config, model)
+    room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
+    if isinstance(config, SftConfig):
+        trace = config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
+        traces = max(1, pack.row_tokens // trace)  # of a row
+        frames, actions = pack.num_rows * traces * config.video.overview_frames, traces * RESPONSE_TOKENS
+    else:
+        work = workload_of(config, model)
+        frames = config.train.prompts_per_step * work.max_frames
+        actions = config.train.group_size * work.response_tokens
+    return BatchShape(
+        num_rows=pack.num_rows,
+        row_tokens=pack.row_tokens,
+        row_actions=min(pack.row_tokens, actions),
+        num_frame_rows=stepped(min(frames, room), FRAME_ROW_STEP),
+        row_patches=_row_patches(config, model),
+    )
+
+
+def tokens_per_frame(config: Config | SftConfig, model: ModelConfig) -> int:
+    """Of a frame, with its text."""
+    return config.video.max_pixels // (model.vision.patch_px * model.vision.merge) ** 2 + FRAME_TEXT_TOKENS
+
+
+def _row_patches(config: Config | SftConfig, model: ModelConfig) -> int:
+    return max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2)
+
+
+def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) -> dict[str, float]:
     """Of a step, over all devices."""
-    return _rollout_flops(config, model, work) | _update_flops(config, model, work)
+    step = typical_step(config, model)
+    update = batch_flops(config, model, step.shape, platform)
+    return _rollout_flops(config, model, work) | {name: step.num_batches * flops for name, flops in update.items()}
 
 
 def layer_params(model: ModelConfig) -> int:
@@ -130,8 +198,19 @@ def layer_params(model: ModelConfig) -> int:
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
 
 
-def adapter_params(config: Config, model: ModelConfig) -> int:
+def adapter_params(config: Config | SftConfig, model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in adapter_shapes(model, config.lora.rank).values())
+
+
+def reads_reference(config: Config | SftConfig) -> bool:
+    return isinstance(config, Config) and config.loss.kl_coef > 0
+
+
+def scores_before(config: Config | SftConfig) -> bool:
+    """Are the policy's log-probs taken before the update?"""
+    if isinstance(config, SftConfig):
+        return False
+    return config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
 
 
 def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
@@ -147,7 +226,7 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
     num_frames = work.frames * (work.num_groups + again) + work.call_frames * work.num_calls
     context = config.rollout.max_context_tokens if embedded else dialogue  # ours attends to every slot of the cache
     return {
-        "rollout, frames": num_frames * _frame_flops(config, model),
+        "rollout, frames": num_frames * _frame_flops(model, _row_patches(config, model)),
         "rollout, reading": sum(
             count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2)) for length, count in reads
         ),
@@ -157,38 +236,53 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
     }
 
 
-def _update_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
-    remat, by_blocks = config.model.remat, config.model.attention != "xla"
-    row = work.row_tokens
-    blocks = score_blocks(row, row, True) if by_blocks else [(slice(0, row), row)]
-    pairs = sum((block.stop - block.start) * end for block, end in blocks)
-    products = _product_flops(model, work.computed_rows * row)
-    adapters = 2.0 * adapter_params(config, model) * work.computed_rows * row
-    attention = _attention_flops(model, work.computed_rows * pairs)
-    head = _head_flops(model, work.num_episodes * work.response_tokens)
+def batch_flops(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
+    """Of an update with one batch, over all devices: all that is computed, by pass."""
+    remat, form = config.model.remat, form_of(config.model.attention, shape.row_tokens, platform)
+    tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
+    products, adapters = _product_flops(model, tokens), 2.0 * adapter_params(config, model) * tokens
+    attention = _attention_flops(model, shape.num_rows * row_pairs(config, model, shape.row_tokens, platform))
+    head = _head_flops(model, actions)
     layers = products + adapters + attention
     forward = layers + head
     backward = 2.0 * forward
     if config.lora.rank:  # what is frozen has no gradients of its own
         backward -= products + head
-    # The head's logits are always computed again, scores also by the backward pass of the blocks itself. Nothing reads
-    # what the last product of a layer made.
-    again = head + (attention / 2 if by_blocks else 0.0)
-    last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * work.computed_rows * row
-    saved = attention if remat == "attention" and by_blocks else 0.0
+    # The head's logits are always computed again. Nothing reads what the last product of a layer made.
+    again = head + SCORES_AGAIN[form] * attention
+    last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
+    saved = attention if remat == "attention" and form != "xla" else 0.0
     again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
-    seen = work.num_groups * work.frames * _frame_flops(config, model)
-    known = config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
-    passes = {"update, frames": seen * (1 + known)}
-    if config.loss.kl_coef:
-        passes["update, reference"] = forward + (seen if config.optim.train_vision else 0.0)
-    if known:
+    seen = shape.num_frame_rows * _frame_flops(model, shape.row_patches)
+    before, trained = scores_before(config), config.optim.train_vision
+    passes = {"update, frames": seen * (1 + before)}
+    if reads_reference(config):
+        passes["update, reference"] = forward + (seen if trained else 0.0)
+    if before:
         passes["update, log-probs before"] = forward
     passes["update, forward and backward"] = forward + backward
     passes["update, computed again"] = again
-    if config.optim.train_vision:
+    if trained:
         passes["update, frames backward"] = seen * (2 if remat == "none" else 3)
     return passes
+
+
+def needed_flops(config: Config | SftConfig, model: ModelConfig, step: Step) -> float:
+    """Of a step, by the mathematics alone: nothing again, no padding, of scores the causal half."""
+    shape, times = step.shape, step.num_batches
+    causal = times * shape.num_rows * shape.row_tokens * (shape.row_tokens + 1) // 2
+    weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
+    forward = weights + 2.0 * adapter_params(config, model) * step.num_tokens + _attention_flops(model, causal)
+    seen = times * shape.num_frame_rows * _frame_flops(model, shape.row_patches)
+    others = reads_reference(config) + scores_before(config)
+    frozen = weights if config.lora.rank else 0.0  # has no gradients of its own
+    return (3 + others) * forward - frozen + (3 if config.optim.train_vision else 1) * seen
+
+
+def row_pairs(config: Config | SftConfig, model: ModelConfig, row_tokens: int, platform: str) -> int:
+    """Pairs of tokens of a full causal row whose scores are computed, for one head."""
+    queries_per_key = model.text.num_heads // model.text.num_kv_heads
+    return computed_pairs(config.model.attention, row_tokens, queries_per_key, platform)
 
 
 def _product_flops(model: ModelConfig, num_tokens: int) -> float:
@@ -204,9 +298,9 @@ def _head_flops(model: ModelConfig, num_tokens: int) -> float:
     return 2.0 * model.text.vocab_size * model.text.width * num_tokens
 
 
-def _frame_flops(config: Config, model: ModelConfig) -> float:
+def _frame_flops(model: ModelConfig, patches: int) -> float:
     """Of a frame, at most: every row of patches is computed whole."""
-    vision, patches = model.vision, config.video.max_pixels // model.vision.patch_px**2
+    vision = model.vision
     block = 4 * vision.width**2 + 2 * vision.width * vision.ffn_width + 2 * patches * vision.width
     merged_width = vision.width * vision.merge_unit
     merger = merged_width * (merged_width + vision.out_width) * (1 + vision.num_deepstack)

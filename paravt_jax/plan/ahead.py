@@ -1,0 +1,203 @@
+"""The programs of an update, compiled for devices that are not here.
+
+They are given shapes instead of arrays: of parameters, of the optimizer's state, of a batch. What the compiler says of
+them is what it would say on such devices, before anything is loaded and without computing anything.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_port.adapters import adapter_shapes, add_adapter
+from model_port.config import ModelConfig
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.sharding import on_mesh
+from model_port.text import Visual
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.learner import programs
+from paravt_jax.learner.learner import opt_places, trained_part
+from paravt_jax.learner.objectives import Known, PolicyNumbers, PolicyObjective, imitation, variant_of
+from paravt_jax.learner.optim import numbers_at, optimizer
+from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.programs import Params, TrainState
+from paravt_jax.learner.variants import StepCounts
+from paravt_jax.plan.batch import BatchShape, abstract_batch
+from paravt_jax.plan.collectives import Collective, collectives_of
+from paravt_jax.plan.products import product_flops
+from paravt_jax.plan.workload import reads_reference, scores_before
+
+
+class NoRoom(Exception):
+    """A program that the compiler refuses: it needs more memory than a device has."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler says of a program, in bytes on a device."""
+
+    name: str
+    argument_bytes: int
+    output_bytes: int  # without what takes the place of an argument
+    temporary_bytes: int
+    beside_bytes: int  # of what lies there meanwhile and is not given to it
+    flops: float  # of its products, over all devices
+    collectives: list[Collective] | None  # None: the compiler cannot print this program
+    compile_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.beside_bytes
+
+
+def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
+    """The programs of a step with such batches, two of them compiled at a time."""
+    learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
+    own, ref, moments = learner.params, learner.ref_params, learner.opt_state
+    frozen, before = not config.optim.train_vision, scores_before(config)
+    logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
+    known = Known(logp if before else None, None if ref is None else logp)
+    # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
+    beside_own, beside_ref = (moments, learner.ref), (learner.masters, learner.grads, moments)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
+        found: list[tuple[Future[_Compiled], Any]] = []
+        if frozen:
+            found.append((pool.submit(learner.see, own, batch), (learner.grads, *beside_own)))
+            visual = ref_visual = found[0][0].result().made()
+        elif ref is not None:
+            found.append((pool.submit(learner.see, ref, batch), beside_ref))
+            ref_visual = found[0][0].result().made()
+        found.append((pool.submit(learner.add_gradients, batch, visual, known), beside_own))
+        if before:
+            found.append((pool.submit(learner.score, own, batch, visual), beside_own))
+        if ref is not None:
+            found.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
+        found.append((applying, (learner.frozen, learner.ref, batch, visual)))
+        return [compiling.result().program(beside=beside) for compiling, beside in found]
+
+
+class _AbstractLearner:
+    """What a learner holds, as shapes in their places, and its programs compiled for them."""
+
+    def __init__(self, config: Config | SftConfig, model: ModelConfig, mesh: Mesh):
+        self.config, self.mesh, settings, lora = config, mesh, config.model, config.lora
+        policy = abstract_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat))
+        policy = with_params(policy, abstract_params(policy, settings.dtype if lora.rank else "float32", mesh))
+        pairs = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in adapter_shapes(model, lora.rank).items()}
+        add_adapter(policy, lora, pairs, mesh)
+        self.structure, self.masters, self.frozen = nnx.split(policy, trained_part(policy, config.optim), ...)
+        adam = optimizer(numbers_at(config.optim, 0, 1))
+        places = opt_places(adam, self.masters, mesh)
+        self.opt_state = jax.tree.map(_placed, jax.eval_shape(adam.init, self.masters), places)
+        ref_dtype = jnp.dtype(settings.dtype)
+        ref = jax.tree.map(lambda leaf: leaf.update(dtype=ref_dtype), self.masters)
+        self.ref = ref if reads_reference(config) else None
+
+    @property
+    def params(self) -> Params:
+        return Params(self.masters, self.frozen)
+
+    @property
+    def ref_params(self) -> Params | None:
+        return None if self.ref is None else Params(self.ref, self.frozen)
+
+    @property
+    def grads(self) -> nnx.State:
+        return self.masters
+
+    def see(self, params: Params, batch: TrainBatch) -> "_Compiled":
+        return _compiled(self.mesh, programs.see, self.structure, params, batch.vision)
+
+    def score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> "_Compiled":
+        arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)
+        return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=self.config.optim.head_chunk_tokens)
+
+    def add_gradients(self, batch: TrainBatch, visual: Visual | None, known: Known) -> "_Compiled":
+        objective, numbers = imitation, 1.0
+        if isinstance(self.config, Config):
+            loss, num_rows = self.config.loss, len(batch.source)
+            # That dialogues are told apart costs a few numbers for each; how many there are changes no figure.
+            objective = PolicyObjective(variant_of(loss), num_rows if loss.needs_sequences else 0)
+            numbers = PolicyNumbers(loss, StepCounts(1.0, 1.0, 1.0), known)
+        return _compiled(
+            self.mesh,
+            programs.add_gradients,
+            *(self.structure, self.params, self.grads, batch, visual, self.config.rollout.temperature, numbers),
+            objective=objective,
+            chunk_tokens=self.config.optim.head_chunk_tokens,
+        )
+
+    def apply_gradients(self) -> "_Compiled":
+        count = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(self.mesh, PartitionSpec()))
+        state = TrainState(self.masters, nnx.State({}), self.opt_state, count, count)  # what is frozen is not given
+        return _compiled(self.mesh, programs.apply_gradients, state, self.grads, numbers_at(self.config.optim, 0, 1))
+
+
+class _Compiled(NamedTuple):
+    name: str
+    traced: Any
+    executable: Any
+    compile_s: float
+
+    def program(self, *, beside: Any) -> Program:
+        """`beside` is what lies there and is not given to it."""
+        memory = self.executable.memory_analysis()
+        return Program(
+            name=self.name,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            beside_bytes=sum(map(_bytes_here, jax.tree.leaves(beside))),
+            flops=product_flops(self.traced.jaxpr.jaxpr),
+            collectives=_collectives(self.executable),
+            compile_s=self.compile_s,
+        )
+
+    def made(self) -> Any:
+        """What it gives, as shapes where the compiler puts it."""
+        return jax.tree.map(_placed, self.traced.out_info, self.executable.output_shardings)
+
+
+def _compiled(mesh: Mesh, function: Any, *args: Any, **kwargs: Any) -> _Compiled:
+    name, begun_s = function.__name__, time.perf_counter()
+    with on_mesh(mesh):
+        traced = function.trace(*args, **kwargs)
+        executable = _with_room(name, traced.lower().compile)
+    return _Compiled(name, traced, executable, time.perf_counter() - begun_s)
+
+
+def _with_room(name: str, compile: Callable[[], Any]) -> Any:
+    try:
+        return compile()
+    except JaxRuntimeError as problem:
+        used = re.search(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm", str(problem))
+        if used is None:
+            raise
+        raise NoRoom(f"{name} needs {used[1]} of {used[3]} {used[4]}iB, says the compiler") from None
+
+
+def _collectives(compiled: Any) -> list[Collective] | None:
+    try:
+        return collectives_of(compiled.as_text())
+    except JaxRuntimeError:
+        return None
+
+
+def _placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

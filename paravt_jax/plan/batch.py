@@ -1,0 +1,74 @@
+"""Batches of a given shape without anything in them that matters: to measure an update, to trace and to compile it."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_port.config import ModelConfig
+from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
+from paravt_jax.learner.learner import row_place
+from paravt_jax.learner.packing import TrainBatch
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """A batch of the update, over all devices."""
+
+    num_rows: int
+    row_tokens: int
+    row_actions: int  # scored tokens of a row
+    num_frame_rows: int
+    row_patches: int
+
+
+def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
+    """Full rows of one sequence each, which begin with as many frames as there are for a row."""
+    random = np.random.default_rng(0)
+    rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
+    patches = (shape.num_frame_rows, shape.row_patches)
+    plain = min(model.image_token_id, model.vision_start_token_id)
+    place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
+    merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
+    shown = merged // shape.num_rows
+    visual = np.where(place < shown, place + shown * np.arange(shape.num_rows, dtype=np.int32)[:, None], NOT_VISUAL)
+    text = TextBatch(
+        tokens=random.integers(0, plain, rows).astype(np.int32),
+        positions=np.repeat(place[..., None], 3, axis=-1),
+        segment_ids=np.ones(rows, np.int32),
+        branch_ids=np.zeros(rows, np.int32),
+        visual_index=visual.astype(np.int32),
+    )
+    vision = VisionBatch(
+        patches=random.standard_normal((*patches, model.vision.patch_values), np.float32),
+        segment_ids=np.ones(patches, np.int32),
+        positions=np.zeros((*patches, 2), np.int32),
+        interp_index=np.zeros((*patches, 4), np.int32),
+        interp_weight=np.full((*patches, 4), 0.25, np.float32),
+    )
+    return TrainBatch(
+        text=text,
+        vision=vision,
+        source=np.sort(random.integers(0, shape.row_tokens, actions)).astype(np.int32),
+        target=random.integers(0, plain, actions).astype(np.int32),
+        loss_mask=np.ones(actions, bool),
+        behavior_logp=np.full(actions, -np.log(model.text.vocab_size), np.float32),
+        advantage=random.standard_normal(actions, np.float32),
+        token_class=np.zeros(actions, np.int32),
+        dialogue=np.broadcast_to(np.arange(shape.num_rows, dtype=np.int32)[:, None], actions),
+    )
+
+
+def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBatch:
+    """The same as shapes on a mesh: those of one row, as many times as there are rows."""
+    one = make_batch(replace(shape, num_rows=1, num_frame_rows=1), model)
+    of_frames = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), one.vision)
+    return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), one), vision=of_frames)
+
+
+def _abstract(mesh: Mesh, num_rows: int, one: np.ndarray) -> Any:
+    sizes = (num_rows, *one.shape[1:])
+    return jax.ShapeDtypeStruct(sizes, one.dtype, sharding=row_place(num_rows, mesh))

@@ -1,0 +1,76 @@
+"""Accelerators by the figures of their data sheets.
+
+NVIDIA's of H100, H200, A100, L4 and DGX B200: dense bfloat16, one of the two directions of NVLink (an L4 has PCIe), and
+the network card that a box of eight has for each GPU. Google Cloud's pages on the system architecture of TPU v5e, v5p
+and v6e: one of the two directions of a chip's links, which reach every chip of its slice. Memory is what the runtime
+leaves of it.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+
+GIB = 2**30
+DEVICES_OF_A_HOST = 8  # GPUs
+RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
+
+PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet: what large products and transfers reach
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains, in a second."""
+
+    flops: float
+    memory_bytes: float
+    link_bytes: float  # to the devices of its host or slice
+    network_bytes: float = math.inf  # to other hosts
+
+    def shared_by(self, num_devices: int) -> "Rates":
+        """Of one of so many devices that are one, as those of a CPU."""
+        return Rates(*(rate / num_devices for rate in astuple(self)))
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    name: str
+    kind: str  # as its runtime calls it
+    memory_gib: float | None  # as its runtime reports it; None: not judged
+    peak_tflops: float | None  # dense, in bfloat16
+    memory_tb_per_s: float | None
+    link_gb_per_s: float | None  # one way, to the devices of its host or slice
+    network_gb_per_s: float = math.inf  # one way, to other hosts; TPUs of a slice have links to them
+    platform: str = "gpu"
+
+    def rates(self, dtype: str) -> "Rates | None":
+        """What it sustains with activations of this dtype; None where its figures are not known."""
+        if self.peak_tflops is None or self.memory_tb_per_s is None or self.link_gb_per_s is None:
+            return None
+        # Products of float32 go by TF32 on a GPU, by default, and in bfloat16 on a TPU.
+        peak_flops = 1e12 * self.peak_tflops / (2 if dtype == "float32" and self.platform == "gpu" else 1)
+        return Rates(
+            PEAK_FRAC * peak_flops,
+            MEMORY_FRAC * 1e12 * self.memory_tb_per_s,
+            LINK_FRAC * 1e9 * self.link_gb_per_s,
+            LINK_FRAC * 1e9 * self.network_gb_per_s,
+        )
+
+    @property
+    def usable_bytes(self) -> float:
+        return math.inf if self.memory_gib is None else self.memory_gib * GIB * (1 - RESERVE_FRAC)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        DeviceSpec("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.0, 3.35, 450.0, 50.0),
+        DeviceSpec("h200", "NVIDIA H200", 139.0, 989.0, 4.8, 450.0, 50.0),
+        DeviceSpec("b200", "NVIDIA B200", 178.3, 2250.0, 8.0, 900.0, 50.0),
+        DeviceSpec("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312.0, 2.04, 300.0, 25.0),
+        DeviceSpec("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312.0, 1.56, 300.0, 25.0),
+        DeviceSpec("l4", "NVIDIA L4", 22.0, 121.0, 0.3, 32.0, 12.5),
+        DeviceSpec("v5p", "TPU v5", 95.0, 459.0, 2.77, 600.0, platform="tpu"),
+        DeviceSpec("v6e", "TPU v6 lite", 31.2, 918.0, 1.64, 400.0, platform="tpu"),
+        DeviceSpec("v5e", "TPU v5 lite", 15.7, 197.0, 0.82, 200.0, platform="tpu"),
+        DeviceSpec("cpu", "cpu", None, None, None, None, platform="cpu"),
+    )
+}

@@ -1,0 +1,161 @@
+"""What a run would need and take on a mesh: by the compiler for its devices, or by the plan alone.
+
+Memory is that of the largest batch that the config allows, which is what is compiled. Seconds are those of a typical
+step: FLOPs and collectives of the compiled programs, brought to its batches as the plan's own estimate of both goes.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from model_port.config import ModelConfig
+from model_port.sharding import make_mesh
+from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.plan.ahead import NoRoom, Program, compiled_update
+from paravt_jax.plan.collectives import bytes_by_kind
+from paravt_jax.plan.devices import GIB, DeviceSpec
+from paravt_jax.plan.memory import Memory
+from paravt_jax.plan.plan import planned_memory
+from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.workload import Step, largest_batch, needed_flops
+
+UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
+UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s"), "nothing is compiled")
+Shape = tuple[int, int, int]  # of a mesh: data, fsdp, tensor
+
+
+@dataclass(frozen=True)
+class MeshEstimate:
+    """What is known of a mesh; None where it is not, and `unknown` says why."""
+
+    mesh: Shape
+    fits: bool = False
+    hbm_gib: float | None = None  # of a device
+    model_flops: float | None = None  # of a step over all devices, by the mathematics alone
+    compiled_flops: float | None = None  # of the same, everything that is computed
+    collective_bytes: dict[str, int] | None = None  # of a step, on a device
+    compile_s: float | None = None
+    est_step_s: float | None = None
+    seconds: StepSeconds | None = None  # of which it consists
+    tokens_per_s: float | None = None  # of all devices
+    problem: str | None = None  # why it is refused
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def mesh_shapes(num_devices: int) -> Iterator[Shape]:
+    """(data, fsdp, tensor) of so many devices."""
+    for tensor in range(1, num_devices + 1):
+        for data in range(1, num_devices // tensor + 1):
+            if num_devices % (data * tensor) == 0:
+                yield data, num_devices // (data * tensor), tensor
+
+
+def config_on(config: Config | SftConfig, shape: Shape) -> Any:
+    """The same run on another mesh, with as many rows more as it takes to give each part the same."""
+    mesh = MeshConfig(*shape)
+    num_rows = -(-config.pack.num_rows // mesh.num_row_parts) * mesh.num_row_parts
+    changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
+    if isinstance(config, SftConfig):
+        rows_per_step = -(-config.sft.rows_per_step // num_rows) * num_rows
+        changed["sft"] = replace(config.sft, rows_per_step=rows_per_step)
+    return replace(config, **changed)
+
+
+def estimate(
+    config: Config | SftConfig, model: ModelConfig, step: Step, device: DeviceSpec, devices: Any | None
+) -> MeshEstimate:
+    """Of the config's own mesh; without `devices` to compile for, by the plan."""
+    shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    memory = planned_memory(config, model, device)
+    always, programs = sum(memory.resident.values()), []
+    if always > device.usable_bytes:
+        said = f"{always / GIB:.1f} GiB lie there always, of {device.usable_bytes / GIB:.1f} usable"
+        return MeshEstimate(shape, hbm_gib=always / GIB, problem=said)
+    begun_s = time.perf_counter()
+    if devices is not None:
+        try:
+            programs = compiled_update(config, model, largest_batch(config, model), make_mesh(*shape, devices))
+        except NoRoom as problem:
+            return MeshEstimate(shape, problem=str(problem))
+    compile_s = time.perf_counter() - begun_s
+    num_bytes = compiled_bytes(programs, memory) if programs else memory.peak_bytes
+    fits = num_bytes <= device.usable_bytes
+    found = MeshEstimate(
+        shape,
+        fits=fits,
+        hbm_gib=num_bytes / GIB,
+        compile_s=compile_s if programs else None,
+        problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
+    )
+    return _timed(found, config, model, step, device, programs)
+
+
+def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
+    """The most at any time: in a program, an engine beside it, or in the engine's own phases."""
+    engine, always = sum(memory.engine.values()), sum(memory.resident.values())
+    own = [always + phase.num_bytes for phase in memory.phases if phase.name in ("rollout", "publish")]
+    return max([engine + program.peak_bytes for program in programs] + own)
+
+
+def _timed(
+    found: MeshEstimate,
+    config: Config | SftConfig,
+    model: ModelConfig,
+    step: Step,
+    device: DeviceSpec,
+    programs: list[Program],
+) -> MeshEstimate:
+    works = batch_works(config, model, step.shape, device.platform)
+    if programs:
+        largest = batch_works(config, model, largest_batch(config, model), device.platform)
+        compiled = _by_name(programs, config.mesh.num_devices)
+        works = {name: _as_compiled(work, largest[name], compiled[name]) for name, work in works.items()}
+    printed = bool(programs) and all(program.collectives is not None for program in programs)
+    rates = device.rates(config.model.dtype)
+    assert rates is not None, f"{device.name} has no rates"
+    seconds = step_seconds(works, step, rates)
+    return replace(
+        found,
+        model_flops=needed_flops(config, model, step),
+        compiled_flops=step.num_batches * config.mesh.num_devices * sum(work.flops for work in works.values()),
+        collective_bytes=_sent(works, step) if printed else None,
+        est_step_s=seconds.total,
+        seconds=seconds,
+        tokens_per_s=step.num_tokens / seconds.total,
+        unknown={} if printed else UNPRINTED if programs else UNCOMPILED,
+    )
+
+
+def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
+    """What one device does in a batch, as compiled; nothing of a collective that is unknown."""
+    found: dict[str, list[Program]] = {}
+    for program in programs:
+        found.setdefault(program.name, []).append(program)
+    return {
+        name: ProgramWork(
+            sum(one.flops for one in same) / num_devices,
+            0.0,
+            tuple(chain.from_iterable(one.collectives or () for one in same)),
+        )
+        for name, same in found.items()
+    }
+
+
+def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: ProgramWork) -> ProgramWork:
+    """The plan's, corrected by what it was wrong in of the largest batch."""
+    flops = planned.flops * compiled.flops / of_largest.flops if of_largest.flops else 0.0
+    if not compiled.collectives:
+        return ProgramWork(flops, planned.memory_bytes, planned.collectives)
+    ratio = planned.sent_bytes / of_largest.sent_bytes if of_largest.sent_bytes else 1.0
+    collectives = tuple(replace(one, num_bytes=round(one.num_bytes * ratio)) for one in compiled.collectives)
+    return ProgramWork(flops, planned.memory_bytes, collectives)
+
+
+def _sent(works: Mapping[str, ProgramWork], step: Step) -> dict[str, int]:
+    times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
+    each = [
+        replace(one, num_bytes=times[name] * one.num_bytes) for name, work in works.items() for one in work.collectives
+    ]
+    return bytes_by_kind(each)

@@ -1,0 +1,46 @@
+"""FLOPs of a traced program: all of its products, a loop's as often as it runs.
+
+A loop whose number of turns is data's walks the blocks that a block of attention sees. They are counted as in a row of
+one causal sequence: of n blocks each sees itself and those before it, (n + 1) / 2 on average.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
+    """A product of [a, b] and [b, c] has 2·a·b·c. `mean_turns` are those of a loop that data ends."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2.0 * eqn.outvars[0].aval.size * depth
+        elif name == "scan":
+            length = params["length"]
+            total += length * product_flops(params["jaxpr"].jaxpr, (length + 1) / 2)
+        elif name == "while":
+            total += mean_turns * product_flops(params["body_jaxpr"].jaxpr)
+        elif name == "cond":
+            total += max(product_flops(branch.jaxpr, mean_turns) for branch in params["branches"])
+        elif name == "pallas_call":
+            total += params["cost_estimate"].flops  # a kernel's loops are on the chip: it says itself what they cost
+        else:  # shard_map has shapes of one device
+            times = params["mesh"].size if name == "shard_map" else 1
+            total += times * sum(product_flops(inner, mean_turns) for inner in _inner(params))
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """Programs that an operation contains."""
+    for part in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(part):
+            yield getattr(part, "jaxpr", part)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")

@@ -1,0 +1,187 @@
+"""How long an update takes by what a device has to do: products, bytes through its memory, collectives.
+
+One after the other, nothing hidden behind anything else: what elementwise operations move, devices do between products.
+Bytes through memory are counted, not measured:
+
+- weights, each pass: read as masters, written and read in the dtype of activations
+- activations, each pass: what a layer makes is written once and read once; backward, read, and its gradient likewise
+- scores, in forms of attention that XLA computes: SCORE_BYTES of a pair of tokens and head, as its fusions leave them
+- logits of the scored tokens, in float32; gradients, added up; the optimizer's 32 bytes of a parameter
+
+Collectives are those of the sharding: weights gathered over fsdp once a pass and their gradients scattered, activations
+summed up over tensor twice a layer and pass, gradients summed up over data.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from model_port.attention import form_of
+from model_port.config import ModelConfig
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.collectives import Collective
+from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
+from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_text, kept_by_vision, share_of
+from paravt_jax.plan.workload import Step, batch_flops, reads_reference, row_pairs, scores_before
+
+SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
+# As XLA for GPUs compiles the scanned form. Forward, scores are written once and read three times in float32, weights
+# written and read in bfloat16; backward, two arrays are written and read in float32, three in bfloat16.
+SCORE_BYTES = {"forward": 20, "backward": 28}
+LOGIT_PASSES = 3  # written, read for their sum, read for what is chosen; backward likewise
+GRADIENT_BYTES = 16  # made, and added to those of the step
+OPTIMIZER_BYTES = 32  # gradients twice for their norm; parameters and two moments, read and written
+
+PROGRAM_OF = {
+    "update, frames": "see",
+    "update, reference": "score",
+    "update, log-probs before": "score",
+    "update, forward and backward": "add_gradients",
+    "update, computed again": "add_gradients",
+    "update, frames backward": "add_gradients",
+}
+
+
+class ProgramWork(NamedTuple):
+    """Of one device in one program."""
+
+    flops: float
+    memory_bytes: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.collectives)
+
+    def seconds(self, rates: Rates) -> "StepSeconds":
+        return StepSeconds(
+            self.flops / rates.flops,
+            self.memory_bytes / rates.memory_bytes,
+            sum(each.seconds(rates) for each in self.collectives),
+        )
+
+
+class StepSeconds(NamedTuple):
+    products: float
+    memory: float
+    collectives: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> StepSeconds:
+    """Of a step whose programs do this; the optimizer's once an update, the others once a batch."""
+    times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
+    each = [[times[name] * part for part in work.seconds(rates)] for name, work in works.items()]
+    return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
+
+
+def batch_works(
+    config: Config | SftConfig, model: ModelConfig, shape: BatchShape, platform: str
+) -> dict[str, ProgramWork]:
+    """Of an update with one batch, by the programs of the learner."""
+    share = share_of(config, model, shape, platform)
+    flops = dict.fromkeys(PROGRAM_OF.values(), 0.0)
+    for name, value in batch_flops(config, model, shape, platform).items():
+        flops[PROGRAM_OF[name]] += value / config.mesh.num_devices
+    num_scores = reads_reference(config) + scores_before(config)
+    scored, sent = forward_bytes(share), tuple(_score_collectives(share))
+    works = {
+        "see": ProgramWork(flops["see"], seen_bytes(share), tuple(_seen_collectives(share))),
+        "score": ProgramWork(flops["score"], num_scores * scored, num_scores * sent),
+        "add_gradients": ProgramWork(flops["add_gradients"], update_bytes(share), tuple(_update_collectives(share))),
+        "apply_gradients": ProgramWork(0.0, OPTIMIZER_BYTES * share.num_trainable, ()),
+    }
+    return works if num_scores else {name: work for name, work in works.items() if name != "score"}
+
+
+def forward_bytes(share: Share) -> float:
+    return _layers_bytes(share) + _head_bytes(share)
+
+
+def update_bytes(share: Share) -> float:
+    """Forward, again, backward."""
+    again = 0.0 if share.config.model.remat == "none" else _layers_bytes(share)
+    backward = _layers_bytes(share, "backward") + 2 * _head_bytes(share) + GRADIENT_BYTES * share.num_trainable
+    trained = 3.5 * seen_bytes(share) if share.config.optim.train_vision else 0.0  # 2 of 2 forward, 2 again, 3 back
+    return forward_bytes(share) + again + backward + trained
+
+
+def seen_bytes(share: Share) -> float:
+    """Of the vision tower's forward pass."""
+    shape, vision = share.batch, share.model.vision
+    made = kept_by_vision(share.model, replace(share.compute, remat="none"), share.config.mesh.tensor)
+    patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
+    pairs = patches * shape.row_patches * vision.num_heads * vision.num_layers // share.config.mesh.tensor
+    weights = (share.num_params - share.num_text) * _stored_bytes(share) + 2 * share.vision_values * share.item_bytes
+    return weights + 2 * vision.num_layers * made.layer_token * patches + SCORE_BYTES["forward"] * pairs
+
+
+def _layers_bytes(share: Share, way: str = "forward") -> float:
+    """Of one pass over the language layers."""
+    shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
+    values = layers * share.layer_values
+    weights = values // share.config.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
+    made = kept_by_text(share.local, replace(share.compute, remat="none"), share.config.lora).layer_token
+    activations = {"forward": 2, "backward": 3}[way] * layers * made * share.rows * shape.row_tokens
+    return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
+
+
+def _stored_bytes(share: Share) -> int:
+    """Of a weight where it lies: a master, or frozen beside adapters."""
+    return share.item_bytes if share.adapted else FLOAT32_BYTES
+
+
+def _score_bytes(share: Share, way: str) -> float:
+    """Of a row and head."""
+    form = form_of(share.config.model.attention, share.batch.row_tokens, share.platform)
+    pairs = row_pairs(share.config, share.model, share.batch.row_tokens, share.platform)
+    return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
+
+
+def _head_bytes(share: Share) -> float:
+    logits = share.rows * share.batch.row_actions * share.local.text.vocab_size * FLOAT32_BYTES
+    num_chunks = -(-share.batch.row_actions // share.config.optim.head_chunk_tokens)
+    return float(LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes)
+
+
+def _score_collectives(share: Share) -> Iterator[Collective]:
+    layers = share.model.text.num_layers
+    yield _over_fsdp("all-gather", share, layers * share.layer_values + 2 * share.table_values)
+    yield _over_tensor(share, 2 * layers + 1)
+
+
+def _update_collectives(share: Share) -> Iterator[Collective]:
+    layers, mesh = share.model.text.num_layers, share.config.mesh
+    values = layers * share.layer_values
+    yield _over_fsdp("all-gather", share, 2 * values + 3 * share.table_values)
+    # Gradients: the head's in float32; of adapters, nothing else has any.
+    trained = share.num_trainable * mesh.fsdp if share.adapted else values + 3 * share.table_values
+    yield _over_fsdp("reduce-scatter", share, trained)
+    passes = 2 if share.config.model.remat == "none" else 3
+    yield _over_tensor(share, 2 * layers * passes + 2)
+    yield _among("all-reduce", trained * share.item_bytes // mesh.fsdp, mesh.data, mesh.fsdp * mesh.tensor)
+
+
+def _seen_collectives(share: Share) -> Iterator[Collective]:
+    yield _over_fsdp("all-gather", share, share.vision_values)
+
+
+def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
+    return _among(kind, num_values * share.item_bytes, share.config.mesh.fsdp, share.config.mesh.tensor)
+
+
+def _over_tensor(share: Share, times: int) -> Collective:
+    """Of activations."""
+    values = share.rows * share.batch.row_tokens * share.model.text.width
+    return _among("all-reduce", times * values * share.item_bytes, share.config.mesh.tensor, 1)
+
+
+def _among(kind: str, num_bytes: int, num_devices: int, stride: int) -> Collective:
+    """Of devices that lie so far apart in the order of the mesh."""
+    num_hosts = min(num_devices, math.ceil(num_devices * stride / DEVICES_OF_A_HOST))
+    return Collective(kind, num_bytes if num_devices > 1 else 0, num_devices, num_hosts)

@@ -1,0 +1,135 @@
+"""Accelerators that are not here, as their compilers know them: h100:8, v5p:2x2x2.
+
+XLA compiles for a description of devices; none of them has to be there. It needs the compiler's package: libtpu for a
+TPU, the CUDA plugin of jax (without a driver) for a GPU.
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from paravt_jax.plan.devices import DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
+
+PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "gpu": ("jax_plugins.xla_cuda12", "aot-gpu")}  # module, extra to install
+KNOWN = (
+    "h100:8, h200:8, b200:8, a100:8, a100-40:8, l4:8 (a number of GPUs), v5e:4x4, v5p:2x2x2, v6e:4x4 (a slice of TPUs)"
+)
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class GpuChip:
+    """What XLA's cost model asks of a GPU beside its memory; from NVIDIA's data sheets."""
+
+    capability: tuple[int, int]
+    cores: int
+    fpus_of_a_core: int
+    clock_ghz: float
+    cache_bytes: int
+    shared_bytes_of_a_core: int
+
+    def as_text(self, device: DeviceSpec) -> str:
+        """As a text of XLA's GpuTargetConfigProto."""
+        assert device.memory_gib is not None and device.memory_tb_per_s is not None
+        major, minor = self.capability
+        info = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "threads_per_core_limit": 2048,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_core": self.shared_bytes_of_a_core,
+            "shared_memory_per_block_optin": self.shared_bytes_of_a_core - 1024,
+            "core_count": self.cores,
+            "fpus_per_core": self.fpus_of_a_core,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "memory_bandwidth": int(device.memory_tb_per_s * 1e12),
+            "l2_cache_size": self.cache_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": int(device.memory_gib * GIB),
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+        }
+        lines = " ".join(f"{name}: {value}" for name, value in info.items())
+        return (
+            f"gpu_device_info {{ {lines} cuda_compute_capability {{major: {major} minor: {minor}}} }} "
+            f'platform_name: "CUDA" dnn_version_info {{major: 9 minor: 8}} device_description_str: "{device.kind}"'
+        )
+
+
+GPU_CHIPS = {
+    "h100": GpuChip((9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
+    "h200": GpuChip((9, 0), 132, 128, 1.98, 50 * MIB, 228 * 1024),
+    "b200": GpuChip((10, 0), 148, 128, 1.97, 126 * MIB, 228 * 1024),
+    "a100": GpuChip((8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
+    "a100-40": GpuChip((8, 0), 108, 64, 1.41, 40 * MIB, 164 * 1024),
+    "l4": GpuChip((8, 9), 58, 128, 2.04, 48 * MIB, 100 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """So many devices of one kind, as they are rented: GPUs in boxes of eight, TPUs as a slice."""
+
+    name: str
+    device: DeviceSpec
+    num_devices: int
+
+    @property
+    def num_hosts(self) -> int:
+        """Of GPUs."""
+        return -(-self.num_devices // DEVICES_OF_A_HOST)
+
+    def devices(self) -> Any:
+        """For a mesh to compile for; nothing can run on them."""
+        check_compiler(self.device.platform)
+        # There is no TPU to ask about itself, nor one that two processes could want.
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        from jax.errors import JaxRuntimeError
+        from jax.experimental import topologies
+
+        try:
+            if self.device.platform == "tpu":
+                return topologies.get_topology_desc(platform="tpu", topology_name=self.name).devices
+            return topologies.get_topology_desc(
+                platform="cuda",
+                topology_name="",
+                topology=f"1x{self.num_hosts}x{min(self.num_devices, DEVICES_OF_A_HOST)}",
+                target_config=GPU_CHIPS[self.device.name].as_text(self.device),
+            ).devices
+        except JaxRuntimeError as problem:
+            raise ValueError(f"--topology {self.name} is refused by the compiler: {_sentence(problem)}") from None
+
+
+def topology(name: str) -> Topology:
+    """By a name such as h100:8 (a number of GPUs) or v5p:2x2x2 (a slice of TPUs)."""
+    kind, _, shape = name.partition(":")
+    device = DEVICES.get(kind)
+    if device is not None and device.platform == "gpu" and re.fullmatch(r"[1-9]\d*", shape):
+        count = int(shape)
+        if count > DEVICES_OF_A_HOST and count % DEVICES_OF_A_HOST:
+            raise ValueError(f"--topology {name}: more than {DEVICES_OF_A_HOST} GPUs come in boxes of so many")
+        return Topology(name, device, count)
+    if device is not None and device.platform == "tpu" and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        return Topology(name, device, math.prod(map(int, shape.split("x"))))
+    raise ValueError(f"--topology {name} is not known; there are {KNOWN}")
+
+
+def check_compiler(platform: str) -> None:
+    module, extra = PACKAGES[platform]
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        found = False
+    if not found:
+        raise ValueError(
+            f"the compiler for this topology is not installed: pip install 'paravt_jax[{extra}]' (it needs no device)"
+        )
+
+
+def _sentence(problem: Exception) -> str:
+    return " ".join(str(problem).split("===")[0].split())[:300]

@@ -1,0 +1,62 @@
+"""FLOPs of traced programs, by hand arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model_port.attention import gpu, tpu
+from model_port.attention.rule import Seen
+from paravt_jax.plan.products import product_flops
+
+X, W = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32)
+ONE = 2 * 3 * 5 * 5
+
+
+def flops(function) -> float:
+    return product_flops(jax.jit(function).trace(X, W).jaxpr.jaxpr)
+
+
+def test_a_product_has_two_flops_for_each_pair():
+    assert flops(lambda x, w: x @ w) == ONE
+
+
+def test_a_scan_counts_as_often_as_it_runs():
+    assert flops(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]) == 7 * ONE
+
+
+def test_of_branches_the_largest_counts():
+    assert flops(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x, x)) == 2 * ONE
+
+
+def test_a_loop_that_data_ends_turns_as_in_a_causal_row():
+    def rows(x, w):
+        def of_block(i):
+            return jax.lax.fori_loop(0, i + 1, lambda _, x: x @ w, x)
+
+        return jax.lax.map(of_block, jnp.arange(11))
+
+    assert flops(rows) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11) * ONE
+
+
+def test_what_is_computed_again_counts_again():
+    def loss(x, w):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w), policy=None)(x))
+
+    assert flops(jax.grad(loss)) > flops(loss) + 2 * ONE
+
+
+@pytest.mark.parametrize("kernel", [gpu, tpu], ids=["gpu", "tpu"])
+def test_kernels_cost_nine_products_of_the_pairs_that_see_each_other(kernel):
+    """Two forward; backward, three by queries and four by keys."""
+    rows, tokens, heads, shared, values = 2, 4096, 2, 4, 128
+    q, k = (jax.ShapeDtypeStruct((rows, tokens, heads, *more), jnp.bfloat16) for more in ((shared, values), (values,)))
+    ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    numbers = jax.ShapeDtypeStruct((rows, heads, shared, tokens), jnp.float32)
+
+    def both(q, k, ids, numbers):
+        seen = Seen(ids, ids)
+        return kernel.forward(q, k, k, seen), kernel.backward(q, k, k, seen, numbers, numbers, q)
+
+    found = product_flops(jax.make_jaxpr(both)(q, k, ids, numbers).jaxpr)
+    causal_pairs = rows * heads * shared * tokens**2 / 2
+    assert found == pytest.approx(9 * 2 * values * causal_pairs, rel=0.15)  # blocks on the diagonal are whole
