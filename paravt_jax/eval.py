@@ -16,6 +16,7 @@ from model_port.cli import run_cli
 from paravt_jax.config import EvalConfig
 from paravt_jax.run.command import config_parser, read_config
 from paravt_jax.run.log import whole_file
+from paravt_jax.run.process import claim_memory
 
 RESULTS_FILE = "eval.json"
 SHOWN = {
@@ -67,6 +68,7 @@ def main() -> None:
         return
     from paravt_jax.run.compiles import use_compilation_cache
 
+    claim_memory()
     use_compilation_cache()
     print(table(asyncio.run(run_eval(config))))
 

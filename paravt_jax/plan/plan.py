@@ -223,8 +223,6 @@ def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator
     yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
     if device.memory_gib is not None:
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
-        if device.name[0] != "v":
-            yield f"JAX takes 75 % of a GPU by default: set XLA_CLIENT_MEM_FRACTION={1 - RESERVE_FRAC:.2f}"
     yield from assumed_of_seconds(device, config.model.dtype)
 
 

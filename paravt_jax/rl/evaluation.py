@@ -17,6 +17,7 @@ from paravt_jax.rl.metrics import member_metrics, parted
 from paravt_jax.rl.rollouts import Player, evaluate, member_record
 from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
+from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.process import say
 from paravt_jax.run.threads import in_thread
@@ -89,6 +90,7 @@ async def opened(config: EvalConfig) -> AsyncIterator[Evaluation]:
 
 
 async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
+    gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
@@ -102,6 +104,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
         dtype=config.model.dtype,
         max_context_tokens=config.rollout.max_context_tokens,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        gpus=gpus,
     )
     stack.push_async_callback(engine.close)
     return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
