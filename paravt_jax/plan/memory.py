@@ -102,7 +102,7 @@ def memory_of(
         Phase("backward pass, a layer", update | device.backward() | device.layer() | beside),
         Phase("backward pass, the head", update | device.backward() | device.head() | beside),
         Phase("frames", update | device.seeing() | beside),
-        Phase("optimizer", accumulators | beside),
+        Phase("optimizer", accumulators | beside | (device.moments if config.optim.offload else {})),
     ]
     if sampler is not None:
         phases.append(Phase("rollout", device.sampling(sampler)))
@@ -195,8 +195,10 @@ class Share:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
         if self.num_params > self.num_trainable:
             parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
-        parts["Adam moments, float32"] = MOMENTS * FLOAT32_BYTES * self.num_trainable
-        if reads_reference(self.config):
+        offload = self.config.optim.offload
+        if not offload:
+            parts |= self.moments
+        if reads_reference(self.config) and not offload:
             parts["reference"] = self.item_bytes * self.num_trainable
         if sampler is not None:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
@@ -204,6 +206,10 @@ class Share:
             if sampler.beside_update:
                 parts["copy for sampling"] = self.item_bytes * self.num_params
         return parts
+
+    @property
+    def moments(self) -> Parts:
+        return {"Adam moments, float32": MOMENTS * FLOAT32_BYTES * self.num_trainable}
 
     @property
     def cache_token_bytes(self) -> int:
