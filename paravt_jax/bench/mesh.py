@@ -300,30 +300,14 @@ def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates 
 
 
 def make_learner(config: Config, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
-    """Of random weights, made where they belong."""
-    import jax
-    from flax import nnx
-
+    """Of random weights."""
     from model_port.layers import Compute
-    from model_port.loading import abstract_model, abstract_params, with_params
-    from model_port.model import Qwen3VL
-    from model_port.sharding import flat_params
     from paravt_jax.learner.learner import Learner
+    from paravt_jax.plan.batch import random_model
 
-    policy = abstract_model(model, Compute(config.model.dtype, config.model.attention, remat=config.model.remat))
-    places = {path: leaf.sharding for path, leaf in abstract_params(policy, "float32", mesh).items()}
-
-    def random_params() -> dict[str, jax.Array]:
-        return flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
-
-    params = jax.jit(random_params, out_shardings=None if mesh is None else places)()
-    return Learner(
-        with_params(policy, params),
-        config.optim,
-        config.loss,
-        temperature=config.rollout.temperature,
-        mesh=mesh,
-    )
+    settings = config.model
+    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), mesh)
+    return Learner(policy, config.optim, config.loss, temperature=config.rollout.temperature, mesh=mesh)
 
 
 def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:
