@@ -296,3 +296,6 @@ PRESETS = {
     "8b": ModelConfig(TextConfig(36, 4096, 12288, 32, 8), _vision_large(4096), tie_embeddings=False),
     "32b": ModelConfig(TextConfig(64, 5120, 25600, 64, 8), _vision_large(5120), tie_embeddings=False),
 }
+
+
+NO_ADAPTERS = LoraConfig()

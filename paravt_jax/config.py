@@ -109,12 +109,18 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
+    """What samples: the learner itself, or SGLang servers, which run already or are started here."""
+
     kind: Literal["jax", "sglang"] = "jax"  # jax: the learner samples in its own process
     urls: list[str] = field(default_factory=list)  # sglang: servers that run already; empty: start num_servers here
     num_servers: int = 1  # sglang, on this machine
+    # sglang on cuda: the numbers of this machine's GPUs that those servers have, in order and as many each, such as
+    # [4, 5, 6, 7]; the learner has all others
+    gpus: list[int] = field(default_factory=list)
     device: Literal["cpu", "cuda"] = "cuda"  # sglang: where servers of this machine compute
     memory_frac: float = 0.8  # sglang on cuda: of the device memory, for servers that are started here
     route: Literal["disk", "tensors"] = "disk"  # sglang: how new weights get there
+    weights_dir: str = ""  # disk: of this run alone, seen by the servers of all hosts; empty: this host's memory
     max_rows: int = 16  # jax: requests that are sampled at the same time
 
     def __post_init__(self) -> None:
@@ -123,6 +129,31 @@ class EngineConfig:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
+        if self.weights_dir and (self.kind == "jax" or self.route == "tensors"):
+            raise ValueError(
+                f"engine.weights_dir={self.weights_dir} does nothing without engine.kind=sglang and engine.route=disk"
+            )
+        if self.gpus:
+            self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        if self.kind == "jax" or self.urls or self.device == "cpu":
+            raise ValueError(
+                f"engine.gpus={self.gpus} is for servers that the run starts: it does nothing without "
+                f"engine.kind=sglang and engine.device=cuda, nor with engine.urls"
+            )
+        if min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"engine.gpus={self.gpus} must be numbers from 0 on, each once: servers share no GPU")
+        if len(self.gpus) % self.num_servers:
+            raise ValueError(
+                f"engine.gpus={self.gpus} cannot be dealt out to engine.num_servers={self.num_servers}: each has as "
+                f"many; name a multiple of it"
+            )
+        if self.num_servers > 1 and self.route == "tensors":
+            raise ValueError(
+                f"engine.route=tensors hands over memory of one GPU, which engine.num_servers={self.num_servers} with "
+                f"GPUs of their own do not see; set engine.route=disk"
+            )
 
 
 @dataclass(frozen=True)

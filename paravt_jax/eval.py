@@ -21,6 +21,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.config import EvalConfig
 from paravt_jax.run.command import config_parser, read_config
 from paravt_jax.run.log import whole_file
+from paravt_jax.run.process import claim_memory
 
 RESULTS_FILE = "eval.json"
 SHOWN = {
@@ -120,6 +121,7 @@ def main() -> None:
         return
     from paravt_jax.run.compiles import use_compilation_cache
 
+    claim_memory()
     use_compilation_cache()
     cells = asyncio.run(run_eval(config, args.shard))
     print(table(cells))

@@ -8,6 +8,7 @@ import asyncio
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.process import claim_memory
 
 
 async def sft(config: SftConfig, *, allow_changes: bool = False) -> None:
@@ -40,6 +41,7 @@ def main() -> None:
         return
     from paravt_jax.run.compiles import use_compilation_cache
 
+    claim_memory()
     use_compilation_cache()
     asyncio.run(sft(config, allow_changes=args.allow_changes))
 

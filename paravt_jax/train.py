@@ -11,6 +11,7 @@ from model_port.cli import run_cli
 from paravt_jax.config import Config
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
+from paravt_jax.run.process import claim_memory
 
 
 async def train(config: Config, *, replay: Path | None = None, allow_changes: bool = False) -> None:
@@ -68,6 +69,7 @@ def main() -> None:
         return
     from paravt_jax.run.compiles import use_compilation_cache
 
+    claim_memory()
     use_compilation_cache()
     asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes))
 

@@ -6,10 +6,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from rollout.tools import CROP_VIDEO_OFFER, Offer, Window
 
 # What may stand in braces in a text, each with a value to try it with. In a text that is not here nothing may.
@@ -87,6 +83,10 @@ def _placeholders(text: str) -> list[str]:
 
 def read_prompts(path: str | Path) -> Prompts:
     """The texts of a YAML file with keys of Prompts; what it leaves out has its default."""
+    from omegaconf import OmegaConf  # late: without a file nobody needs them
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     told = f"rollout.prompts_file={path}"
     try:
         layer = OmegaConf.to_container(OmegaConf.load(path))

@@ -86,6 +86,7 @@ class ServerSettings:
     max_running_requests: int | None = None  # None: 16 on cpu, the server's own choice on cuda
     trainable_vision: bool = False  # True: no cache of image embeddings, which outlive a weight update
     tensor_parallel: int = 1
+    gpus: tuple[str, ...] = ()  # cuda: those it computes on, as CUDA_VISIBLE_DEVICES names them; (): the first it sees
     python: Path | None = None  # of the sidecar's environment; None: see `sidecar_python`
     extra_args: tuple[str, ...] = ()  # for sglang.launch_server, after ours, so that these win
 
@@ -108,6 +109,8 @@ class ServerSettings:
             raise ValueError(f"memory_frac={self.memory_frac} must be between 0 and 1")
         if self.device == "cpu" and self.tensor_parallel > 1:
             raise ValueError(f"tensor_parallel={self.tensor_parallel} needs device=cuda")
+        if self.gpus and (self.device == "cpu" or len(self.gpus) != self.tensor_parallel):
+            raise ValueError(f"gpus={self.gpus} must be tensor_parallel={self.tensor_parallel} of them, on device=cuda")
 
     def command(self) -> list[str]:
         options: dict[str, Any] = {
@@ -158,6 +161,8 @@ class ServerSettings:
             "TOKENIZERS_PARALLELISM": "false",
             "SGLANG_VLM_CACHE_SIZE_MB": "0" if self.trainable_vision else str(VISION_CACHE_MIB),
         }
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if self.device == "cpu":
             environment |= {
                 "PYTHONPATH": str(SHIM),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+BACKEND = "a-backend-of-jax"
 LEARNER_ONLY = {"jax", "jaxlib", "flax", "optax", "orbax", "torch"}
 FORBIDDEN = {  # package: what none of its files imports, at any depth of the file
     "model_port": {"paravt_jax", "rollout"},
@@ -22,6 +23,7 @@ SIDECAR_ONLY = "rollout/staging.py"  # SGLang's processes load it, in their own 
 TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only then
     SIDECAR_ONLY,
     "model_port/verify.py",
+    "paravt_jax/bench/gpu_parts.py",
     "paravt_jax/bench/learner.py",
     "paravt_jax/bench/torch_update.py",
     "paravt_jax/bench/video.py",
@@ -122,10 +124,12 @@ def modules_of(root: Path, packages: Sequence[str]) -> list[str]:
 
 
 def loaded_after(root: Path, modules: Sequence[str]) -> set[str]:
-    """Top-level names of all that is loaded when these modules are."""
+    """Top-level names of all that is loaded when these modules are, and a word where jax then holds devices."""
     code = f"import importlib, sys; sys.path.insert(0, {str(root)!r})\n"
     code += "for name in sys.argv[1:]: importlib.import_module(name)\n"
-    code += "print(' '.join(name for name in sys.modules if '.' not in name))"
+    code += "bridge = sys.modules.get('jax._src.xla_bridge')\n"
+    code += f"held = ['{BACKEND}'] if bridge and bridge.backends_are_initialized() else []\n"
+    code += "print(' '.join([name for name in sys.modules if '.' not in name] + held))"
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -247,8 +251,8 @@ def test_shapes_are_checked_wherever_they_are_stated(pytestconfig, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_learner_does_not_load_torch():
-    assert "torch" not in loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"]))
+def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
+    assert not loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"])) & {"torch", BACKEND}
 
 
 @pytest.mark.parametrize(
@@ -272,8 +276,8 @@ def test_the_names_of_model_port_are_there_when_asked_for():
 def test_what_a_module_loads_is_noticed_in_every_corner_of_a_package(tmp_path):
     plant(tmp_path, "planted/__init__.py", "")
     plant(tmp_path, "planted/deep/__init__.py", "")
-    plant(tmp_path, "planted/deep/module.py", "import colorsys\n")
+    plant(tmp_path, "planted/deep/module.py", "import colorsys, jax\njax.devices()\n")
     modules = modules_of(tmp_path, ["planted"])
     assert set(modules) == {"planted", "planted.deep", "planted.deep.module"}
-    assert "colorsys" in loaded_after(tmp_path, modules)
+    assert {"colorsys", BACKEND} <= loaded_after(tmp_path, modules)
     assert "colorsys" not in loaded_after(tmp_path, [name for name in modules if "module" not in name])

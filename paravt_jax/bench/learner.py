@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
                 case = {"model": size, "dtype": dtype}
                 for workload, shapes in WORKLOADS.items() if args.workload != "update" else ():
-                    examples = [_example(config, seed, *shape) for seed, shape in enumerate(shapes)]
+                    examples = [example(config, seed, *shape) for seed, shape in enumerate(shapes)]
                     for mode, row in _compare(reference, Path(folder), dtype, examples, args.repeats).items():
                         passes.append({**case, "workload": workload, "mode": mode, **row})
                         print(_pass_line(passes[-1]), file=sys.stderr, flush=True)
                 if args.workload != "passes":
                     prompt, *responses = (
-                        _example(config, seed, *(RESPONSE if seed else PROMPT)) for seed in range(NUM_EPISODES + 1)
+                        example(config, seed, *(RESPONSE if seed else PROMPT)) for seed in range(NUM_EPISODES + 1)
                     )
                     group = update.EpisodeGroup(
                         config, prompt.ids, prompt.frames, [response.ids for response in responses]
@@ -124,7 +124,7 @@ def _with_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _example(config: ModelConfig, seed: int, num_frames: int, num_text: int) -> Example:
+def example(config: ModelConfig, seed: int, num_frames: int, num_text: int) -> Example:
     random = np.random.default_rng(seed)
     down, across = FRAME_GRID
     plain = min(config.image_token_id, config.vision_start_token_id)

@@ -300,36 +300,14 @@ def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates 
 
 
 def make_learner(config: Config, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
-    """Of random weights, made where they belong."""
-    import jax
-    from flax import nnx
-
-    from model_port.adapters import add_adapter, new_adapter
+    """Of random weights."""
     from model_port.layers import Compute
-    from model_port.loading import abstract_model, abstract_params, with_params
-    from model_port.model import Qwen3VL
-    from model_port.sharding import flat_params
     from paravt_jax.learner.learner import Learner
+    from paravt_jax.plan.batch import random_model
 
-    policy = abstract_model(model, Compute(config.model.dtype, config.model.attention, remat=config.model.remat))
-    dtype = config.model.dtype if config.lora.rank else "float32"
-    places = {path: leaf.sharding for path, leaf in abstract_params(policy, dtype, mesh).items()}
-
-    def random_params() -> dict[str, jax.Array]:
-        made = flat_params(nnx.state(Qwen3VL(model, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
-        return {path: leaf.astype(dtype) for path, leaf in made.items()}
-
-    params = jax.jit(random_params, out_shardings=None if mesh is None else places)()
-    policy = with_params(policy, params)
-    if config.lora.rank:
-        add_adapter(policy, config.lora, new_adapter(model, config.lora, seed=0), mesh)
-    return Learner(
-        policy,
-        config.optim,
-        config.loss,
-        temperature=config.rollout.temperature,
-        mesh=mesh,
-    )
+    settings = config.model
+    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), config.lora, mesh)
+    return Learner(policy, config.optim, config.loss, temperature=config.rollout.temperature, mesh=mesh)
 
 
 def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:

@@ -25,8 +25,10 @@ from model_port.processing import VisionContract, settled_size
 from model_port.tiny import make_tiny
 from paravt_jax.bench.service import service_of
 from paravt_jax.bench.video import FPS, camera
+from paravt_jax.config import EngineConfig
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, reports_s
+from paravt_jax.run.placement import place_servers
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
@@ -113,9 +115,12 @@ class _Written:
 
 async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[str, Any]:
     chat, contract = Chat.from_hf(model), VisionContract.from_hf(model)
-    settings = ServerSettings(model, args.device, context_length=8192)
+    numbers = list(range(args.servers)) if args.device == "cuda" else []
+    engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers, device=args.device)
+    gpus = place_servers(engine_config, 0) or [()] * args.servers
+    servers = [ServerSettings(model, args.device, context_length=8192, gpus=of_server) for of_server in gpus]
     _say(f"starting {args.servers} servers")
-    engine = await SGLangEngine.launch([settings] * args.servers, SGLangSettings(device=args.device))
+    engine = await SGLangEngine.launch(servers, SGLangSettings(device=args.device))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
             config = EpisodeConfig(

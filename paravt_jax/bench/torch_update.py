@@ -28,14 +28,16 @@ class TorchLearner:
         dtype: str = "float32",
         rows_at_once: int = 1,
         ref_folder: Path | None = None,
+        device: str = "cpu",
     ):
         import torch
 
-        self.optim, self.loss = optim, loss
+        self.optim, self.loss, self.device = optim, loss, device
         self.temperature, self.dtype, self.rows_at_once = temperature, dtype, rows_at_once
-        self.model = load_reference(folder).train()  # no dropout anywhere in this architecture
+        self.model = load_reference(folder).to(device).train()  # no dropout anywhere in this architecture
         self.model.model.visual.requires_grad_(False)
-        self.ref = load_reference(ref_folder or folder).requires_grad_(False) if loss.kl_coef else None
+        ref = load_reference(ref_folder or folder) if loss.kl_coef else None
+        self.ref = None if ref is None else ref.to(device).requires_grad_(False)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self.trainable, optim.learning_rate, (optim.beta1, optim.beta2), optim.eps, optim.weight_decay
@@ -54,9 +56,12 @@ class TorchLearner:
 
     def add_gradients(self, dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], denominator: float) -> float:
         """Leaves them in the parameters, and returns the loss."""
+        import torch
+
         total = 0.0
         for first in range(0, len(dialogues), self.rows_at_once):
-            loss = self._loss_sum(dialogues[first : first + self.rows_at_once], frames) / denominator
+            with torch.device(self.device):
+                loss = self._loss_sum(dialogues[first : first + self.rows_at_once], frames) / denominator
             loss.backward()
             total += loss.item()
         return total
@@ -82,7 +87,8 @@ class TorchLearner:
         }
         shown = [frames[key] for dialogue in dialogues for key in dialogue.frames]
         if shown:
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([frame.patches for frame in shown]))
+            patches = np.concatenate([frame.patches for frame in shown])
+            inputs["pixel_values"] = torch.from_numpy(patches).to(self.device)
             inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in shown])
 
         # Logits of the prompt are never computed: the first one needed predicts the first scored token.
@@ -109,7 +115,7 @@ class TorchLearner:
         import torch
 
         targets = inputs["input_ids"][:, begin:]
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = model(**inputs, use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         return logp.gather(-1, targets[..., None])[..., 0]

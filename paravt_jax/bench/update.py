@@ -133,7 +133,7 @@ def _set_up(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> None:
     for module in IMPORTS["torch" if way == "torch" else "jax"]:
         import_module(module)
     _own["imports_mib"] = _status_mib("VmRSS")
-    _own["update"] = (_torch_update if way == "torch" else _our_update)(way, folder, dtype, group)
+    _own["update"] = (torch_update if way == "torch" else our_update)(way, folder, dtype, group)
 
 
 def _turn() -> dict[str, float]:
@@ -153,7 +153,7 @@ def _status_mib(name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-def _our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Callable[[], dict[str, float]]:
+def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Callable[[], dict[str, float]]:
     import jax
     from flax import nnx
 
@@ -187,12 +187,20 @@ def _our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Call
     return update
 
 
-def _torch_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Callable[[], dict[str, float]]:
+def torch_update(
+    way: str, folder: Path, dtype: str, group: EpisodeGroup, device: str = "cpu"
+) -> Callable[[], dict[str, float]]:
     from paravt_jax.bench.torch_update import TorchLearner
     from paravt_jax.learner.settings import LossConfig, OptimConfig
 
     dialogues, frames = group.dialogues(way)
     learner = TorchLearner(
-        folder, OptimConfig(), LossConfig(), temperature=TEMPERATURE, dtype=dtype, rows_at_once=TORCH_ROWS_AT_ONCE
+        folder,
+        OptimConfig(),
+        LossConfig(),
+        temperature=TEMPERATURE,
+        dtype=dtype,
+        rows_at_once=TORCH_ROWS_AT_ONCE,
+        device=device,
     )
     return lambda: learner.update(dialogues, frames, group.num_loss_tokens)

@@ -20,6 +20,7 @@ from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.rollouts import Player
 from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
+from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.process import say
 from paravt_jax.run.threads import in_thread
@@ -136,6 +137,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
             f"model.path={config.model.path} is an adapter, and servers of SGLang are given whole models: make it part "
             f"of its model with python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
         )
+    gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
@@ -148,6 +150,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
         dtype=config.model.dtype,
         max_context_tokens=config.rollout.max_context_tokens,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        gpus=gpus,
     )
     stack.push_async_callback(engine.close)
     played = {"model": model, "engine": await engine_record(config.engine, engine)}

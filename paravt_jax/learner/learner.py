@@ -1,9 +1,10 @@
 """The learner: its state on a mesh, and the host's part of an update. What is computed is in programs.py.
 
-Masters and moments are float32, activations what the model computes in. Only what trains has gradients and moments:
-with the vision tower frozen its output is computed once per distinct frame of a batch, and shared by policy and
-reference; with adapters (model_port/lora.py) all weights but theirs are frozen and shared, and the reference is a copy
-of the adapters. Every sum is over the whole step and divided once, so how a step is cut into batches changes nothing.
+Masters and moments are float32, activations what the model computes in. Moments and reference may lie in the host's
+memory until they are needed. Only what trains has gradients and moments: with the vision tower frozen its output is
+computed once per distinct frame of a batch, and shared by policy and reference; with adapters (model_port/lora.py) all
+weights but theirs are frozen and shared, and the reference is a copy of the adapters. Every sum is over the whole step
+and divided once, so how a step is cut into batches changes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
+DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # as jax calls them
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +84,12 @@ class Learner:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
         step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
+        self._move_moments(HOST_MEMORY)
         # What training began with, in the dtype of activations: it never changes, so it needs no masters. Without a
         # coefficient there is none.
         ref_dtype = jnp.dtype(model.compute.dtype)
-        self._ref = jax.tree.map(partial(jnp.array, dtype=ref_dtype), trainable) if loss.kl_coef else None
+        ref = jax.tree.map(partial(jnp.array, dtype=ref_dtype), trainable) if loss.kl_coef else None
+        self._ref = in_memory(ref, HOST_MEMORY) if optim.offload else ref
 
     @property
     def model(self) -> Qwen3VL:
@@ -192,12 +196,19 @@ class Learner:
                 )
                 totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
             step, frozen = int(self.state.step), self.state.frozen
+            self._move_moments(DEVICE_MEMORY)
             state, grad_norm = programs.apply_gradients(
                 replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self._num_steps)
             )
             self.state = replace(state, frozen=frozen)  # the same arrays, which others may hold
+            self._move_moments(HOST_MEMORY)
         self._check_gradients()
         return jax.device_get(totals), float(grad_norm)
+
+    def _move_moments(self, memory: str) -> None:
+        """With `optim.offload`: onto the devices for a step of the optimizer, and back."""
+        if self.optim.offload:
+            self.state = replace(self.state, opt_state=in_memory(self.state.opt_state, memory))
 
     def _see(self, params: Params, batch: TrainBatch) -> Visual | None:
         return None if batch.vision is None else programs.see(self._structure, params, batch.vision)
@@ -210,7 +221,8 @@ class Learner:
         """`visual` is that of the policy, which the reference shares while the vision tower is frozen."""
         if self._ref is None:
             return None
-        ref = Params(self._ref, self.state.frozen)
+        weights = in_memory(self._ref, DEVICE_MEMORY) if self.optim.offload else self._ref
+        ref = Params(weights, self.state.frozen)
         return self._score(ref, batch, self._see(ref, batch) if self.optim.train_vision else visual)
 
     def _check_gradients(self) -> None:
@@ -230,6 +242,11 @@ class Learner:
         if self.mesh is None:
             return adam.init(trainable)
         return jax.jit(adam.init, out_shardings=opt_places(adam, trainable, self.mesh))(trainable)
+
+
+def in_memory(tree: Any, memory: str) -> Any:
+    """The same arrays in another memory of their devices."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), tree)
 
 
 def opt_places(adam: optax.GradientTransformation, trainable: nnx.State, mesh: Mesh) -> Any:

@@ -204,6 +204,7 @@ class OptimConfig:
     beta2: float = 0.999  # of the mean of their squares
     eps: float = 1e-8  # beside its root
     max_grad_norm: float = 1.0  # published; a longer gradient is scaled down to it
+    offload: bool = False  # moments and reference to the host's memory while gradients are made, 10 bytes a parameter
     train_vision: bool = False  # the published recipe changes language weights only
     head_chunk_tokens: int = 256  # scored tokens of a row whose logits exist at the same time
     max_bad_steps: int = 5  # updates in a row that are skipped for gradients that are not finite, then the run stops

@@ -63,12 +63,13 @@ class Program:
 def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
     """The programs of a step with such batches, two of them compiled at a time."""
     learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
-    own, ref, moments = learner.params, learner.ref_params, learner.opt_state
+    own, ref = learner.params, learner.ref_params
+    moments, unread_ref = ((), ()) if config.optim.offload else (learner.opt_state, learner.ref)
     frozen, before = not config.optim.train_vision, scores_before(config)
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     known = Known(logp if before else None, None if ref is None else logp)
     # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
-    beside_own, beside_ref = (moments, learner.ref), (learner.masters, learner.grads, moments)
+    beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
     with ThreadPoolExecutor(max_workers=2) as pool:
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
         found: list[tuple[Future[_Compiled], Any]] = []
@@ -83,7 +84,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
             found.append((pool.submit(learner.score, own, batch, visual), beside_own))
         if ref is not None:
             found.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
-        found.append((applying, (learner.frozen, learner.ref, batch, visual)))
+        found.append((applying, (learner.frozen, unread_ref, batch, visual)))
         return [compiling.result().program(beside=beside) for compiling, beside in found]
 
 

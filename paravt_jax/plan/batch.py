@@ -1,4 +1,4 @@
-"""Batches of a given shape without anything in them that matters: to measure an update, to trace and to compile it."""
+"""Models and batches of a given shape, of which nothing else matters: to measure, trace and compile an update."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -6,10 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from model_port.config import ModelConfig
+from model_port.adapters import add_adapter, new_adapter
+from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig
 from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.model import Qwen3VL
+from model_port.sharding import flat_params
 from paravt_jax.learner.learner import row_place
 from paravt_jax.learner.packing import TrainBatch
 
@@ -23,6 +29,23 @@ class BatchShape:
     row_actions: int  # scored tokens of a row
     num_frame_rows: int
     row_patches: int
+
+
+def random_model(
+    config: ModelConfig, compute: Compute, lora: LoraConfig = NO_ADAPTERS, mesh: Mesh | None = None
+) -> Qwen3VL:
+    """To train: random weights, made where they belong, in float32, or frozen beside adapters that are."""
+    model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else "float32"
+    places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
+
+    def random_params() -> dict[str, jax.Array]:
+        made = flat_params(nnx.state(Qwen3VL(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
+        return {path: leaf.astype(dtype) for path, leaf in made.items()}
+
+    model = with_params(model, jax.jit(random_params, out_shardings=None if mesh is None else places)())
+    if lora.rank:
+        add_adapter(model, lora, new_adapter(config, lora, seed=0), mesh)
+    return model
 
 
 def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:

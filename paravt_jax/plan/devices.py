@@ -9,9 +9,10 @@ leaves of it.
 import math
 from dataclasses import astuple, dataclass
 
+from paravt_jax.run.process import RESERVE_FRAC
+
 GIB = 2**30
 DEVICES_OF_A_HOST = 8  # GPUs
-RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
 
 PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet: what large products and transfers reach
 

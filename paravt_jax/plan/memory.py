@@ -20,7 +20,7 @@ from flax import nnx
 from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import Form, form_of, scanned
 from model_port.attention.blocked import score_blocks
-from model_port.config import LoraConfig, ModelConfig, TextConfig
+from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
@@ -39,7 +39,6 @@ ENGINE_PARTS = ("key/value cache", "copy for sampling")
 PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
 PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
 
-NO_ADAPTERS = LoraConfig()
 
 Parts = dict[str, int]  # bytes by name
 
@@ -105,7 +104,7 @@ def memory_of(
         Phase("backward pass, a layer", update | device.backward() | device.layer() | beside),
         Phase("backward pass, the head", update | device.backward() | device.head() | beside),
         Phase("frames", update | device.seeing() | beside),
-        Phase("optimizer", accumulators | beside),
+        Phase("optimizer", accumulators | beside | (device.moments if config.optim.offload else {})),
     ]
     if sampler is not None:
         phases.append(Phase("rollout", device.sampling(sampler)))
@@ -207,8 +206,10 @@ class Share:
             parts["frozen weights"] = self.item_bytes * self.num_params
         elif self.num_params > self.num_trainable:
             parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
-        parts["Adam moments, float32"] = MOMENTS * FLOAT32_BYTES * self.num_trainable
-        if reads_reference(self.config):
+        offload = self.config.optim.offload
+        if not offload:
+            parts |= self.moments
+        if reads_reference(self.config) and not offload:
             parts["reference"] = self.item_bytes * self.num_trainable
         if sampler is not None:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
@@ -221,6 +222,10 @@ class Share:
     def copied_bytes(self) -> int:
         """Of a copy to sample from: adapters alone, where the rest never changes."""
         return self.item_bytes * (self.num_trainable if self.adapted else self.num_params)
+
+    @property
+    def moments(self) -> Parts:
+        return {"Adam moments, float32": MOMENTS * FLOAT32_BYTES * self.num_trainable}
 
     @property
     def cache_token_bytes(self) -> int:

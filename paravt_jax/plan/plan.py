@@ -17,7 +17,7 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, Config, MeshConfig, SftConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, RESERVE_FRAC, DeviceSpec
+from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.workload import (
@@ -29,6 +29,7 @@ from paravt_jax.plan.workload import (
     typical_step,
     workload_of,
 )
+from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # of meshes to suggest
 MAX_ROWS_PER_PART = 64  # to look for
@@ -224,8 +225,6 @@ def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator
     yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
     if device.memory_gib is not None:
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
-        if device.name[0] != "v":
-            yield f"JAX takes 75 % of a GPU by default: set XLA_CLIENT_MEM_FRACTION={1 - RESERVE_FRAC:.2f}"
     yield from assumed_of_seconds(device, config.model.dtype)
 
 

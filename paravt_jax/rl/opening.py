@@ -18,6 +18,7 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
+from paravt_jax.run.placement import Gpus, place_servers
 from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
@@ -41,6 +42,7 @@ async def opened(config: Config, *, replay: Path | None = None, allow_changes: b
     another model, seed or data than it began with.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
+    gpus = place_servers(config.engine, config.mesh.num_devices) if replay is None else ()
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
         directory = RunDirectory.enter(
@@ -56,7 +58,7 @@ async def opened(config: Config, *, replay: Path | None = None, allow_changes: b
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
-        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, stack)
+        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, gpus, stack)
         player = rollouts.player
         run = Run(
             config=config,
@@ -132,6 +134,7 @@ async def _rollouts(
     plugin: Plugin | None,
     visits: Visits[Prompt],
     log: LoggedSteps | None,
+    gpus: Sequence[Gpus],
     stack: AsyncExitStack,
 ) -> Rollouts | Replay:
     """What gives a step its groups: an engine that plays, or a log."""
@@ -151,6 +154,7 @@ async def _rollouts(
         max_context_tokens=config.rollout.max_context_tokens,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         trainable_vision=config.optim.train_vision,
+        gpus=gpus,
     )
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, read_adapter_info, sum_of_base
 from model_port.attention import form_of
-from model_port.config import LoraConfig
+from model_port.config import NO_ADAPTERS, LoraConfig
 from model_port.convert import source_directory
 from model_port.hf_files import HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
@@ -27,7 +27,6 @@ from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 HF_FILES_DIR = "hf_files"
-NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, eq=False)

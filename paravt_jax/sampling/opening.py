@@ -1,6 +1,6 @@
 """Opens what samples: an engine of either kind, and the reader of the frames that it is shown."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from model_port.config import config_from_hf, read_hf_config
@@ -8,6 +8,7 @@ from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.run.placement import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from rollout.engine.protocol import Engine
@@ -29,8 +30,12 @@ async def open_engine(
     max_context_tokens: int,
     max_pixels: int,
     trainable_vision: bool = False,
+    gpus: Sequence[Gpus] = (),
 ) -> Engine:
-    """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture."""
+    """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture.
+
+    `gpus` are those of each server that is started here, on a machine that has any.
+    """
     if settings.kind == "jax":
         assert model is not None
         return EmbeddedEngine(
@@ -43,7 +48,12 @@ async def open_engine(
             patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
         )
     config = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
-    sglang = SGLangSettings(route=settings.route, device=settings.device, vocab_size=config.text.vocab_size)
+    sglang = SGLangSettings(
+        route=settings.route,
+        weights_dir=settings.weights_dir,
+        device=settings.device,
+        vocab_size=config.text.vocab_size,
+    )
     if settings.urls:
         return await SGLangEngine.connect(settings.urls, sglang)
     if is_checkpoint(policy.source):
@@ -51,16 +61,21 @@ async def open_engine(
             f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "
             f"checkpoint; give model.path as a Hugging Face directory or id, or engine.urls of servers that run"
         )
-    server = ServerSettings(
-        policy.source,
-        settings.device,
-        dtype=dtype,
-        context_length=max_context_tokens,
-        memory_frac=settings.memory_frac,
-        trainable_vision=trainable_vision,
-    )
+    servers = [
+        ServerSettings(
+            policy.source,
+            settings.device,
+            dtype=dtype,
+            context_length=max_context_tokens,
+            memory_frac=settings.memory_frac,
+            trainable_vision=trainable_vision,
+            tensor_parallel=max(1, len(of_server)),
+            gpus=of_server,
+        )
+        for of_server in gpus or [()] * settings.num_servers
+    ]
     phase("starting SGLang")
-    return await SGLangEngine.launch([server] * settings.num_servers, sglang, phase)
+    return await SGLangEngine.launch(servers, sglang, phase)
 
 
 def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:

@@ -1,6 +1,7 @@
 """New weights for running servers, by one of two routes.
 
-`disk`: written once as safetensors, to memory-backed /dev/shm where they fit, and read by every server. `tensors`: sent
+`disk`: written once as safetensors, to memory-backed /dev/shm where they fit or to a directory that servers of other
+hosts see too, and read by every server. `tensors`: sent
 in buckets by a small process in the servers' own environment, since the servers take torch tensors and this package
 has none; on a GPU the bucket's memory is shared, so nothing crosses HTTP. Neither route touches the KV cache or the
 version label: `SGLangEngine` pauses before, and flushes, labels and continues after.
@@ -40,10 +41,10 @@ class Route(Protocol):
 class DiskRoute:
     """One directory of safetensors for all servers; it lasts until the next weights, or this process's end."""
 
-    def __init__(self, client: HttpClient, fallback_dir: str | Path | None = None):
-        """`fallback_dir` takes the weights that do not fit into memory; by default the system's temporary directory."""
+    def __init__(self, client: HttpClient, directory: str | Path = ""):
+        """`directory` takes the weights; by default this host's memory, or its disk where they do not fit."""
         self._client = client
-        self._fallback_dir = Path(fallback_dir or tempfile.gettempdir())
+        self._places = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
         self._written: tuple[int, Weights, Path] | None = None
         self._lock = ExitStack()  # on that directory
 
@@ -57,14 +58,14 @@ class DiskRoute:
         if self._written is not None and self._written[:2] == (version, weights):
             return self._written[2]
         self._remove()
-        places = (SHARED_MEMORY, self._fallback_dir)
-        for orphan in orphans(places):
+        for orphan in orphans(self._places):
             shutil.rmtree(orphan, ignore_errors=True)
-        place = next((place for place in places if _fits(place, weights.num_bytes)), None)
+        place = next((place for place in self._places if _fits(place, weights.num_bytes)), None)
         if place is None:
+            tried = " nor into ".join(map(str, self._places))
             raise EngineError(
-                f"{weights.num_bytes / 2**30:.1f} GiB of weights fit neither into {SHARED_MEMORY} nor into "
-                f"{self._fallback_dir}; free some space, or publish by tensors"
+                f"{weights.num_bytes / 2**30:.1f} GiB of weights do not fit into {tried}; free some space there, or "
+                f"name another place with engine.weights_dir"
             )
         directory = self._owned(place, version)
         self._written = (version, weights, directory)

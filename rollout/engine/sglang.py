@@ -45,6 +45,7 @@ MAX_IMBALANCE = 8  # requests more than elsewhere, from which on computing a pre
 @dataclass(frozen=True)
 class SGLangSettings:
     route: Literal["disk", "tensors"] = "disk"
+    weights_dir: str = ""  # for route=disk: a directory that all servers see; empty: this host's memory
     vocab_size: int = 2**31  # of the model: no server can give an id beyond it
     device: Device = "cuda"  # of servers that somebody else runs on this host, for route=tensors
     max_attempts: int = 4  # of a request, over all servers
@@ -305,7 +306,7 @@ class SGLangEngine:
 
     def _make_route(self) -> Route:
         if self.settings.route == "disk":
-            return DiskRoute(self._client)
+            return DiskRoute(self._client, self.settings.weights_dir)
         managed = next((server.managed for server in self._servers if server.managed is not None), None)
         local = managed.settings if managed is not None else ServerSettings(Path(), self.settings.device)
         return TensorRoute(self._client, local.python or sidecar_python(), local.environment())

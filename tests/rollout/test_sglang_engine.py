@@ -336,6 +336,17 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
     asyncio.run(body())
 
 
+def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
+    async def body():
+        route = DiskRoute(None, tmp_path)
+        assert (await route._directory(NoWeights(), 1)).parent == tmp_path
+        route = DiskRoute(None, tmp_path / "gone")
+        with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
+            await route._directory(NoWeights(), 1)
+
+    asyncio.run(body())
+
+
 def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests():
     async def work(engine, first, second):
         await engine.publish(NoWeights(), 3)

@@ -264,6 +264,20 @@ def test_no_coefficient_compiles_a_program_of_its_own(tiny_hf, dialogues, frames
     assert add_gradients._cache_size() > sizes[PROGRAMS.index(add_gradients)]  # another loss is another program
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2)])
+def test_moments_and_reference_that_wait_on_the_host_change_no_bit_of_an_update(shape, tiny_hf, dialogues, frames):
+    mesh, loss = make_mesh(*shape) if shape != (1, 1, 1) else None, LossConfig(kl_coef=0.1)
+    on_device, on_host = (learner(tiny_hf, replace(OPTIM, offload=offload), loss, mesh) for offload in (False, True))
+    for ours in (on_device, on_host):
+        for _ in range(2):
+            ours.update([StepPart(batches(tiny_hf, dialogues, frames), COUNTS)], 3)
+    assert_close(params(on_device), params(on_host), 0.0)
+    for ours, memory in ((on_device, "device"), (on_host, "pinned_host")):
+        waiting = jax.tree.leaves((ours.state.opt_state, ours._ref))
+        assert {leaf.sharding.memory_kind for leaf in waiting} == {memory}
+
+
 def test_masters_in_half_precision_are_refused(tiny_hf):
     with pytest.raises(ValueError, match="the masters must be float32, got bfloat16"):
         Learner(model_port.load(tiny_hf, "bfloat16"), OPTIM, LOSS, temperature=0.7)

@@ -1,0 +1,374 @@
+"""What `bench gpu_check` measures, part by part, each in a process of its own.
+
+    python -m paravt_jax.bench.gpu_parts PART FOLDER [--tiny]
+
+A part prints one JSON object for each row as soon as it is known, so that what is done stays when its time is over.
+Nothing here reads a config or shows a video: jax, flax, and for the comparison torch and transformers, are enough.
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from model_port.config import ModelConfig, preset
+from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
+from model_port.weights import num_params
+from paravt_jax.bench.learner import example
+from paravt_jax.bench.update import EpisodeGroup, our_update, torch_update
+
+Row = dict[str, Any]
+GIB = 2**30
+STATE_BYTES = 20  # of a parameter while it trains in float32: itself, two moments, gradients of the step and of a batch
+STATE_FRAC = 0.8  # of the device's memory, the rest for activations
+DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # of the 8B's layers, to choose from
+FP32_BOUND, BF16_BOUND = 1e-5, 2.0
+FRAME_PATCHES = 196  # as in the recipe
+MODEL_DIR = "model"
+NO_ROOM = "RESOURCE_EXHAUSTED"  # as XLA says it
+SHOWN_CHARS = 200
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is: of a GPU worth measuring, or small enough to try the check itself on a CPU."""
+
+    head_dims: tuple[int, ...]
+    parity_tokens: int
+    attention_tokens: int
+    attention_heads: tuple[int, int]  # of queries, of keys and values
+    update_tokens: tuple[int, ...]  # what matters most first
+    frames: int  # of a row of the update
+    prompt: tuple[int, int]  # frames and text of the group that is done in several ways
+    response_tokens: int
+    num_episodes: int
+
+
+LARGE = Sizes((128, 72), 1000, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8)
+TINY = Sizes((16, 12), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a part is given."""
+
+    tiny: bool
+    folder: Path  # shared by the parts: the model that is updated in several ways
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.tiny else LARGE
+
+    @property
+    def group_model(self) -> ModelConfig:
+        """The 8B's width with few layers and a small vocabulary, so that torch has room for it too."""
+        if self.tiny:
+            return tiny_config()
+        model = preset("8b")
+        text, vision = model.text, model.vision
+        return replace(
+            model,
+            text=replace(text, num_layers=6, vocab_size=32_768),
+            vision=replace(vision, num_layers=6, deepstack_layers=(1, 3, 5)),
+        )
+
+
+def device(check: Check) -> Iterator[Row]:
+    """What there is: the accelerator, and what everything was done with."""
+    import jax
+
+    found = jax.devices()[0]
+    memory = (found.memory_stats() or {}).get("bytes_limit")
+    yield {
+        "device": found.device_kind,
+        "platform": found.platform,
+        "usable_gib": None if memory is None else round(memory / GIB, 1),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def attention(check: Check) -> Iterator[Row]:
+    """Every form beside the oracle: in float32 at the highest precision, in bfloat16 beside the oracle's own error."""
+    import jax
+    import jax.numpy as jnp
+
+    sizes = check.sizes
+    layout = packed_layout(sizes.parity_tokens)
+    for head_dim in sizes.head_dims:
+        inputs = attention_inputs(sizes.parity_tokens, (8, 2), head_dim)
+        short = [x.astype(jnp.bfloat16) for x in inputs]
+        with jax.default_matmul_precision("highest"):
+            exact = with_gradients("xla")(*inputs, layout)
+        oracle = errors(with_gradients("xla")(*short, layout), exact)
+        for form in forms():
+            row: Row = {"form": form, "head_dim": head_dim, "tokens": sizes.parity_tokens}
+            try:
+                with jax.default_matmul_precision("highest"):
+                    long = max(errors(with_gradients(form)(*inputs, layout), exact))
+                halves = zip(errors(with_gradients(form)(*short, layout), exact), oracle, strict=True)
+            except Exception as problem:
+                yield row | excuse(problem)
+                continue
+            row |= {"fp32_error": long, "bf16_error_of_oracles": max(own / of_oracle for own, of_oracle in halves)}
+            within = row["fp32_error"] <= FP32_BOUND and row["bf16_error_of_oracles"] <= BF16_BOUND
+            yield row if within else row | {"problem": f"beyond {FP32_BOUND} or {BF16_BOUND} x the oracle's"}
+
+
+def attention_time(check: Check) -> Iterator[Row]:
+    """Forward and backward of one layer's attention in bfloat16, one long packed and branched row."""
+    import jax
+    import jax.numpy as jnp
+
+    sizes = check.sizes
+    layout = packed_layout(sizes.attention_tokens)
+    inputs = attention_inputs(sizes.attention_tokens, sizes.attention_heads, sizes.head_dims[0])
+    short = [x.astype(jnp.bfloat16) for x in inputs]
+    for form in forms():
+        try:
+            call = partial(with_gradients(form), *short, layout)
+            seconds = timed(lambda call=call: jax.block_until_ready(call()))
+        except Exception as problem:
+            yield {"form": form} | excuse(problem)
+            continue
+        yield {"form": form, "tokens": sizes.attention_tokens, "forward_backward_ms": 1e3 * seconds}
+
+
+def forms() -> list[Any]:
+    from model_port.attention import Form
+
+    return [form for form in get_args(Form) if form != "auto"]
+
+
+def packed_layout(num_tokens: int) -> Any:
+    """A trunk of half of the row with two branches, another segment, and padding."""
+    import jax.numpy as jnp
+
+    from model_port.attention import Layout
+
+    eighth = num_tokens // 8
+    segments = [1] * (6 * eighth) + [2] * eighth + [0] * (num_tokens - 7 * eighth)
+    branches = [0] * (4 * eighth) + [1] * eighth + [2] * eighth + [0] * (num_tokens - 6 * eighth)
+    return Layout(jnp.array([segments]), jnp.array([branches]), jnp.arange(num_tokens)[None])
+
+
+def attention_inputs(num_tokens: int, heads: tuple[int, int], head_dim: int) -> list[Any]:
+    """Queries, keys, values, and a weight for each output."""
+    import jax.numpy as jnp
+
+    random = np.random.default_rng(3)
+    num_heads, num_kv_heads = heads
+    shapes = [(1, num_tokens, n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def with_gradients(form: Any) -> Callable[..., tuple[Any, ...]]:
+    """The output of the tokens that are no padding, and the gradients of its weighted sum."""
+    import jax
+    import jax.numpy as jnp
+
+    from model_port.attention import attention_of
+
+    def objective(q: Any, k: Any, v: Any, weight: Any, layout: Any) -> tuple[Any, Any]:
+        kept = (layout.segment_ids != 0)[..., None, None]
+        out = jnp.where(kept, attention_of(form)(q, k, v, layout, True), 0)
+        return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
+
+    gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
+
+    def call(q: Any, k: Any, v: Any, weight: Any, layout: Any) -> tuple[Any, ...]:
+        (_, out), found = gradients(q, k, v, weight, layout)
+        return out, *found
+
+    return call
+
+
+def errors(found: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
+    """Of output and gradients, each as a part of the longest value."""
+    pairs = [[np.asarray(value, np.float32) for value in pair] for pair in zip(found, exact, strict=True)]
+    return [float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs]
+
+
+def update(check: Check) -> Iterator[Row]:
+    """The learner's update at the 8B's width: masters, moments and gradients in float32, bfloat16 activations."""
+    import jax
+
+    from model_port.layers import Compute
+    from paravt_jax.learner.learner import Learner, StepPart
+    from paravt_jax.learner.settings import LossConfig, OptimConfig
+    from paravt_jax.learner.variants import StepCounts
+    from paravt_jax.plan.batch import BatchShape, make_batch, random_model
+
+    limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
+    whole = tiny_config() if check.tiny else preset("8b")
+    model = at_depth(whole, limit)
+    policy = random_model(model, Compute("bfloat16", remat="full"))
+    learner = Learner(policy, OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
+    peak = peak_flops(jax.devices()[0].device_kind)
+    for num_tokens in check.sizes.update_tokens:
+        num_scored = num_tokens // 8
+        shape = BatchShape(1, num_tokens, num_scored, check.sizes.frames, FRAME_PATCHES)
+        part = StepPart([make_batch(shape, model)], StepCounts(1.0, 1.0, 1.0))
+        try:
+            update_s = timed(lambda part=part: learner.update([part], 1))
+        except Exception as problem:
+            yield {"layers": model.text.num_layers, "tokens": num_tokens} | excuse(problem)
+            continue
+        of_model, of_whole = (model_flops(one, num_tokens, num_scored) for one in (model, whole))
+        yield {
+            "layers": model.text.num_layers,
+            "tokens": num_tokens,
+            "update_s": update_s,
+            "tokens_per_s": num_tokens / update_s,
+            "tflops": of_model / update_s / 1e12,
+            "mfu": None if peak is None else of_model / update_s / peak,
+            f"tokens_per_s_of_{whole.text.num_layers}_layers": num_tokens / update_s * of_model / of_whole,
+            "peak_gib_so_far": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
+        }
+
+
+def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
+    """As many of the layers as leave room for activations."""
+    depths = [depth for depth in DEPTHS if depth < model.text.num_layers]
+    for depth in (model.text.num_layers, *depths):
+        shallow = replace(model, text=replace(model.text, num_layers=depth))
+        if STATE_BYTES * num_params(shallow) <= STATE_FRAC * memory_bytes:
+            return shallow
+    raise RuntimeError(f"{memory_bytes / GIB:.0f} GiB hold not even {DEPTHS[-1]} layers of the 8B while they train")
+
+
+def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
+    """6·N for each token, of the head for each scored one, and causal attention; nothing computed again, no frames.
+
+    Attention of all pairs has 12·heads·head_dim FLOPs a pair and layer, forward and backward; a causal row has half.
+    """
+    text = model.text
+    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
+    layers = text.num_layers * (of_attention + 3 * text.width * text.ffn_width)
+    head, pairs = text.vocab_size * text.width, num_tokens**2 / 2
+    products = 6.0 * (layers * num_tokens + head * num_scored)
+    return products + 12.0 * text.num_layers * text.num_heads * text.head_dim * pairs
+
+
+def peak_flops(device_kind: str) -> float | None:
+    from paravt_jax.plan.devices import DEVICES
+
+    known = [spec for name, spec in DEVICES.items() if name in device_kind.lower()]
+    return known[0].peak_tflops * 1e12 if known and known[0].peak_tflops else None
+
+
+def weights(check: Check) -> Iterator[Row]:
+    """The model that the next parts update, as Hugging Face files."""
+    start = time.perf_counter()
+    make_tiny(check.folder / MODEL_DIR, config=check.group_model, dtype="bfloat16")
+    yield {
+        "params": num_params(check.group_model),
+        "layers": check.group_model.text.num_layers,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def update_here(way: str, check: Check) -> Iterator[Row]:
+    """One update of a group of episodes, its prompt computed once (`branches`) or for each of them (`rows`)."""
+    yield _one_way(way, check, our_update)
+
+
+def update_in_torch(check: Check) -> Iterator[Row]:
+    """The same in torch and transformers: float32 weights under autocast, a padded row for each episode."""
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        yield {"way": "torch", "note": f"not compared: {missing}"}
+        return
+    on = "cpu" if check.tiny else "cuda"
+    if on == "cuda" and not torch.cuda.is_available():
+        yield {"way": "torch", "note": f"not compared: torch {torch.__version__} sees no GPU"}
+        return
+    row = _one_way("torch", check, partial(torch_update, device=on))
+    yield row | {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+
+
+def _one_way(way: str, check: Check, make: Callable[..., Callable[[], dict[str, float]]]) -> Row:
+    sizes, config = check.sizes, with_tokenizer_ids(check.group_model)
+    prompt = example(config, 0, *sizes.prompt)
+    responses = [example(config, seed, 0, sizes.response_tokens).ids for seed in range(1, sizes.num_episodes + 1)]
+    work = make(way, check.folder / MODEL_DIR, "bfloat16", EpisodeGroup(config, prompt.ids, prompt.frames, responses))
+    metrics = work()  # the first compiles, and is what the ways are compared by
+    return {
+        "way": way,
+        "episodes": sizes.num_episodes,
+        "prompt_tokens": len(prompt.ids),
+        "response_tokens": sizes.response_tokens,
+        "loss": metrics["loss/total"],
+        "grad_norm": metrics["optim/grad_norm"],
+        "update_s": timed(work, warm=True),
+    }
+
+
+def publish(check: Check) -> Iterator[Row]:
+    """New weights from the device into files for servers, in this host's memory; that servers read them is not here."""
+    from model_port.layers import Compute
+    from paravt_jax.plan.batch import random_model
+    from paravt_jax.sampling.weights import ModelWeights
+
+    sent = ModelWeights(random_model(check.group_model, Compute("bfloat16")), np.dtype("bfloat16"))
+    seconds = timed(lambda: sent.write(check.folder))
+    gib = sent.num_bytes / GIB
+    whole_gib = num_params(preset("8b")) * sent.dtype.itemsize / GIB
+    yield {"gib": gib, "write_s": seconds, "gib_per_s": gib / seconds, "write_s_of_8b": seconds / gib * whole_gib}
+
+
+def timed(work: Callable[[], Any], warm: bool = False) -> float:
+    """Median seconds; the first of all compiles and does not count."""
+    seconds = []
+    for turn in range(REPEATS + (not warm)):
+        start = time.perf_counter()
+        work()
+        if turn or warm:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def excuse(problem: Exception) -> Row:
+    """What is not for this device, or has no room on it, is noted; whatever else goes wrong is a problem."""
+    expected = isinstance(problem, ValueError | NotImplementedError | ImportError) or NO_ROOM in str(problem)
+    return {"note" if expected else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
+
+
+PARTS: dict[str, Callable[[Check], Iterator[Row]]] = {
+    "device": device,
+    "attention": attention,
+    "attention_time": attention_time,
+    "update": update,
+    "weights": weights,
+    "branches": partial(update_here, "branches"),
+    "rows": partial(update_here, "rows"),
+    "torch": update_in_torch,
+    "publish": publish,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    for row in PARTS[args.part](Check(args.tiny, args.folder)):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

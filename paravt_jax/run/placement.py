@@ -1,0 +1,74 @@
+"""Which GPUs of this machine each SGLang server has, and which the learner: no two share one.
+
+JAX takes its part of a GPU before anything is computed, and so does SGLang. Who has what is said by
+CUDA_VISIBLE_DEVICES, which a process reads when it first asks for a GPU: ours is set before jax starts a backend.
+`engine.gpus` are places in what is visible to us, whatever that is called there: 0, 5, GPU-4f2c…, a part by MIG.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from paravt_jax.config import EngineConfig
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+Gpus = tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+
+
+@dataclass(frozen=True)
+class Placement:
+    servers: tuple[Gpus, ...]
+    learner: Gpus
+
+
+def place_servers(
+    engine: EngineConfig, num_learner: int, environment: MutableMapping[str, str] = os.environ
+) -> tuple[Gpus, ...]:
+    """The GPUs of each server that the run starts. From here on this process sees the others only.
+
+    `num_learner` is the number of devices that the learner computes on, 0 where there is none.
+    """
+    if engine.kind != "sglang" or engine.urls or engine.device != "cuda":
+        return ()
+    placed = placement(engine, num_learner, visible_gpus(environment, _num_gpus()))
+    environment[VISIBLE] = ",".join(placed.learner)
+    return placed.servers
+
+
+def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -> Placement:
+    """The servers take `engine.gpus` in their order, as many each; the learner has what is left, and all of it."""
+    if not engine.gpus:
+        raise ValueError(
+            f"engine.gpus is empty, and the {engine.num_servers} servers that this run starts need GPUs apart from the "
+            f"learner's: name some of the {len(visible)} here by number, or give engine.urls of servers that run"
+        )
+    if absent := [number for number in engine.gpus if number >= len(visible)]:
+        raise ValueError(
+            f"engine.gpus={engine.gpus}: there is no GPU {absent[0]}; there are {len(visible)} here, counted from 0, "
+            f"unless {VISIBLE} says otherwise"
+        )
+    left = tuple(name for number, name in enumerate(visible) if number not in engine.gpus)
+    if num_learner not in (0, len(left)):
+        raise ValueError(
+            f"mesh.data x mesh.fsdp x mesh.tensor = {num_learner}, and engine.gpus={engine.gpus} leaves {len(left)} of "
+            f"{len(visible)} GPUs to the learner; make the two agree, or hide GPUs with {VISIBLE}"
+        )
+    each = len(engine.gpus) // engine.num_servers
+    starts = range(0, len(engine.gpus), each)
+    return Placement(tuple(tuple(visible[n] for n in engine.gpus[at : at + each]) for at in starts), left)
+
+
+def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:
+    """By the names under which CUDA knows them. It reads its variable up to the first name that is none, such as -1."""
+    if VISIBLE not in environment:
+        return tuple(map(str, range(num_gpus)))
+    names = (name.strip() for name in environment[VISIBLE].split(","))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def _num_gpus() -> int:
+    """Of this machine or container, asked without starting CUDA."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))

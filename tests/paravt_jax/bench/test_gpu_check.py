@@ -1,0 +1,105 @@
+"""The check of a GPU, where there is none: how parts end, what the page says, what a FLOP is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model_port.config import preset
+from paravt_jax.bench import gpu_check
+from paravt_jax.bench.gpu_parts import PARTS, at_depth, excuse, model_flops, peak_flops
+
+ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""
+
+
+def part(script: str, folder: Path, deadline_s: float = 60.0) -> dict:
+    return gpu_check.part_of(["sh", "-c", script], deadline_s, folder)
+
+
+def test_what_a_part_found_stays_when_it_fails_or_its_time_is_over(tmp_path):
+    done = part(ROW, tmp_path)
+    failed = part(f"{ROW}; echo warning >&2; echo out of memory >&2; exit 1", tmp_path)
+    endless = part(f"{ROW}; exec sleep 60", tmp_path, deadline_s=1.5)
+    assert done["problem"] is None and failed["problem"] == "ended with exit code 1: out of memory"
+    assert endless["problem"] == "not done within 1.5 s"
+    assert [len(each["rows"]) for each in (done, failed, endless)] == [1, 1, 1]
+
+
+def found(**parts: dict) -> dict:
+    return {"tiny": False, "date": "2026-11-22", "parts": parts, "violations": gpu_check.problems_of(parts)}
+
+
+def test_the_page_has_every_part_and_says_which_failed():
+    branches = {"rows": [{"way": "branches", "update_s": 0.5}], "problem": None}
+    page = gpu_check.table(
+        found(
+            attention={"rows": [{"form": "scanned", "fp32_error": 2e-5, "problem": "beyond 1e-05"}], "problem": None},
+            branches=branches,
+            torch={"rows": [{"way": "torch", "note": "not compared: No module named 'torch'"}], "problem": None},
+            rows={"rows": [{"way": "rows", "update_s": 1.25}], "problem": "not done within 50 s"},
+        )
+    )
+    assert "Problems: 2\n\n- attention: beyond 1e-05\n- rows: not done within 50 s\n" in page
+    assert "0.5 s; rows takes 2.50 x as long.\n" in page and "No module named 'torch'" in page
+    assert "| form | fp32_error | problem |\n| --- | --- | --- |\n| scanned | 2e-05 | beyond 1e-05 |\n" in page
+    assert all(f"## {gpu_check.TITLES[name]}\n" in page for name in ("attention", "branches", "torch", "rows"))
+    assert "Problems" not in gpu_check.table(found(branches=branches))
+
+
+def test_without_a_gpu_nothing_is_measured_unless_it_is_only_tried():
+    assert gpu_check._without_gpu([{"device": "NVIDIA H200", "platform": "gpu"}]) == []
+    (problem,) = gpu_check._without_gpu([{"device": "cpu", "platform": "cpu"}])
+    assert problem.startswith("jax sees no GPU here but cpu, so nothing was measured; --tiny tries")
+    assert "but nothing, so" in gpu_check._without_gpu([])[0]
+
+
+def test_ways_that_compute_something_else_are_no_comparison():
+    ways = [{"way": "branches", "loss": 0.25, "grad_norm": 1.0}, {"way": "torch", "note": "no torch"}]
+    assert gpu_check._disagreement(ways) == []
+    (problem,) = gpu_check._disagreement([*ways, {"way": "rows", "loss": 0.35, "grad_norm": 1.0}])
+    assert "the ways disagree on loss/total" in problem
+
+
+def test_what_a_device_cannot_do_is_noted_and_what_breaks_is_a_problem():
+    assert excuse(NotImplementedError("on a TPU only")) == {"note": "NotImplementedError: on a TPU only"}
+    assert list(excuse(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))) == ["note"]
+    assert list(excuse(RuntimeError("INTERNAL: illegal address"))) == ["problem"]
+
+
+def test_all_parts_have_a_title_and_end_within_ten_minutes():
+    assert list(PARTS) == list(gpu_check.DEADLINES_S) == list(gpu_check.TITLES)
+    assert sum(gpu_check.DEADLINES_S.values()) < 600
+
+
+def test_flops_are_six_for_each_parameter_and_half_of_all_pairs():
+    """Layers of the 8B: 36 · (2 · 40 · 128 · 4096 + 3 · 4096 · 12288) = 6.946e9; its head: 151936 · 4096."""
+    layers, head, pairs = 6_945_767_424, 622_329_856, 8192**2 // 2
+    assert model_flops(preset("8b"), 8192, 1024) == 6 * (layers * 8192 + head * 1024) + 12 * 36 * 4096 * pairs
+
+
+def test_a_model_has_as_many_layers_as_the_device_has_room_for():
+    depths = {gib: at_depth(preset("8b"), gib * 2.0**30).text.num_layers for gib in (71, 125, 400)}
+    assert depths == {71: 6, 125: 18, 400: 36}
+    with pytest.raises(RuntimeError, match="10 GiB hold not even 3 layers"):
+        at_depth(preset("8b"), 10 * 2.0**30)
+
+
+def test_the_peak_is_that_of_the_device_or_none():
+    assert (peak_flops("NVIDIA H200"), peak_flops("NVIDIA A100-SXM4-80GB")) == (989e12, 312e12)
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_check_runs_on_tiny_models_without_a_gpu(tmp_path):
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "paravt_jax.bench", "gpu_check", "--tiny", "--json", str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert run.returncode == 0, run.stdout + run.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert list(parts) == list(PARTS) and all(each["rows"] for each in parts.values())
+    assert {row["form"] for row in parts["attention"]["rows"]} >= {"xla", "blocked", "scanned"}
+    assert [row["tokens"] for row in parts["update"]["rows"]] == [64, 128]
+    assert "rows takes" in run.stdout and "torch takes" in run.stdout

@@ -1,0 +1,114 @@
+"""Servers and learner get GPUs of their own, or nothing starts; told by numbers and an environment, without a GPU."""
+
+import asyncio
+
+import pytest
+
+from paravt_jax.config import EngineConfig, load_config
+from paravt_jax.run.placement import Placement, place_servers, placement, visible_gpus
+from paravt_jax.run.process import claim_memory
+from paravt_jax.train import train
+
+BOX = [f"GPU-{letter}" for letter in "abcdefgh"]
+
+
+def engine(*gpus: int, num_servers: int = 1) -> EngineConfig:
+    return EngineConfig("sglang", num_servers=num_servers, gpus=list(gpus))
+
+
+def test_servers_take_the_gpus_that_are_named_and_the_learner_all_others():
+    placed = placement(engine(6, 7, 1, 0, num_servers=2), 4, BOX)
+    assert placed == Placement((("GPU-g", "GPU-h"), ("GPU-b", "GPU-a")), ("GPU-c", "GPU-d", "GPU-e", "GPU-f"))
+
+
+def test_no_gpu_is_anybodys_twice_and_none_is_nobodys():
+    for num_servers in (1, 2, 3, 6):
+        placed = placement(engine(0, 2, 3, 4, 5, 7, num_servers=num_servers), 2, BOX)
+        assert sorted([*placed.learner, *(gpu for server in placed.servers for gpu in server)]) == BOX
+        assert len(placed.servers) == num_servers
+
+
+@pytest.mark.parametrize(
+    ("config", "num_learner", "message"),
+    [
+        (engine(), 8, r"engine\.gpus is empty, and the 1 servers .* name some of the 8 here"),
+        (engine(7, 8, num_servers=2), 6, r"engine\.gpus=\[7, 8\]: there is no GPU 8; there are 8 here"),
+        (
+            engine(4, 5, 6, 7),
+            8,
+            r"mesh\.data x mesh\.fsdp x mesh\.tensor = 8, and .* leaves 4 of 8 GPUs to the",
+        ),
+        (engine(7), 1, r" = 1, and engine\.gpus=\[7\] leaves 7 of 8 GPUs"),
+    ],
+)
+def test_gpus_that_are_not_there_or_meet_the_mesh_are_refused(config, num_learner, message):
+    with pytest.raises(ValueError, match=message):
+        placement(config, num_learner, BOX)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gpus": [1, 1]}, r"engine\.gpus=\[1, 1\] must be numbers from 0 on, each once"),
+        ({"gpus": [-1]}, r"engine\.gpus=\[-1\] must be numbers from 0 on"),
+        (
+            {"gpus": [1, 2, 3], "num_servers": 2},
+            r"gpus=\[1, 2, 3\] cannot be dealt out to engine\.num_servers=2",
+        ),
+        ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
+        ({"gpus": [1], "device": "cpu"}, r"does nothing without .* engine\.device=cuda"),
+        ({"gpus": [1], "urls": ["http://a"]}, r"nor with engine\.urls"),
+        ({"weights_dir": "/shared", "route": "tensors"}, r"engine\.weights_dir=/shared does nothing without"),
+        ({"gpus": [1, 2], "num_servers": 2, "route": "tensors"}, r"engine\.route=tensors .* set engine\.route=disk"),
+    ],
+)
+def test_settings_of_gpus_that_can_never_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{"kind": "sglang", **settings})
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({}, ("0", "1", "2")),
+        ({"CUDA_VISIBLE_DEVICES": "2, 0"}, ("2", "0")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-4f2c,MIG-91,7"}, ("GPU-4f2c", "MIG-91", "7")),
+        ({"CUDA_VISIBLE_DEVICES": "3,-1,4"}, ("3",)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+    ],
+)
+def test_what_a_user_makes_visible_is_what_there_is(environment, gpus):
+    assert visible_gpus(environment, 3) == gpus
+
+
+def test_the_learner_sees_what_the_servers_leave_of_what_the_user_left():
+    environment = {"CUDA_VISIBLE_DEVICES": "5,GPU-x,2,GPU-y"}
+    assert place_servers(engine(1, 3, num_servers=2), 2, environment) == (("GPU-x",), ("GPU-y",))
+    assert environment == {"CUDA_VISIBLE_DEVICES": "5,2"}
+
+
+@pytest.mark.parametrize(
+    "config", [EngineConfig(), EngineConfig("sglang", urls=["http://a"]), EngineConfig(device="cpu")]
+)
+def test_a_run_that_starts_no_server_on_a_gpu_leaves_everything_visible(config):
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert place_servers(config, 8, environment) == () and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_jax_may_take_what_a_plan_counts_on_unless_the_user_said_otherwise():
+    said: list[dict[str, str]] = [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}]
+    for environment in said:
+        claim_memory(environment)
+    assert said == [
+        {"XLA_CLIENT_MEM_FRACTION": "0.90"},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+    ]
+
+
+def test_a_run_whose_servers_have_no_gpus_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = ("engine.kind=sglang", "engine.device=cuda", "engine.gpus=[2]", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=r"engine\.gpus=\[2\]: there is no GPU 2"):
+        asyncio.run(train(load_config("configs/smoke_cpu.yaml", *settings)))
+    assert not (tmp_path / "run").exists()
