@@ -215,7 +215,7 @@ def _measured(args: argparse.Namespace, model: ModelConfig, shape: tuple[int, in
     except ValueError as problem:
         return {"problem": str(problem)}
     mesh = make_mesh(*shape) if config.mesh.num_devices > 1 else None
-    learner, batch = make_learner(config, model, mesh), make_batch(plan.batch, model)
+    learner, batch = make_learner(config, model, mesh), make_batch(plan.batch, model, config.mesh.num_row_parts)
     start = time.perf_counter()
     programs = compiled_programs(learner, batch)
     compile_s = time.perf_counter() - start
@@ -270,7 +270,7 @@ def make_learner(config: "Config", model: ModelConfig, mesh: "Mesh | None") -> "
     )
 
 
-def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
+def make_batch(shape: "BatchShape", model: ModelConfig, num_parts: int = 1) -> "TrainBatch":
     """Full rows of one sequence each, which begin with as many frames as there are for a row."""
     from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
     from paravt_jax.learner.packing import TrainBatch
@@ -282,7 +282,8 @@ def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
     place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
     merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
     shown = merged // shape.num_rows
-    visual = np.where(place < shown, place + shown * np.arange(shape.num_rows, dtype=np.int32)[:, None], NOT_VISUAL)
+    row_of_part = np.arange(shape.num_rows, dtype=np.int32) % (shape.num_rows // num_parts)
+    visual = np.where(place < shown, place + shown * row_of_part[:, None], NOT_VISUAL)
     text = TextBatch(
         tokens=random.integers(0, plain, rows).astype(np.int32),
         positions=np.repeat(place[..., None], 3, axis=-1),
@@ -296,6 +297,7 @@ def make_batch(shape: "BatchShape", model: ModelConfig) -> "TrainBatch":
         positions=np.zeros((*patches, 2), np.int32),
         interp_index=np.zeros((*patches, 4), np.int32),
         interp_weight=np.full((*patches, 4), 0.25, np.float32),
+        num_parts=num_parts,
     )
     return TrainBatch(
         text=text,

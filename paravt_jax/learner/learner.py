@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from model_port.model import Qwen3VL
-from model_port.sharding import ACTIVATION_AXES, on_mesh
+from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.credit import CLASSES
@@ -274,15 +274,16 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
 
 
 def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """The batch on its devices, rows split over the axes that batches split over where they divide."""
+    """The batch on its devices, rows split over the axes that batches split over."""
     if mesh is None:
         return jax.device_put(batch)
-    axes = ACTIVATION_AXES["b"]
-    assert isinstance(axes, tuple)
-    num_parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+    num_rows, num_parts = len(batch.target), num_row_parts(mesh)
+    if num_rows % num_parts:
+        raise ValueError(f"a batch of {num_rows} rows does not split over mesh.data x mesh.fsdp = {num_parts}")
 
     def place(array: np.ndarray) -> jax.Array:
-        spec = PartitionSpec(axes) if array.shape[0] % num_parts == 0 else PartitionSpec()
+        # Frames that were packed for another mesh may not divide.
+        spec = PartitionSpec(ACTIVATION_AXES["b"]) if array.shape[0] % num_parts == 0 else PartitionSpec()
         return jax.device_put(array, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, batch)

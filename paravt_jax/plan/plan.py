@@ -148,11 +148,12 @@ def _batch(config: Config, model: ModelConfig) -> BatchShape:
     pack, work = config.pack, workload_of(config, model)
     room = pack.num_rows * pack.row_tokens // work.frame_tokens
     num_frames = max(1, min(config.train.prompts_per_step * work.max_frames, room))
+    num_parts = config.mesh.num_row_parts
     return BatchShape(
         num_rows=pack.num_rows,
         row_tokens=pack.row_tokens,
         row_actions=min(pack.row_tokens, config.train.group_size * work.response_tokens),
-        num_frame_rows=stepped(num_frames, FRAME_ROW_STEP),
+        num_frame_rows=num_parts * stepped(-(-num_frames // num_parts), FRAME_ROW_STEP),
         row_patches=max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2),
     )
 
