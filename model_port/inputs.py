@@ -22,13 +22,14 @@ NOT_VISUAL = -1
 
 @flax.struct.dataclass
 class VisionBatch:
-    """Rows of patches, several frames to a row."""
+    """Rows of patches, several frames to a row, in equal parts: each has what one part of the rows of tokens shows."""
 
     patches: Float[Any, "B P C"]
     segment_ids: Int[Any, "B P"]  # one per frame, 0 = padding
     positions: Int[Any, "B P 2"]  # row and column in the frame's grid
     interp_index: Int[Any, "B P 4"]  # corners in the learned position table …
     interp_weight: Float[Any, "B P 4"]  # … and their bilinear weights
+    num_parts: int = flax.struct.field(pytree_node=False, default=1)
 
 
 @flax.struct.dataclass
@@ -39,7 +40,7 @@ class TextBatch:
     positions: Int[Any, "B T 3"]  # time, row, column
     segment_ids: Int[Any, "B T"]  # one per sequence, 0 = padding
     branch_ids: Int[Any, "B T"]  # 0 = trunk
-    visual_index: Int[Any, "B T"]  # row of the visual table, or NOT_VISUAL
+    visual_index: Int[Any, "B T"]  # row in the visual table of the part, or NOT_VISUAL
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from model_port.attention import Layout, attention_of
 from model_port.config import LoraConfig, ModelConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import DEFAULT_COMPUTE, Compute, Index
+from model_port.sharding import constrain
 from model_port.text import TextTower, Visual
 from model_port.vision import VisionTower
 
@@ -39,10 +40,11 @@ class Qwen3VL(nnx.Module):
         self.text = TextTower(config.text, config.tie_embeddings, config.initializer_range, rngs)
 
     def see(self, batch: VisionBatch) -> Visual:
-        """The visual table of a batch of frames; with a frozen tower, compute it once and stop its gradient."""
+        """The visual tables of a batch of frames; with a frozen tower, compute them once and stop their gradient."""
         features, maps = self.vision(batch, self.compute)
-        width = self.config.text.width
-        return Visual(features.reshape(-1, width), maps.reshape(len(maps), -1, width))
+        tables = (batch.num_parts, -1, self.config.text.width)
+        table, deepstack = features.reshape(tables), maps.reshape(len(maps), *tables)
+        return Visual(constrain(table, "bpd"), constrain(deepstack, "lbpd"))
 
     def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
         """Hidden states of packed rows, ready for the head."""

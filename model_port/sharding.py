@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -34,6 +35,9 @@ ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
     "k": "tensor",
     "f": "tensor",
     "v": "tensor",
+    "o": "tensor",  # tokens of a long row, between the products: there each token is on its own
+    "e": "data",  # rows that every device of fsdp has …
+    "w": "fsdp",  # … with a part of the width each
 }
 _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
@@ -47,6 +51,12 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
         )
     return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted])
+
+
+def num_row_parts(mesh: Mesh | None) -> int:
+    """How many parts the rows of a batch are split into."""
+    axes = ACTIVATION_AXES["b"]
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _names(axes))
 
 
 def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
@@ -103,7 +113,8 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[str]) -> Callable[..., Any]:
     """`work` on each device's own part of its arguments: for what needs nothing of another row or head.
 
-    A layout, such as "btd", is that of all arrays of an argument; those of the results have no other letters.
+    A layout, such as "btd", is that of all arrays of an argument; those of the results have no other letters. One such
+    as "kernel_vd" is that of a parameter: `work` gets its shard, and gives what `sum_of_rows` makes of its gradient.
     """
 
     def placed(*arguments: Any) -> Any:
@@ -111,15 +122,55 @@ def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[s
         if mesh.empty:
             return work(*arguments)
         sizes: dict[str, int] = {}
-        for letters, argument in zip(takes, arguments, strict=True):
-            sizes |= zip(letters, jax.tree.leaves(argument)[0].shape, strict=True)
-        in_specs, out_specs = (
-            tuple(_spec(mesh, letters, [sizes[letter] for letter in letters]) for letters in side)
-            for side in (takes, gives)
-        )
+        for layout, argument in zip(takes, arguments, strict=True):
+            sizes |= zip(_letters(layout), jax.tree.leaves(argument)[0].shape, strict=True)
+
+        def spec(layout: str) -> PartitionSpec:
+            letters = _letters(layout)
+            if letters != layout:
+                return param_spec(layout, len(letters))
+            return _spec(mesh, letters, [sizes[letter] for letter in letters])
+
+        in_specs, out_specs = (tuple(map(spec, side)) for side in (takes, gives))
         return jax.shard_map(work, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
 
     return placed
+
+
+def gathered(shard: jax.Array, letters: str) -> jax.Array:
+    """A parameter with all of its width, inside of `per_device`; what tensor splits stays split."""
+    return jax.lax.all_gather(shard, "fsdp", axis=letters.index("d"), tiled=True) if _placed() else shard
+
+
+def sum_of_rows(gradient: jax.Array, letters: str) -> jax.Array:
+    """The shard of a parameter's gradient, inside of `per_device`, from what each device's rows add to it."""
+    if not _placed():
+        return gradient
+    shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=letters.index("d"), tiled=True)
+    return jax.lax.psum(shard, "data")
+
+
+def sum_over_tensor(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "tensor") if _placed() else x
+
+
+def max_over_tensor(x: jax.Array) -> jax.Array:
+    return jax.lax.pmax(x, "tensor") if _placed() else x
+
+
+def tensor_part() -> Int[Array, ""] | int:
+    """The number of this device along tensor, inside of `per_device`."""
+    return jax.lax.axis_index("tensor") if _placed() else 0
+
+
+def _placed() -> bool:
+    """Whether each device computes by itself: inside of `per_device`, on a mesh."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _letters(layout: str) -> str:
+    parameter = _LAYOUT.search(layout)
+    return layout if parameter is None else parameter.group(1)
 
 
 def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSpec:

@@ -1,5 +1,7 @@
 """The language tower: grouped-query attention with per-head norms, interleaved M-RoPE, gated MLP, DeepStack.
 
+In long rows each device of tensor has tokens of its own between the products, which gather them and hand them back.
+
 Reference: transformers modeling_qwen3_vl.py (Qwen3VLTextModel). How keys are remembered is not this file's business:
 `attend` gets queries, keys and values of a layer and answers; with a cache it reads and writes that on the way.
 """
@@ -21,15 +23,21 @@ from model_port.lora import LowRank, product
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
+# Longer rows are split over tensor between the products: that keeps 1 / tensor of them, and moves a tenth more.
+LONG_ROW_TOKENS = 32_768
+
 # (q, k, v, layer index, cache) -> (mixed values, cache, whatever the layer should hand out)
 Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any, Any]]
 
 
 class Visual(NamedTuple):
-    """What the language tower needs of the vision tower: one table row per merged patch of the batch."""
+    """What the language tower needs of the vision tower: one table row per merged patch.
 
-    table: Float[Array, "M D"]
-    deepstack: Float[Array, "n M D"]
+    Rows of tokens are split into as many parts as there are tables, and show what is in their own.
+    """
+
+    table: Float[Array, "parts M D"]
+    deepstack: Float[Array, "n parts M D"]
 
 
 class Embed(nnx.Module):
@@ -58,13 +66,14 @@ class TextAttention(nnx.Module):
         self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
 
     def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
+        x = constrain(x, "btd")
         q = constrain(product("BTD,NHD->BTNH", x, self.q_kernel_nhd, self.q_lora), "btnh")
         k = constrain(product("BTD,KHD->BTKH", x, self.k_kernel_khd, self.k_lora), "btkh")
         v = constrain(product("BTD,KHD->BTKH", x, self.v_kernel_khd, self.v_lora), "btkh")
         return rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn), v
 
     def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return product("BTNH,DNH->BTD", mixed, self.o_kernel_dnh, self.o_lora)
+        return between_products(product("BTNH,DNH->BTD", mixed, self.o_kernel_dnh, self.o_lora))
 
 
 class TextMlp(nnx.Module):
@@ -79,9 +88,10 @@ class TextMlp(nnx.Module):
         self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = constrain(x, "btd")
         gate = constrain(product("BTD,FD->BTF", x, self.gate_kernel_fd, self.gate_lora), "btf")
         up = constrain(product("BTD,FD->BTF", x, self.up_kernel_fd, self.up_lora), "btf")
-        return product("BTF,DF->BTD", gated_silu(gate, up), self.down_kernel_df, self.down_lora)
+        return between_products(product("BTF,DF->BTD", gated_silu(gate, up), self.down_kernel_df, self.down_lora))
 
 
 @jax.custom_vjp
@@ -141,11 +151,9 @@ class TextTower(nnx.Module):
         compute: Compute,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Hidden states after the final norm, the cache, and what `attend` handed out, stacked over layers."""
-        # Gathered over fsdp before the lookup: looking up in a table that is split along the width would replicate x.
-        x = constrain(self.embed.table_vd[...].astype(compute.dtype), "vd")[tokens]
+        x = embedded(self.embed.table_vd[...], tokens, compute)
         if visual is not None:
-            x = jnp.where((visual_index != NOT_VISUAL)[..., None], visual.table.astype(x.dtype)[visual_index], x)
-        x = constrain(x, "btd")
+            x = jnp.where((visual_index != NOT_VISUAL)[..., None], looked_up(visual.table, visual_index, x), x)
         turn = rotation(positions, text_frequencies(self.config))
 
         def step(layer: TextLayers, index: Index, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
@@ -157,7 +165,7 @@ class TextTower(nnx.Module):
             if visual is not None:
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)
                 x = only_if(index < len(visual.deepstack), add, x)
-            return (constrain(x, "btd"), cache), out
+            return (between_products(x), cache), out
 
         (x, cache), outs = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
         return self.final_norm(x), cache, outs
@@ -169,9 +177,29 @@ class TextTower(nnx.Module):
         return constrain(jnp.einsum("BTD,VD->BTV", hidden, kernel, preferred_element_type=wide), "btv")
 
 
+def embedded(table: Float[Array, "V D"], tokens: Int[Array, "B T"], compute: Compute) -> Float[Array, "B T D"]:
+    """The table's rows of the tokens: devices look up their part of the width and exchange what they found.
+
+    So no device has the whole table or its gradient, which is summed in the table's own dtype.
+    """
+    found = constrain(table[constrain(tokens, "et")].astype(compute.dtype), "etw")
+    return between_products(found)
+
+
+def between_products(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return constrain(x, "bod" if x.shape[1] > LONG_ROW_TOKENS else "btd")
+
+
+def looked_up(tables: Float[Array, "parts M D"], visual_index: Int[Array, "B T"], like: Array) -> Float[Array, "B T D"]:
+    """The row of each token in the table of its part; of a token that shows nothing, any."""
+    index = jnp.maximum(visual_index, 0).reshape(len(tables), -1, visual_index.shape[1])
+    rows = jax.vmap(lambda table, index: table[index])(tables.astype(like.dtype), index)
+    return rows.reshape(*visual_index.shape, -1)
+
+
 def add_deepstack(
     x: Float[Array, "B T D"], index: Index, visual: Visual, visual_index: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    """Adds the layer's feature map at visual tokens, found by the batch-wide table row."""
-    features = visual.deepstack[index].astype(x.dtype)[visual_index]
+    """Adds the layer's feature map at visual tokens."""
+    features = looked_up(visual.deepstack[index], visual_index, x)
     return x + jnp.where((visual_index != NOT_VISUAL)[..., None], features, 0)

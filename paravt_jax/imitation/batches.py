@@ -58,12 +58,13 @@ class TraceBatches:
         pack: PackConfig,
         video: VideoConfig,
         imitation: ImitationConfig,
+        num_row_parts: int,
         seed: int,
     ):
         """`first` is the number of the first visit."""
         self._renderer, self._visits, self._seed = renderer, visits, seed
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
-        self._model, self._contract = model, contract
+        self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from visit `_next` on
         self._next = first
         self._num_left_out = 0  # in a row
@@ -169,5 +170,7 @@ class TraceBatches:
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._video.max_pixels // self._contract.patch_px**2
-        shape = Shape(settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling)
+        shape = Shape(
+            settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling, self._num_row_parts
+        )
         return pack(dialogues, frames, self._model, shape)

@@ -133,6 +133,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
             pack=config.pack,
             video=config.video,
             imitation=config.sft,
+            num_row_parts=config.mesh.num_row_parts,
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from model_port.model import Qwen3VL
-from model_port.sharding import ACTIVATION_AXES, on_mesh
+from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.credit import CLASSES
@@ -298,12 +298,13 @@ def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
     """The batch on its devices."""
     if mesh is None:
         return jax.device_put(batch)
+    num_rows, num_parts = len(batch.target), num_row_parts(mesh)
+    if num_rows % num_parts:
+        raise ValueError(f"a batch of {num_rows} rows does not split over mesh.data x mesh.fsdp = {num_parts}")
     return jax.tree.map(lambda array: jax.device_put(array, row_place(len(array), mesh)), batch)
 
 
 def row_place(num_rows: int, mesh: Mesh) -> NamedSharding:
-    """Rows are split over the axes that batches split over where they divide."""
-    axes = ACTIVATION_AXES["b"]
-    assert isinstance(axes, tuple)
-    num_parts = int(np.prod([mesh.shape[axis] for axis in axes]))
-    return NamedSharding(mesh, PartitionSpec(axes) if num_rows % num_parts == 0 else PartitionSpec())
+    """Rows are split over the axes that batches split over; frames that were packed for another mesh may not divide."""
+    divides = num_rows % num_row_parts(mesh) == 0
+    return NamedSharding(mesh, PartitionSpec(ACTIVATION_AXES["b"]) if divides else PartitionSpec())

@@ -7,10 +7,11 @@ a branch that is the last one of the prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -79,6 +80,13 @@ class Shape:
     row_tokens: int
     row_patches: int  # of a row of frames, at least those of the largest frame
     sizes_per_doubling: int = SIZES_PER_DOUBLING
+    num_parts: int = 1  # that a mesh splits the rows into; each gets the frames that its own rows show
+
+    def __post_init__(self) -> None:
+        if self.num_rows % self.num_parts:
+            raise ValueError(
+                f"pack.num_rows={self.num_rows} must be a multiple of mesh.data x mesh.fsdp = {self.num_parts}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +108,15 @@ def pack(
     rows = _first_fit(placed, shape.row_tokens)
     num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP, shape.sizes_per_doubling)
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
+    # Long rows come first: dealt out, no part has the frames of the longest ones only.
+    parts = [batch[part :: shape.num_parts] for batch in batches for part in range(shape.num_parts)]
     keys = list(numbers)
-    visions = [_vision(batch, keys, frames, config, shape) for batch in batches]
-    # One shape for all of them: the batch with the most frames decides.
+    visions = [_vision(part, keys, frames, config, shape) for part in parts]
+    # One shape for all of them: the part with the most frames decides.
     num_frame_rows = max((len(vision.patches) for vision, _ in visions if vision is not None), default=0)
-    return [
-        _batch(
-            batch,
+    made = (
+        _part(
+            part,
             dialogue_numbers,
             vision,
             table,
@@ -116,8 +126,9 @@ def pack(
             num_actions,
             num_frame_rows,
         )
-        for batch, (vision, table) in zip(batches, visions, strict=True)
-    ]
+        for part, (vision, table) in zip(parts, visions, strict=True)
+    )
+    return [_joined([next(made) for _ in range(shape.num_parts)]) for _ in batches]
 
 
 def used_frac(batches: Sequence[TrainBatch]) -> float:
@@ -218,14 +229,14 @@ def _scored(dialogue: Dialogue, piece: _Placed, number: int) -> np.ndarray:
 
 
 def _vision(
-    batch: Sequence[Sequence[_Placed]],
+    rows: Sequence[Sequence[_Placed]],
     keys: Sequence[str],
     frames: Mapping[str, Frame],
     config: ModelConfig,
     shape: Shape,
 ) -> tuple[VisionBatch | None, list[int]]:
-    """The distinct frames of a batch, and the first row of each in the visual table (0 for frames of other batches)."""
-    shown = sorted({n for row in batch for piece in row for part in _parts(piece.sequence) for n in part.frames})
+    """The distinct frames of a part, and the first row of each in its visual table (0 for frames of other parts)."""
+    shown = sorted({n for row in rows for piece in row for part in _parts(piece.sequence) for n in part.frames})
     table = [0] * len(keys)
     if not shown:
         return None, table
@@ -239,7 +250,7 @@ def _parts(sequence: RowSequence) -> tuple[Tokens, ...]:
     return (sequence.trunk, *sequence.branches)
 
 
-def _batch(
+def _part(
     rows: Sequence[Sequence[_Placed]],
     dialogue_numbers: Mapping[int, int],
     vision: VisionBatch | None,
@@ -250,9 +261,11 @@ def _batch(
     num_actions: int,
     num_frame_rows: int,
 ) -> TrainBatch:
+    """The part of a batch that these rows are."""
+    num_rows = shape.num_rows // shape.num_parts
     sequences = [[piece.sequence for piece in row] for row in rows]
-    text = pack_text(sequences, frames, table, config, shape.row_tokens, shape.num_rows)
-    entries = {name: np.zeros((shape.num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
+    text = pack_text(sequences, frames, table, config, shape.row_tokens, num_rows)
+    entries = {name: np.zeros((num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
         at = first = 0  # in the entries, and in the row
         for piece in row:
@@ -272,6 +285,14 @@ def _batch(
     if num_frame_rows:
         vision = _filled_up(vision, num_frame_rows, config, shape)
     return TrainBatch(text=text, vision=vision, **entries)
+
+
+def _joined(parts: Sequence[TrainBatch]) -> TrainBatch:
+    if len(parts) == 1:
+        return parts[0]
+    batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    vision = None if batch.vision is None else replace(batch.vision, num_parts=len(parts))
+    return replace(batch, vision=vision)
 
 
 def _place_in_row(dialogue: Dialogue, trunk_start: int, own_start: int) -> np.ndarray:

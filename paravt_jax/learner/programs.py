@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from model_port.inputs import VisionBatch
 from model_port.model import Qwen3VL
 from model_port.text import Visual
+from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.objectives import Objective
 from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
@@ -114,34 +115,8 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
 def action_scores(
     model: Qwen3VL, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-    """Log-probs of the scored tokens under log_softmax(z / temperature), a chunk of logits at a time, and entropies.
-
-    The entropy is that of the distribution that a token was drawn from; no gradient flows through it.
-    """
+    """Log-probs of the scored tokens under log_softmax(z / temperature), and entropies."""
     hidden = model.hidden(batch.text, visual)
-    source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
-    chosen = jnp.take_along_axis(hidden, source[..., None], axis=1)
-    num_rows, num_actions, width = chosen.shape
-    num_chunks = -(-num_actions // min(chunk_tokens, num_actions))
-    missing = -num_actions % num_chunks
-    chosen = jnp.pad(chosen, ((0, 0), (0, missing), (0, 0))).reshape(num_rows, num_chunks, -1, width)
-    target = jnp.pad(target, ((0, 0), (0, missing))).reshape(num_rows, num_chunks, -1)
-
-    @jax.checkpoint
-    def score(chunk: tuple[Float[Array, "B c D"], Int[Array, "B c"]]) -> tuple[Float[Array, "B c"], ...]:
-        hidden, target = chunk
-        logits = model.text.logits(hidden) / temperature
-        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
-        return picked - normaliser, entropy_of(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(normaliser))
-
-    def whole(chunks: Float[Array, "C B c"]) -> Float[Array, "B A"]:
-        return jnp.moveaxis(chunks, 0, 1).reshape(num_rows, -1)[:, :num_actions]
-
-    logp, entropy = jax.lax.map(score, (jnp.moveaxis(chosen, 1, 0), jnp.moveaxis(target, 1, 0)))
-    return whole(logp), whole(entropy)
-
-
-def entropy_of(logits: Float[Array, "B c V"], normaliser: Float[Array, "B c"]) -> Float[Array, "B c"]:
-    """−Σ p log p, from logits and their logsumexp."""
-    return normaliser - jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
+    chosen = jnp.take_along_axis(hidden, jnp.asarray(batch.source)[..., None], axis=1)
+    head = model.text.head_kernel_vd[...]
+    return token_scores(chosen, head, jnp.asarray(batch.target), temperature, chunk_tokens)

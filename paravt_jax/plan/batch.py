@@ -29,6 +29,7 @@ class BatchShape:
     row_actions: int  # scored tokens of a row
     num_frame_rows: int
     row_patches: int
+    num_parts: int = 1  # that a mesh splits the rows into; each has frames of its own
 
 
 def random_model(
@@ -57,7 +58,8 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
     place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
     merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
     shown = merged // shape.num_rows
-    visual = np.where(place < shown, place + shown * np.arange(shape.num_rows, dtype=np.int32)[:, None], NOT_VISUAL)
+    row_of_part = np.arange(shape.num_rows, dtype=np.int32) % (shape.num_rows // shape.num_parts)
+    visual = np.where(place < shown, place + shown * row_of_part[:, None], NOT_VISUAL)
     text = TextBatch(
         tokens=random.integers(0, plain, rows).astype(np.int32),
         positions=np.repeat(place[..., None], 3, axis=-1),
@@ -71,6 +73,7 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
         positions=np.zeros((*patches, 2), np.int32),
         interp_index=np.zeros((*patches, 4), np.int32),
         interp_weight=np.full((*patches, 4), 0.25, np.float32),
+        num_parts=shape.num_parts,
     )
     return TrainBatch(
         text=text,
@@ -87,9 +90,10 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
 
 def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBatch:
     """The same as shapes on a mesh: those of one row, as many times as there are rows."""
-    one = make_batch(replace(shape, num_rows=1, num_frame_rows=1), model)
-    of_frames = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), one.vision)
-    return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), one), vision=of_frames)
+    one = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
+    of_frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), one.vision)
+    vision = replace(of_frames, num_parts=shape.num_parts)
+    return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), one), vision=vision)
 
 
 def _abstract(mesh: Mesh, num_rows: int, one: np.ndarray) -> Any:

@@ -3,7 +3,7 @@
 Parameters are counted by the sharding table. What autodiff keeps is asked of the model itself: its backward pass is
 traced on shapes, with the heads, ffn and vocabulary that one device has. The rest is what compiled updates were found
 to hold at their peak (XLA's buffer assignment for CPU, GPU and TPU): score blocks of attention, gradients in flight,
-weights gathered over fsdp, gradients of whole embedding tables. Reading prompts and scoring the reference or the
+weights gathered over fsdp, the gradient of a whole head. Reading prompts and scoring the reference or the
 policy before an update are forward passes, which hold less than a backward pass.
 """
 
@@ -25,7 +25,7 @@ from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import check_divisible, param_spec
-from model_port.text import Visual
+from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import Config, MeshConfig, SftConfig
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.workload import reads_reference
@@ -183,7 +183,7 @@ class Share:
 
     @property
     def table_values(self) -> int:
-        """Of an embedding as it is looked up and multiplied with: whole over fsdp."""
+        """Of a head as it is multiplied with: whole over fsdp."""
         return self.local.text.vocab_size * self.model.text.width
 
     @property
@@ -199,6 +199,10 @@ class Share:
         """Rows that do not divide stay whole, as in model_port.sharding.constrain."""
         parts = self.config.mesh.num_row_parts
         return num_rows // parts if num_rows % parts == 0 else num_rows
+
+    def kept_by_text(self, compute: Compute) -> Kept:
+        is_split = self.batch.row_tokens > LONG_ROW_TOKENS
+        return kept_by_text(self.local, compute, self.config.lora, self.config.mesh.tensor if is_split else 1)
 
     def resident(self, sampler: SamplerShape | None) -> Parts:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
@@ -238,18 +242,16 @@ class Share:
         token_bytes, action_bytes, patch_bytes = 4 * 7, 4 * 6 + 1, 4 * (vision.patch_values + 11)
         patches = self.rows_here(batch.num_frame_rows) * batch.row_patches
         num_bytes = self.rows * (batch.row_tokens * token_bytes + batch.row_actions * action_bytes)
-        merged = batch.num_frame_rows * batch.row_patches // vision.merge_unit
-        table = merged * self.model.text.width * self.item_bytes
+        table = patches // vision.merge_unit * self.model.text.width * self.item_bytes
         return {
             "batch": num_bytes + patches * patch_bytes,
-            # Split over fsdp, and the one of them that is being looked up whole.
-            "visual table and maps": table * (1 + vision.num_deepstack) // self.config.mesh.fsdp + table,
+            "visual table and maps": table * (1 + vision.num_deepstack),
         }
 
     def backward(self) -> Parts:
         """What there is during all of the backward pass."""
         layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
-        kept = kept_by_text(self.local, self.compute, self.config.lora)
+        kept = self.kept_by_text(self.compute)
         if self.compute.remat == "offload":
             kept = replace(kept, layer_token=0.0)  # the inputs of the layers are on the host
         of_layers = layers * _total(kept.layer_token, kept.layer_pair, rows, row_tokens)
@@ -257,8 +259,6 @@ class Share:
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
             "kept by the forward pass": of_layers,
         }
-        if not self.adapted:
-            parts["gradient of the embedding, whole"] = self.table_values * self.item_bytes
         if kept.layer_casts:
             parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.config.mesh.fsdp
         if self.config.optim.train_vision:
@@ -272,7 +272,7 @@ class Share:
 
     def layer(self) -> Parts:
         """At the backward pass of a layer: all that its forward pass made, and gradients of the widest products."""
-        text, made = self.local.text, kept_by_text(self.local, replace(self.compute, remat="none"), self.config.lora)
+        text, made = self.local.text, self.kept_by_text(replace(self.compute, remat="none"))
         in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
         return {
             "one layer": _total(made.layer_token + in_flight, made.layer_pair, self.rows, self.batch.row_tokens),
@@ -302,7 +302,7 @@ class Share:
         num_chunks = -(-actions // min(self.config.optim.head_chunk_tokens, actions))
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
-        kept = kept_by_text(self.local, self.compute, self.config.lora)
+        kept = self.kept_by_text(self.compute)
         parts = {
             "kept by the final norm": _total(kept.token, kept.pair, self.rows, self.batch.row_tokens),
             "head, gathered": self.table_values * self.item_bytes,
@@ -323,7 +323,7 @@ class Share:
     def sampling(self, sampler: SamplerShape) -> Parts:
         """A prompt is read in a row of its own, which is not split over devices; then all rows go on by one token."""
         rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
-        made = kept_by_text(self.local, replace(self.compute, remat="none"), self.config.lora)
+        made = self.kept_by_text(replace(self.compute, remat="none"))
         cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
         return {
             "reading a prompt": _total(made.layer_token, made.layer_pair, 1, prompt) + self.score_bytes(1, prompt),
@@ -348,15 +348,20 @@ def _local(model: ModelConfig, tensor: int) -> ModelConfig:
 
 
 @cache
-def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig) -> Kept:
+def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor: int) -> Kept:
+    """`model` is one device's share; arrays as wide as it are those between the products, split over `tensor`."""
     model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
     ids = _shape(1, PROBE_MERGED)
     text = TextBatch(ids, _shape(1, PROBE_MERGED, 3), ids, ids, ids)
-    table = (7, model.text.width)
+    table = (1, 7, model.text.width)
     visual = Visual(
         _shape(*table, dtype=compute.dtype), _shape(model.vision.num_deepstack, *table, dtype=compute.dtype)
     )
-    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual, lora=lora)
+
+    def parts(shape: tuple[int, ...]) -> int:
+        return tensor if shape[-1:] == (model.text.width,) else 1
+
+    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual, lora=lora, parts=parts)
 
 
 @cache

@@ -8,8 +8,8 @@ Bytes through memory are counted, not measured:
 - scores, in forms of attention that XLA computes: SCORE_BYTES of a pair of tokens and head, as its fusions leave them
 - logits of the scored tokens, in float32; gradients, added up; the optimizer's 32 bytes of a parameter
 
-Collectives are those of the sharding: weights gathered over fsdp once a pass and their gradients scattered, activations
-summed up over tensor twice a layer and pass, gradients summed up over data.
+Collectives are those of the sharding: weights gathered over fsdp once a pass and their gradients scattered, rows of the
+embedding exchanged over fsdp, activations summed up over tensor twice a layer and pass, gradients summed up over data.
 """
 
 import math
@@ -23,7 +23,7 @@ from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
-from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_text, kept_by_vision, share_of
+from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_vision, share_of
 from paravt_jax.plan.workload import Step, batch_flops, reads_reference, row_pairs, scores_before
 
 SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
@@ -126,7 +126,7 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
     weights = values // share.config.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
-    made = kept_by_text(share.local, replace(share.compute, remat="none"), share.config.lora).layer_token
+    made = share.kept_by_text(replace(share.compute, remat="none")).layer_token
     activations = {"forward": 2, "backward": 3}[way] * layers * made * share.rows * shape.row_tokens
     return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
 
@@ -151,20 +151,22 @@ def _head_bytes(share: Share) -> float:
 
 def _score_collectives(share: Share) -> Iterator[Collective]:
     layers = share.model.text.num_layers
-    yield _over_fsdp("all-gather", share, layers * share.layer_values + 2 * share.table_values)
+    yield _over_fsdp("all-gather", share, layers * share.layer_values + share.table_values)
+    yield _over_fsdp("all-to-all", share, _token_values(share))
     yield _over_tensor(share, 2 * layers + 1)
 
 
 def _update_collectives(share: Share) -> Iterator[Collective]:
     layers, mesh = share.model.text.num_layers, share.config.mesh
     values = layers * share.layer_values
-    yield _over_fsdp("all-gather", share, 2 * values + 3 * share.table_values)
+    yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
     # Gradients: the head's in float32; of adapters, nothing else has any.
-    trained = share.num_trainable * mesh.fsdp if share.adapted else values + 3 * share.table_values
-    yield _over_fsdp("reduce-scatter", share, trained)
+    head = FLOAT32_BYTES // share.item_bytes * share.table_values
+    yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
+    yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
     passes = 2 if share.config.model.remat == "none" else 3
     yield _over_tensor(share, 2 * layers * passes + 2)
-    yield _among("all-reduce", trained * share.item_bytes // mesh.fsdp, mesh.data, mesh.fsdp * mesh.tensor)
+    yield _among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
 
 
 def _seen_collectives(share: Share) -> Iterator[Collective]:
@@ -177,8 +179,12 @@ def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
 
 def _over_tensor(share: Share, times: int) -> Collective:
     """Of activations."""
-    values = share.rows * share.batch.row_tokens * share.model.text.width
-    return _among("all-reduce", times * values * share.item_bytes, share.config.mesh.tensor, 1)
+    return _among("all-reduce", times * _token_values(share) * share.item_bytes, share.config.mesh.tensor, 1)
+
+
+def _token_values(share: Share) -> int:
+    """Of what a layer is given."""
+    return share.rows * share.batch.row_tokens * share.model.text.width
 
 
 def _among(kind: str, num_bytes: int, num_devices: int, stride: int) -> Collective:

@@ -138,13 +138,14 @@ def typical_step(config: Config | SftConfig, model: ModelConfig) -> Step:
         shape = largest_batch(config, model)
         num_batches = config.sft.rows_per_step // shape.num_rows
         return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
-    work = workload_of(config, model)
+    work, num_parts = workload_of(config, model), config.mesh.num_row_parts
     shape = BatchShape(
         num_rows=work.batch_rows,
         row_tokens=work.row_tokens,
         row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
-        num_frame_rows=max(1, round(work.num_groups * work.frames / work.num_batches)),
+        num_frame_rows=num_parts * -(-round(work.num_groups * work.frames / work.num_batches) // num_parts),
         row_patches=_row_patches(config, model),
+        num_parts=num_parts,
     )
     return Step(shape, work.num_batches, config.train.updates_per_step, work.shared_tokens)
 
@@ -156,7 +157,7 @@ def full_step(shape: BatchShape) -> Step:
 
 def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
     """The largest that the config allows."""
-    pack, frame_tokens = config.pack, tokens_per_frame(config, model)
+    pack, frame_tokens, num_parts = config.pack, tokens_per_frame(config, model), config.mesh.num_row_parts
     room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
     if isinstance(config, SftConfig):
         trace = config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
@@ -170,8 +171,9 @@ def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
         num_rows=pack.num_rows,
         row_tokens=pack.row_tokens,
         row_actions=min(pack.row_tokens, actions),
-        num_frame_rows=stepped(min(frames, room), FRAME_ROW_STEP),
+        num_frame_rows=num_parts * stepped(-(-min(frames, room) // num_parts), FRAME_ROW_STEP),
         row_patches=_row_patches(config, model),
+        num_parts=num_parts,
     )
 
 

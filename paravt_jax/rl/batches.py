@@ -7,6 +7,7 @@ import numpy as np
 
 from model_port.inputs import Frame
 from model_port.processing import VisionContract
+from model_port.sharding import num_row_parts
 from paravt_jax.config import PackConfig, TrainConfig
 from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.credit import dialogues_of
@@ -151,7 +152,8 @@ class PolicyUpdate:
         """One for all parts of the step."""
         settings = self._pack_settings
         row_tokens = fitting_row_tokens(dialogues, settings.row_tokens, settings.sizes_per_doubling)
-        return Shape(settings.num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling)
+        num_parts = num_row_parts(self._learner.mesh)
+        return Shape(settings.num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling, num_parts)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:
         pictures = {

@@ -104,9 +104,9 @@ class TestStages:
         visual = jax.jit(lambda frames: ours.see(frames))(frames)
         real = np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit] > 0
         order = reference_order(config, inputs)
-        np.testing.assert_allclose(np.asarray(visual.table)[real][order], out.pooler_output.numpy(), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(visual.table)[0][real][order], out.pooler_output.numpy(), atol=1e-5)
         assert len(out.deepstack_features) == len(visual.deepstack)
-        for ours_map, expected in zip(visual.deepstack, out.deepstack_features, strict=True):
+        for ours_map, expected in zip(visual.deepstack[:, 0], out.deepstack_features, strict=True):
             np.testing.assert_allclose(np.asarray(ours_map)[real][order], expected.numpy(), atol=1e-5)
 
     def test_patch_embedding_with_interpolated_positions(self, pair):

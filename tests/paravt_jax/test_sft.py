@@ -103,7 +103,7 @@ def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) 
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
-    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0}
+    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "num_row_parts": 1, "seed": 0}
     return TraceBatches(renderer, Visits(traces, 0), first, model, contract, **settings)
 
 

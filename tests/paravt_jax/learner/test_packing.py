@@ -1,7 +1,7 @@
 """Packing changes how much is computed, never what: a shared prompt, any split and any mesh give the same gradient."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,11 @@ import pytest
 from flax import nnx
 
 import model_port
+from model_port.config import ModelConfig
 from model_port.inputs import Frame
-from model_port.sharding import make_mesh
+from model_port.loading import abstract_params
+from model_port.model import Qwen3VL
+from model_port.sharding import make_mesh, num_row_parts
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
 from paravt_jax.learner.programs import action_scores
@@ -140,15 +143,61 @@ def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens
     assert_same(expected, objective_and_gradient(model, found), 1e-5)
 
 
+@cache
+def divisible(tied: bool, config: ModelConfig) -> Qwen3VL:
+    """Random weights that divide by four along every axis that a mesh splits."""
+    text = replace(config.text, num_kv_heads=4, vocab_size=4 * -(-config.text.vocab_size // 4))
+    vision = replace(config.vision, num_heads=4)
+    return Qwen3VL(replace(config, text=text, vision=vision, tie_embeddings=tied), rngs=nnx.Rngs(0))
+
+
+def spread(model, mesh):
+    """The same model, its parameters where the mesh has them."""
+    graphdef, params = nnx.split(model)
+    places = abstract_params(model, "float32", mesh)
+    flat = [
+        (path, leaf.replace(jax.device_put(leaf[...], places[".".join(map(str, path))].sharding)))
+        for path, leaf in nnx.to_flat_state(params)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def in_parts(model, frames, num_parts):
+    """A group of two, and three dialogues alone, in a row each. Frames of one row are also those of another."""
+    group = [dialogue(model, n, own=13 + 2 * n) for n in range(2)]
+    others = [dialogue(model, n, frames=tuple("bca"[: n - 4]), own=20 + n, prompt_seed=n) for n in range(5, 8)]
+    return pack([*group, *others], frames, model.config, Shape(4, 80, 24, num_parts=num_parts))
+
+
 @pytest.mark.slow
-def test_eight_devices_give_the_same_gradient_as_one(model, group, frames):
-    others = [dialogue(model, n, own=20 + n, prompt_seed=n) for n in range(5, 12)]
-    batches = pack([*group, *others], frames, model.config, Shape(8, 160, 48))
-    expected = objective_and_gradient(model, batches)
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+@pytest.mark.parametrize(
+    ("shape", "tied"), [((1, 2, 2), False), ((2, 1, 2), True), ((1, 4, 1), False), ((1, 1, 4), True)], ids=str
+)
+def test_a_mesh_gives_the_gradient_of_one_device(shape, tied, model, frames, monkeypatch):
+    monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", 64)  # so these are long rows
+    mesh, many = make_mesh(*shape), divisible(tied, model.config)
+    expected = objective_and_gradient(many, in_parts(many, frames, 1))
     with jax.set_mesh(mesh):
-        found = objective_and_gradient(model, batches, mesh)
+        found = objective_and_gradient(spread(many, mesh), in_parts(many, frames, num_row_parts(mesh)), mesh)
     assert_same(expected, found, 1e-5)
+
+
+def test_each_part_of_a_batch_has_the_frames_that_its_rows_show(model, frames):
+    (whole,), (batch,) = (in_parts(model, frames, num_parts) for num_parts in (1, 4))
+    # Rows are dealt out one to a part, in their order.
+    np.testing.assert_array_equal(batch.text.tokens, whole.text.tokens)
+    of_token = model.config.vision.merge_unit * model.config.vision.patch_values
+    of_batch, of_parts = whole.vision.patches.reshape(-1, of_token), batch.vision.patches.reshape(4, -1, of_token)
+    for part, own, shared in zip(of_parts, batch.text.visual_index, whole.text.visual_index, strict=True):
+        np.testing.assert_array_equal(own >= 0, shared >= 0)
+        np.testing.assert_array_equal(part[own[own >= 0]], of_batch[shared[shared >= 0]])
+    num_frames = batch.vision.segment_ids.max(axis=-1).reshape(4, -1).sum(axis=-1)  # frames of a row are numbered
+    np.testing.assert_array_equal(num_frames, [2, 3, 2, 1])
+
+
+def test_rows_that_do_not_split_into_the_parts_are_refused():
+    with pytest.raises(ValueError, match=r"pack\.num_rows=3 must be a multiple of mesh\.data x mesh\.fsdp = 2"):
+        Shape(3, 80, 24, num_parts=2)
 
 
 def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(model, group, frames):

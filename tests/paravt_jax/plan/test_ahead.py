@@ -14,7 +14,7 @@ from paravt_jax.plan.ahead import NoRoom, compiled_update
 from paravt_jax.plan.batch import BatchShape, abstract_batch, make_batch
 from paravt_jax.plan.plan import make_plan
 
-SHAPE = BatchShape(num_rows=2, row_tokens=128, row_actions=24, num_frame_rows=4, row_patches=16)
+SHAPE = BatchShape(num_rows=2, row_tokens=128, row_actions=24, num_frame_rows=4, row_patches=16, num_parts=2)
 
 
 @pytest.fixture(scope="module")

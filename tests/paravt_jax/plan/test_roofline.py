@@ -109,7 +109,7 @@ def test_fsdp_sends_weights_tensor_sends_activations():
         works = batch_works(config, preset("8b"), largest_batch(config, preset("8b")), "gpu")
         return works["add_gradients"].sent_bytes
 
-    assert sent((1, 8, 1), 16384) == sent((1, 8, 1), 8192)
+    assert sent((1, 8, 1), 16384) == pytest.approx(sent((1, 8, 1), 8192), rel=0.01)  # and rows of the embedding
     assert sent((1, 1, 8), 16384) == pytest.approx(2 * sent((1, 1, 8), 8192))
 
 

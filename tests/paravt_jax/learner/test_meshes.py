@@ -1,0 +1,77 @@
+"""What devices exchange for an update, as the compiler has written it: no more than they have to."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.sharding import make_mesh
+from paravt_jax.bench.mesh import compiled_programs, config_of, make_learner
+from paravt_jax.learner.settings import OptimConfig
+from paravt_jax.plan.batch import BatchShape, make_batch
+
+# Sizes by which an array is known in a program.
+WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
+CONFIG = ModelConfig(
+    TextConfig(LAYERS, WIDTH, 96, 4, 4, head_dim=16, vocab_size=VOCAB, mrope_sections=(4, 2, 2)),
+    VisionConfig(2, 32, 48, 4, WIDTH, (0,), num_positions=49, patch_px=4),
+    tie_embeddings=False,
+    image_token_id=1020,
+    video_token_id=1021,
+    vision_start_token_id=1022,
+    vision_end_token_id=1023,
+)
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+class Exchange(NamedTuple):
+    kind: str
+    sizes: frozenset[int]  # of all axes
+    in_loop: bool
+
+
+def collectives(program: str) -> list[Exchange]:
+    loops, entry = program.split("\nENTRY ")
+    return [
+        Exchange(kind, frozenset(map(int, re.findall(r"(?<=[\[,])\d+(?=[\],])", shapes))), in_loop)
+        for part, in_loop in ((loops, True), (entry, False))
+        for shapes, kind in COLLECTIVE.findall(part)
+    ]
+
+
+def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
+    """The programs of an update whose head has four chunks, as the compiler has written them."""
+    config = config_of(shape, rows=1, row_tokens=ROW_TOKENS, optim=OptimConfig(head_chunk_tokens=24))
+    parts = config.mesh.num_row_parts
+    batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
+    learner = make_learner(config, CONFIG, make_mesh(*shape))
+    return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}
+
+
+@pytest.fixture(scope="module")
+def over_fsdp():
+    return programs_on((1, 4, 1))
+
+
+@pytest.mark.slow
+def test_the_head_is_gathered_once_each_way_however_many_chunks_it_has(over_fsdp):
+    of_head = [each for each in collectives(over_fsdp["add_gradients"]) if VOCAB in each.sizes]
+    assert not any(each.in_loop for each in of_head)
+    kinds = [each.kind for each in of_head]
+    assert kinds.count("all-gather") in (1, 2) and kinds.count("reduce-scatter") == 1
+
+
+@pytest.mark.slow
+def test_frames_stay_where_their_rows_are(over_fsdp):
+    of_tables = {TABLE_ROWS, 4 * TABLE_ROWS}
+    for name in ("see", "add_gradients"):
+        assert not [each for each in collectives(over_fsdp[name]) if each.sizes & of_tables]
+
+
+@pytest.mark.slow
+def test_what_layers_of_long_rows_leave_for_the_backward_pass_is_split_over_tensor(monkeypatch):
+    monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", ROW_TOKENS - 1)
+    program = programs_on((1, 1, 2))["add_gradients"]
+    assert f"f32[{LAYERS},1,{ROW_TOKENS // 2},{WIDTH}]" in program
+    assert f"f32[{LAYERS},1,{ROW_TOKENS},{WIDTH}]" not in program
