@@ -82,9 +82,7 @@ def test_the_memory_of_an_update_is_what_the_compiler_says(name, monkeypatch):
     model, config = case(name)
     plan = make_plan(config, model, device=CPU)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    programs = compiled_programs(
-        make_learner(config, model, mesh), make_batch(plan.batch, model, config.mesh.num_row_parts)
-    )
+    programs = compiled_programs(make_learner(config, model, mesh), make_batch(plan.batch, model))
     compiled = max(map(program_bytes, programs.values()))
     assert planned_program_bytes(plan) == pytest.approx(compiled, rel=0.25)
 
