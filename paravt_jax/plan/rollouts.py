@@ -179,7 +179,9 @@ def _turns(work: Workload, name: str, random: np.random.Generator) -> tuple[Turn
 
 
 def server_devices(config: Config, model: ModelConfig, device: DeviceSpec) -> int:
-    """The fewest that hold the weights and leave room for keys and values."""
+    """What `engine.gpus` gives each; else the fewest that hold the weights and leave room for keys and values."""
+    if config.engine.gpus:
+        return len(config.engine.gpus) // config.engine.num_servers
     if device.memory_gib is None:
         return 1
     room = WEIGHTS_FRAC * config.engine.memory_frac * device.memory_gib * 2**30
