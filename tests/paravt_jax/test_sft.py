@@ -92,6 +92,19 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tm
 
 
 @pytest.mark.slow
+def test_adapters_alone_learn_where_there_are_any_and_leave_as_an_adapter_or_in_the_model(world, tmp_path):
+    run = tmp_path / "run"
+    settings = ("lora.rank=8", "optim.learning_rate=1e-2", "validation.every_steps=9")
+    assert forked.run("paravt_jax.sft", *arguments(world, run, *settings)).returncode == 0
+    losses = [metrics["loss/imitation"] for metrics in metrics_of(run)]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
+    source = run / "checkpoints" / str(STEPS)
+    for name, flags, file in (("adapter", ["--adapter"], "adapter_model.safetensors"), ("hf", [], "model.safetensors")):
+        done = forked.run("model_port.export", "--src", source, "--dst", tmp_path / name, *flags)
+        assert done.returncode == 0 and (tmp_path / name / file).is_file(), done.stderr
+
+
+@pytest.mark.slow
 def test_other_traces_in_the_same_run_are_refused(undisturbed, world, tmp_path):
     done = forked.run("paravt_jax.sft", *arguments(world, undisturbed, f"data.train={world / 'validation.jsonl'}"))
     assert done.returncode == 1 and "data.train=" in done.stderr and "--allow-changes" in done.stderr

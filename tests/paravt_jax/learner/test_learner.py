@@ -12,7 +12,7 @@ import model_port
 from model_port.adapters import adapter_shapes, add_adapter, new_adapter
 from model_port.config import LoraConfig
 from model_port.inputs import Frame
-from model_port.sharding import flat_params, make_mesh
+from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
@@ -269,9 +269,11 @@ def test_no_coefficient_compiles_a_program_of_its_own(tiny_hf, dialogues, frames
 def test_moments_and_reference_that_wait_on_the_host_change_no_bit_of_an_update(shape, tiny_hf, dialogues, frames):
     mesh, loss = make_mesh(*shape) if shape != (1, 1, 1) else None, LossConfig(kl_coef=0.1)
     on_device, on_host = (learner(tiny_hf, replace(OPTIM, offload=offload), loss, mesh) for offload in (False, True))
+    parts = num_row_parts(mesh)
+    packed = batches(tiny_hf, dialogues, frames, replace(ONE_ROW, num_rows=parts, num_parts=parts))
     for ours in (on_device, on_host):
         for _ in range(2):
-            ours.update([StepPart(batches(tiny_hf, dialogues, frames), COUNTS)], 3)
+            ours.update([StepPart(packed, COUNTS)], 3)
     assert_close(params(on_device), params(on_host), 0.0)
     for ours, memory in ((on_device, "device"), (on_host, "pinned_host")):
         waiting = jax.tree.leaves((ours.state.opt_state, ours._ref))
