@@ -24,7 +24,7 @@ import numpy as np
 from model_port.config import ModelConfig, preset
 from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
 from model_port.weights import num_params
-from paravt_jax.bench.learner import example
+from paravt_jax.bench.learner import FRAME_GRID, example
 from paravt_jax.bench.update import EpisodeGroup, our_update, torch_update
 
 Row = dict[str, Any]
@@ -302,8 +302,10 @@ def update_in_torch(check: Check) -> Iterator[Row]:
 
 def _one_way(way: str, check: Check, make: Callable[..., Callable[[], dict[str, float]]]) -> Row:
     sizes, config = check.sizes, with_tokenizer_ids(check.group_model)
-    prompt = example(config, 0, *sizes.prompt)
-    responses = [example(config, seed, 0, sizes.response_tokens).ids for seed in range(1, sizes.num_episodes + 1)]
+    prompt = example(config, 0, *sizes.prompt, FRAME_GRID)
+    responses = [
+        example(config, seed, 0, sizes.response_tokens, FRAME_GRID).ids for seed in range(1, sizes.num_episodes + 1)
+    ]
     work = make(way, check.folder / MODEL_DIR, "bfloat16", EpisodeGroup(config, prompt.ids, prompt.frames, responses))
     metrics = work()  # the first compiles, and is what the ways are compared by
     return {

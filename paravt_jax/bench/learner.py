@@ -25,7 +25,16 @@ from model_port.tiny import tiny_config
 from model_port.weights import num_params
 from paravt_jax.bench import update
 
-# A tenth of the 2B in every direction that matters: 123M parameters, the same architecture.
+# The same architecture with 53M parameters, and a tenth of the 2B in every direction that matters: 123M.
+SMALL = ModelConfig(
+    TextConfig(12, 512, 1536, 8, 4, head_dim=64, vocab_size=10_000, mrope_sections=(12, 10, 10)),
+    VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),
+    tie_embeddings=True,
+    image_token_id=9_990,
+    video_token_id=9_991,
+    vision_start_token_id=9_992,
+    vision_end_token_id=9_993,
+)
 MID = ModelConfig(
     TextConfig(12, 640, 2560, 10, 5, head_dim=64, vocab_size=32_000, mrope_sections=(12, 10, 10)),
     VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
@@ -35,14 +44,15 @@ MID = ModelConfig(
     vision_start_token_id=31_992,
     vision_end_token_id=31_993,
 )
-MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "mid": lambda: MID}
+MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "small": lambda: SMALL, "mid": lambda: MID}
 FRAME_GRID = (14, 14)  # a frame of the recipe: 224 x 224 pixels, 49 tokens
 WORKLOADS = {
     "one sequence": [(8, 220)],
     "unequal batch": [(8, 220), (4, 120), (2, 60), (0, 90)],
 }  # (frames, text tokens)
-# A prompt ten times as long as a response, most of it frames.
-PROMPT, RESPONSE, NUM_EPISODES = (12, 28), (0, 64), 8
+# Of an update: a prompt eight times as long as a response, most of it frames, small ones.
+PROMPT, RESPONSE, NUM_EPISODES = (64, 104), (0, 96), 8
+SMALL_GRID = (6, 6)
 TOKEN_BUCKET = 32
 DTYPES = ("float32", "bfloat16")
 
@@ -73,13 +83,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
                 case = {"model": size, "dtype": dtype}
                 for workload, shapes in WORKLOADS.items() if args.workload != "update" else ():
-                    examples = [example(config, seed, *shape) for seed, shape in enumerate(shapes)]
+                    examples = [example(config, seed, *shape, FRAME_GRID) for seed, shape in enumerate(shapes)]
                     for mode, row in _compare(reference, Path(folder), dtype, examples, args.repeats).items():
                         passes.append({**case, "workload": workload, "mode": mode, **row})
                         print(_pass_line(passes[-1]), file=sys.stderr, flush=True)
                 if args.workload != "passes":
                     prompt, *responses = (
-                        example(config, seed, *(RESPONSE if seed else PROMPT)) for seed in range(NUM_EPISODES + 1)
+                        example(config, seed, *(RESPONSE if seed else PROMPT), SMALL_GRID)
+                        for seed in range(NUM_EPISODES + 1)
                     )
                     group = update.EpisodeGroup(
                         config, prompt.ids, prompt.frames, [response.ids for response in responses]
@@ -124,9 +135,9 @@ def _with_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def example(config: ModelConfig, seed: int, num_frames: int, num_text: int) -> Example:
+def example(config: ModelConfig, seed: int, num_frames: int, num_text: int, grid: tuple[int, int]) -> Example:
     random = np.random.default_rng(seed)
-    down, across = FRAME_GRID
+    down, across = grid
     plain = min(config.image_token_id, config.vision_start_token_id)
     frame_ids = [
         config.vision_start_token_id,
@@ -134,7 +145,7 @@ def example(config: ModelConfig, seed: int, num_frames: int, num_text: int) -> E
         config.vision_end_token_id,
     ]
     shape = (down * across, config.vision.patch_values)
-    frames = [Frame(random.standard_normal(shape, np.float32), FRAME_GRID) for _ in range(num_frames)]
+    frames = [Frame(random.standard_normal(shape, np.float32), grid) for _ in range(num_frames)]
     return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)
 
 

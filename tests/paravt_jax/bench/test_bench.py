@@ -30,6 +30,7 @@ def bench(monkeypatch):
 def small(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # otherwise the bench restarts its process
     monkeypatch.setattr(learner, "FRAME_GRID", (4, 6))
+    monkeypatch.setattr(learner, "SMALL_GRID", (4, 6))
     monkeypatch.setattr(learner, "WORKLOADS", {"one sequence": [(2, 11)], "unequal batch": [(2, 11), (0, 29)]})
     monkeypatch.setattr(learner, "PROMPT", (2, 11))
     monkeypatch.setattr(learner, "RESPONSE", (0, 7))
