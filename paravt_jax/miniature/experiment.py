@@ -185,9 +185,10 @@ class Experiment:
             *self.train,
         ]
         config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' or arm in VARIANTS else arm}.yaml"
-        num_steps = load_config(config, *settings, schema=Config).train.num_steps
-        part = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, num_steps)
-        return replace(part, needs=cold_start.done)
+        train = load_config(config, *settings, schema=Config).train
+        part = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, train.num_steps)
+        last = _checkpoint(directory, train.num_steps * train.updates_per_step)  # named by its version
+        return replace(part, done=last, needs=cold_start.done)
 
     def _evaluation(self, name: str) -> Part:
         """Of a cold start, or of an arm with its seed; with the prefix forced where it was in training."""
@@ -212,8 +213,12 @@ class Experiment:
 
 
 def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Part:
-    done = directory / "checkpoints" / str(num_steps) / "state.json"
+    done = _checkpoint(directory, num_steps)
     return Part(name, directory, _command(module, config, settings), num_steps, "metrics.jsonl", done)
+
+
+def _checkpoint(directory: Path, version: int) -> Path:
+    return directory / "checkpoints" / str(version) / "state.json"
 
 
 def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:

@@ -294,6 +294,9 @@ def test_a_variant_differs_from_para_grpo_in_its_settings_alone(tmp_path):
     for name, settings in VARIANTS.items():
         own = [one for one in parts[f"{name}/seed0"].command if one not in whole]
         assert own == [f"run_dir={tmp_path / name / 'seed0'}", *settings]
+    # A checkpoint is named by its version, and a step of two updates makes two.
+    last = {name: int(parts[f"{name}/seed0"].done.parent.name) for name in ("para_grpo", "two_updates")}
+    assert last["two_updates"] == 2 * last["para_grpo"]
 
 
 def test_an_arm_that_does_not_exist_is_refused():
