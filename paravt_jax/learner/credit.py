@@ -66,9 +66,11 @@ def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat:
         begin, end = turn.token_span
         length = len(turn.text)
         spans = [(min(start, length), min(stop, length)) for start, stop in chat.spans(ids[begin:end])]
-        tokens = zip(spans, advantage[begin:end].tolist(), strict=True)
-        for (value, _), alike in itertools.groupby(tokens, lambda token: (token[1], token[0][0] == length)):
-            places = [span for span, _ in alike]
+        tokens = [
+            (value, span[0] == length, span) for value, span in zip(advantage[begin:end].tolist(), spans, strict=True)
+        ]
+        for (value, _), alike in itertools.groupby(tokens, lambda token: token[:2]):
+            places = [span for *_, span in alike]
             if value:
                 yield Place(number, places[0][0], places[-1][1]), value
 

@@ -69,7 +69,7 @@ class LoggedSteps:
         last = last_step(run_dir)
         paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
         steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
-        if not steps:
+        if not steps or "sft" in settings_of(run_dir):  # a cold start has samples there
             raise ValueError(f"{run_dir} has no episodes of the steps that it has done; give a run of paravt_jax.train")
         first = min(steps)
         if lost := sorted({*range(first, last + 1)} - steps):

@@ -42,8 +42,9 @@ class Page(HTMLParser):
         self._inside = ""
         self.feed(page.decode())
         self.close()
-        self.data = json.loads(self.contents["application/json"])
-        self.episodes = self.data["sample"]["episodes"]
+        self.all = json.loads(self.contents["application/json"])
+        self.data, self.rows = self.all["runs"][0], self.all["rows"]
+        self.episodes = [json.loads(line) for line in self.contents.get("text/plain", "").splitlines()]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
@@ -58,8 +59,8 @@ class Page(HTMLParser):
         self._inside = ""
 
 
-def view(run_dir: Path, max_episodes: int = 200) -> Page:
-    return Page(make_page(run_dir, max_episodes))
+def view(*run_dirs: Path, max_episodes: int = 200, frames: bool = False) -> Page:
+    return Page(make_page(run_dirs, max_episodes, frames=frames))
 
 
 def command(monkeypatch, *args: object) -> int:
@@ -93,7 +94,7 @@ def test_the_page_asks_for_nothing_and_allows_only_its_own_style_and_script(page
     for name in ("style", "script"):
         digest = base64.b64encode(hashlib.sha256(page.contents[name].encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
-    assert "default-src 'none'" in policy
+    assert "default-src 'none'" in policy and "img-src data:;" in policy
 
 
 def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
@@ -107,8 +108,9 @@ def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
 
 
 def test_the_data_are_plain_ascii_without_a_sign_of_markup(tmp_path):
-    data = view(make_run(tmp_path / "run", texts=NASTY)).contents["application/json"]
-    assert data.isascii() and not set(data) & set("<>&\x00")
+    contents = view(make_run(tmp_path / "run", texts=NASTY)).contents
+    for data in (contents["application/json"], contents["text/plain"]):
+        assert data.isascii() and not set(data) & set("<>&\x00")
 
 
 def test_what_has_no_shape_is_spelled_out():
@@ -181,10 +183,6 @@ def test_calls_have_their_window_in_the_video_and_frames_their_times(page):
     assert all(call["video"] == 0 and call["response"] for call in calls)
 
 
-def test_without_the_runs_tokenizer_there_is_no_timeline_but_a_page(tmp_path):
-    assert all(not episode["videos"] for episode in view(make_run(tmp_path / "run", 1, tokenizer=False)).episodes)
-
-
 def test_a_missing_episode_is_shown_with_its_problem_and_its_siblings_question(page):
     missing = [episode for episode in page.episodes if episode["missing"]]
     assert missing and all("no server answered" in episode["problem"] for episode in missing)
@@ -203,20 +201,20 @@ def forty_steps(tmp_path) -> Path:
 
 @pytest.mark.parametrize("max_episodes", [0, 1, 3, 8, 50])
 def test_episodes_are_taken_evenly_over_the_steps(max_episodes, forty_steps):
-    steps = [episode["step"] for episode in view(forty_steps, max_episodes).episodes]
+    steps = [episode["step"] for episode in view(forty_steps, max_episodes=max_episodes).episodes]
     assert len(steps) == max_episodes
     assert steps == sorted(steps) and max(Counter(steps).values(), default=0) <= 5
     assert steps[-1:] in ([], [40]) and (max_episodes < 8 or steps[0] == 1)
 
 
 def test_few_episodes_of_many_steps_are_not_always_the_same_members(forty_steps):
-    assert {episode["id"] for episode in view(forty_steps, 40).episodes} == set("012345")
+    assert {episode["id"] for episode in view(forty_steps, max_episodes=40).episodes} == set("012345")
 
 
 @pytest.mark.slow
 def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path):
     run_dir = make_run(tmp_path / "run", 1, texts=["<think>\n" + "\U0001f3fa<answer>" * 3_000, "\x00" * 200_000] * 3)
-    page = make_page(run_dir, 200)
+    page = make_page([run_dir], 200)
     assert len(page) < PAGE_BYTES
     long = [episode for episode in Page(page).episodes if episode["id"].startswith("000099")]
     assert all(any("left_out" in piece for piece in episode["turns"][0]["pieces"]) for episode in long)
@@ -251,7 +249,12 @@ def test_a_run_without_steps_says_so(run_dir, tmp_path):
     shutil.copy(run_dir / "config.json", tmp_path)
     page = view(tmp_path)
     assert page.data["about"]["steps_done"] == 0 and page.data["about"]["steps_planned"] == 5
-    assert page.episodes == [] and page.data["headlines"] == [] and page.data["figures"]["charts"] == []
+    assert (
+        page.episodes == []
+        and page.rows == []
+        and page.data["headlines"] == []
+        and page.data["figures"]["charts"] == []
+    )
 
 
 def test_a_run_of_another_kind_has_charts_of_what_it_logged(tmp_path):
