@@ -57,11 +57,20 @@ REPORTS = (
     "559 seconds the hands are wiped on a cloth and the shot changes.",
     "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
 )
+NASTY = (  # what nobody would want in a page
+    "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
+    "<think>\n\"'`${data} $script $$ {{js}} &lt; &amp; <!-- <script> --> ]]> \\u003c </style></textarea></think>",
+    "<think>\nNUL \x00 ESC \x1b bell \x07 lines \u2028 \u2029 turned \u202e around \u2066</think>",
+    "<think>\nhalf of a pair \ud83d and the other \ude00</think>",
+    "<think>\n\U0001f3fa before a tag</think><answer>B</answer>",
+    "<think>" * 300 + "</answer>" * 300,
+)
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_reward.py"
 PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
 assert PLUGIN is not None
 CHAT = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
 VIDEO = "/videos/studio.mp4"
+MAX_CHARS = 4_000  # that are tokens too: more would only take time
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 
@@ -122,6 +131,11 @@ def make_run(
             members = [member for group in groups for member in group.members]
             log.validation(step, {f"validation/{name}": value for name, value in member_metrics(members).items()})
     log.close()
+    return run_dir
+
+
+def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_dir
 
 
@@ -204,7 +218,7 @@ def _call(found, place: int, started_s: float, chance: np.random.Generator) -> C
 
 
 def _sampled(ledger: Ledger, text: str, chance: np.random.Generator) -> None:
-    ids = CHAT.encode(text.encode(errors="replace").decode())  # no tokenizer gives half of a pair
+    ids = CHAT.encode(text[:MAX_CHARS].encode(errors="replace").decode())  # no tokenizer gives half of a pair
     ledger.segments.append(Segment("sampled", ids, (), -chance.exponential(0.4, len(ids)), 2))
 
 
