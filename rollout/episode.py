@@ -178,6 +178,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Episode:
+    """One question from its overview to its answer, as far as it has come."""
+
     id: str
     task: Task
     ledger: Ledger

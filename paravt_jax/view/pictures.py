@@ -22,7 +22,7 @@ from rollout.video.box import Box
 from rollout.video.reader import FrameReader, VideoError
 
 MAX_BYTES = 6_000_000  # of all pictures, as they stand in the page
-SIZE_PX = (72, 128)  # height and width, at most
+HEIGHT_PX, WIDTH_PX = 72, 128  # at most
 QUALITY = 45  # of WebP; a frame has about 2 KB
 DEADLINE_S = 60.0
 MAX_PROBLEMS = 5  # that are told
@@ -103,13 +103,13 @@ def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
 def thumbnail(pixels: UInt8[np.ndarray, "H W 3"]) -> str:
     """A small picture as base64."""
     image, content = Image.fromarray(pixels), io.BytesIO()
-    image.thumbnail(SIZE_PX[::-1])
+    image.thumbnail((WIDTH_PX, HEIGHT_PX))
     image.save(content, "WEBP", quality=QUALITY)
     return base64.b64encode(content.getvalue()).decode()
 
 
 def thumbnail_size(height: int, width: int) -> tuple[int, int]:
-    scale = min(1.0, SIZE_PX[0] / height, SIZE_PX[1] / width)
+    scale = min(1.0, HEIGHT_PX / height, WIDTH_PX / width)
     return max(1, round(scale * height)), max(1, round(scale * width))
 
 

@@ -8,7 +8,7 @@ from make_video import at_fps, write_video
 from PIL import Image
 
 from paravt_jax.view import pictures
-from paravt_jax.view.pictures import SIZE_PX, Album, Strip, make_album, thumbnail_size
+from paravt_jax.view.pictures import HEIGHT_PX, WIDTH_PX, Album, Strip, make_album, thumbnail_size
 
 
 def episode(path, *calls, frames_s=(0.0, 0.5, 1.0)) -> dict:
@@ -29,7 +29,7 @@ def test_the_overview_and_every_crop_have_their_pictures_and_equal_frames_are_on
     assert crop["pictures"][0] == overview["pictures"][1] != detail["pictures"][0]
     assert episodes[1]["videos"][0]["pictures"] == overview["pictures"]
     image = Image.open(io.BytesIO(base64.b64decode(album.pictures[0])))
-    assert image.size <= SIZE_PX[::-1] and image.format == "WEBP"
+    assert image.size <= (WIDTH_PX, HEIGHT_PX) and image.format == "WEBP"
 
 
 def test_the_longest_strips_are_left_out_first_and_counted(video, monkeypatch):
