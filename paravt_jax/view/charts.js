@@ -1,6 +1,6 @@
 /* ---- charts over the steps, of one run or of two over each other ---- */
 const MARKED = 40; // with more points, they give way to a running mean
-const MAX_TOLD = 2; // gaps of a chart that are told beneath it
+const MAX_TOLD = 3, MAX_LISTED = 40; // gaps of one reason that are told one by one beneath a chart; and where one points at that
 const SECTIONS = { learned: "The policy", learner: "The learner", machine: "The machine" };
 const charts = [];
 const allSteps = distinct(runs.flatMap((run) => (run.figures ? run.figures.steps : []))).sort((one, other) => one - other);
@@ -79,10 +79,11 @@ class Chart {
   }
 
   why() {
-    const told = this.lines.flatMap((line) => line.gaps.map((gap) => `${this.lines.length > 1 ? `${this.name(line)}, ` : ""}${spanOf(gap)}: ${gap[2]}`));
-    if (!told.length) return null;
-    const more = told.length > MAX_TOLD ? `; ${told.length - MAX_TOLD} more gaps` : "";
-    return h("p", { class: "why", title: told.slice(0, 40).join("\n") }, `No value: ${told.slice(0, MAX_TOLD).join("; ")}${more}`);
+    const reasons = new Map();
+    for (const line of this.lines) for (const gap of line.gaps) reasons.set(gap[2], [...(reasons.get(gap[2]) ?? []), `${this.lines.length > 1 ? `${this.name(line)} ` : ""}${spanOf(gap)}`]);
+    if (!reasons.size) return null;
+    const told = [...reasons].map(([reason, spans]) => `${reason} (${spans.length > MAX_TOLD ? plural(spans.length, "gap") : spans.join(", ")})`);
+    return h("p", { class: "why", title: [...reasons.values()].flat().slice(0, MAX_LISTED).join("\n") }, `No value: ${told.join("; ")}`);
   }
 
   name(line) { return [comparing ? RUN_NAMES[line.run] : "", line.label].filter(Boolean).join(" "); }

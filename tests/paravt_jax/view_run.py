@@ -246,5 +246,5 @@ def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random
 
 
 if __name__ == "__main__":
-    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=120)
+    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=500)
     print(made)
