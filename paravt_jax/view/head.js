@@ -67,9 +67,9 @@ const drawHeadlines = () => {
     if (kind === "evaluation") return undefined;
     if (!done) return host.append(h("p", { class: "notice" }, runMark(place), " This run has logged no step yet. Make the page again when it has."));
     if (!run.headlines.length) return undefined;
-    const steps = run.headlines[0].num_steps;
-    host.append(h("div", { class: "cards" }, run.headlines.map((item) => headlineOf(item, place, done > 1))));
-    if (done > 1 && place === runs.length - 1) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step against the first." : `The mean of the last ${steps} steps against that of the first ${steps}.`));
+    const steps = run.headlines[0].num_steps, moved = run.figures.steps.length > 1;
+    host.append(h("div", { class: "cards" }, run.headlines.map((item) => headlineOf(item, place, moved))));
+    if (moved && place === runs.length - 1) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step against the first." : `The mean of the last ${steps} steps against that of the first ${steps}.`));
     return undefined;
   });
 };

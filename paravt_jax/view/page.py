@@ -32,7 +32,7 @@ SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # one scr
 def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = False) -> bytes:
     """The page of what one run has logged so far, or of two beside each other; `frames`: with pictures of them."""
     settings = [_settings(run_dir) for run_dir in run_dirs]
-    chosen = _chosen(run_dirs, max_episodes)
+    chosen = _chosen(run_dirs, settings, max_episodes)
     num_bytes = share_bytes(sum(len(one.lines) for one in chosen))
     of_runs = [
         [shown_within(num_bytes, record, _forced(of_run)) for record in one.records()]
@@ -72,7 +72,7 @@ def rendered(
     script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
     page = Template(source.joinpath("page.html").read_text("utf-8")).substitute(  # in one pass: a text with a
         title=html.escape(visible(title)),  # placeholder in it stays as it is
-        policy=html.escape(_policy(style, script)),
+        policy=html.escape(_policy(style, script, pictured=album is not None)),
         style=style,
         script=script,
         data=embedded(data),
@@ -103,7 +103,7 @@ def _settings(run_dir: Path) -> dict[str, Any]:
     return settings
 
 
-def _chosen(run_dirs: Sequence[Path], max_episodes: int) -> list[Chosen]:
+def _chosen(run_dirs: Sequence[Path], settings: Sequence[Mapping[str, Any]], max_episodes: int) -> list[Chosen]:
     """The same share of every run; of two with steps, those of the steps that both have, if there are any."""
     share = max_episodes // len(run_dirs)
     steps = [steps_of(run_dir) for run_dir in run_dirs]
@@ -111,8 +111,10 @@ def _chosen(run_dirs: Sequence[Path], max_episodes: int) -> list[Chosen]:
     if both and len(run_dirs) > 1:
         steps = [{step: path for step, path in of_run.items() if step in both} for of_run in steps]
     return [
-        chosen_of_steps(list(of_run.values()), share) if of_run else chosen_of_cells(cells_of(run_dir), share)
-        for run_dir, of_run in zip(run_dirs, steps, strict=True)
+        chosen_of_steps(list(of_run.values()), share)
+        if of_run
+        else chosen_of_cells(cells_of(run_dir), share // _num_samples(of_settings))
+        for run_dir, of_settings, of_run in zip(run_dirs, settings, steps, strict=True)
     ]
 
 
@@ -132,13 +134,18 @@ def _run(
     }
 
 
+def _num_samples(settings: Mapping[str, Any]) -> int:
+    """Episodes of one line of an evaluation."""
+    return (settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
+
+
 def _forced(settings: Mapping[str, Any]) -> str:
     return (settings.get("config", {}).get("rollout") or {}).get("forced_prefix", "")
 
 
-def _policy(style: str, script: str) -> str:
+def _policy(style: str, script: str, *, pictured: bool) -> str:
     return (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; {'img-src data:; ' if pictured else ''}"
         f"style-src {_hash(style)}; script-src {_hash(script)}; "
         f"require-trusted-types-for 'script'; trusted-types 'none'"
     )
