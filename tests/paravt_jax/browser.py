@@ -129,7 +129,7 @@ def main() -> None:
     with browser() as tab:
         tab.show_as(tuple(args.size) if args.size else PHONE if args.phone else DESKTOP, dark=args.dark)
         tab.open(args.page, args.fragment)
-        print(tab.run(TIMES))
+        print(tab.run(TIMES) if not args.fragment else "")
         tab.run(args.do)
         tab.picture(args.out, whole=args.full)
         for told in tab.told:
