@@ -35,7 +35,7 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     chosen = _chosen(run_dirs, settings, max_episodes)
     num_bytes = share_bytes(sum(len(one.lines) for one in chosen))
     of_runs = [
-        [shown_within(num_bytes, record, _forced(of_run)) for record in one.records()]
+        [shown_within(num_bytes, record | _split(of_run), _forced(of_run)) for record in one.records()]
         for one, of_run in zip(chosen, settings, strict=True)
     ]
     episodes = [episode for of_run in of_runs for episode in of_run]
@@ -137,6 +137,12 @@ def _run(
 def _num_samples(settings: Mapping[str, Any]) -> int:
     """Episodes of one line of an evaluation."""
     return (settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
+
+
+def _split(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The public split of an evaluation, by which its episodes are told from those of another."""
+    split = (settings.get("config", {}).get("data") or {}).get("split")
+    return {"split": split} if split else {}
 
 
 def _forced(settings: Mapping[str, Any]) -> str:

@@ -19,12 +19,13 @@ from PIL import Image
 from model_port.progress import counted
 from paravt_jax.view.episodes import visible
 from rollout.video.box import Box
-from rollout.video.reader import FrameReader, VideoError
+from rollout.video.reader import FrameReader, TimedPicture, VideoError
 
 MAX_BYTES = 6_000_000  # of all pictures, as they stand in the page
 HEIGHT_PX, WIDTH_PX = 72, 128  # at most
 QUALITY = 45  # of WebP; a frame has about 2 KB
 DEADLINE_S = 60.0
+AT_ONCE = 16  # strips that are read at the same time
 MAX_PROBLEMS = 5  # that are told
 
 
@@ -116,19 +117,25 @@ def thumbnail_size(height: int, width: int) -> tuple[int, int]:
 async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
     """What is wrong with the videos that cannot be read, by path."""
     lost: dict[str, str] = {}
+
+    async def read(strip: Strip) -> list[TimedPicture]:
+        try:
+            frames = await reader.frames(strip.path, strip.times_s, DEADLINE_S, strip.box)
+        except VideoError as problem:
+            lost[strip.path] = f"{Path(strip.path).name}: {problem}"
+            return []
+        if len(frames) != len(strip.times_s):
+            lost[strip.path] = f"{Path(strip.path).name}: it is another video now"
+        return frames
+
     async with FrameReader(thumbnail_size) as reader:
-        for strip in counted(strips, "reading frames", "strip"):
-            if strip.path in lost:
-                continue
-            try:
-                frames = await reader.frames(strip.path, strip.times_s, DEADLINE_S, strip.box)
-            except VideoError as problem:
-                lost[strip.path] = f"{Path(strip.path).name}: {problem}"
-                continue
-            if len(frames) != len(strip.times_s):
-                lost[strip.path] = f"{Path(strip.path).name}: it is another video now"
-            elif not album.add(strip, [thumbnail(frame.picture.pixels) for frame in frames]):
-                break
+        for first in counted(range(0, len(strips), AT_ONCE), "reading frames", "part"):
+            some = [strip for strip in strips[first : first + AT_ONCE] if strip.path not in lost]
+            for strip, frames in zip(some, await asyncio.gather(*map(read, some)), strict=True):
+                if strip.path in lost:
+                    continue
+                if not album.add(strip, [thumbnail(frame.picture.pixels) for frame in frames]):
+                    return lost
     return lost
 
 

@@ -232,6 +232,7 @@ def test_an_evaluation_has_its_cells_with_the_figures_of_their_certificates(tmp_
     assert (done["num_there"], done["num_expected"], done["dispatch"], done["frame_budget"]) == (3, 1337, "none", 3)
     assert (begun["num_there"], begun["scores"]) == (3, {})
     assert Counter(row["cell"] for row in page.rows) == {"none_3": 4, "none_5": 4}  # two samples each, both twice
+    assert {row["split"] for row in page.rows} == {"longvideobench"}
     assert ["Calls made", "none"] in page.data["about"]["facts"]
 
 
