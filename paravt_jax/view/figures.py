@@ -4,6 +4,7 @@ Quantities, their names and colours are those of `paravt_jax.run.plots`. A chart
 a run of another kind, with keys of its own, shows what it has.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -211,19 +212,19 @@ def charts(run: LoggedRun) -> dict[str, Any]:
 def gaps(table: Table, key: str) -> list[tuple[int, int, str]]:
     """The steps where a curve has a gap: first, last, and why."""
     steps = table.steps.tolist()
-    if not steps:
-        return []
-    absent = sorted({*range(steps[0], steps[-1] + 1)} - {*steps})
-    reasons = dict.fromkeys(absent, "the step is not in the log")
     unknown = ~np.isfinite(table.column(key))
-    reasons |= {step: _why(table.rows[step], key) for step, missing in zip(steps, unknown, strict=True) if missing}
-    found: list[tuple[int, int, str]] = []
-    for step in sorted(reasons):
-        if found and found[-1][1] == step - 1 and found[-1][2] == reasons[step]:
-            found[-1] = (found[-1][0], step, reasons[step])
-        else:
-            found.append((step, step, reasons[step]))
-    return found
+    each = [
+        (one + 1, other - 1, "the step is not in the log")
+        for one, other in itertools.pairwise(steps)
+        if other > one + 1
+    ]
+    each += [(step, step, _why(table.rows[step], key)) for step in itertools.compress(steps, unknown)]
+    joined: list[tuple[int, int, str]] = []
+    for first, last, why in sorted(each):
+        if joined and joined[-1][1:] == (first - 1, why):
+            first = joined.pop()[0]
+        joined.append((first, last, why))
+    return joined
 
 
 def _why(row: Mapping[str, Any], key: str) -> str:

@@ -14,12 +14,19 @@ const episodeAt = (place) => {
   texts ??= document.getElementById("records").textContent.split("\n");
   return { ...JSON.parse(texts[place]), result: rows[place].result };
 };
-const ofPrompt = new Map();
-rows.forEach((row, place) => ofPrompt.set(row.prompt, [...(ofPrompt.get(row.prompt) ?? []), place]));
-const memberOf = (place) => ofPrompt.get(rows[place].prompt).filter((other) => rows[other].run === rows[place].run && rows[other].step === rows[place].step && rows[other].cell === rows[place].cell).indexOf(place);
+const grouped = (of) => { // places by what a row is
+  const groups = new Map();
+  rows.forEach((row, place) => {
+    if (!groups.has(of(row))) groups.set(of(row), []);
+    groups.get(of(row)).push(place);
+  });
+  return groups;
+};
+const ofPrompt = grouped((row) => row.prompt), members = [];
+for (const places of grouped((row) => JSON.stringify([row.run, row.prompt, row.step, row.cell])).values()) places.forEach((place, n) => { members[place] = n; });
 const partnersOf = (place) => { // of the same prompt in the other run, the likest first
-  const row = rows[place], member = memberOf(place);
-  const distance = (other) => [rows[other].cell !== row.cell, Math.abs((rows[other].step ?? 0) - (row.step ?? 0)), Math.abs(memberOf(other) - member)];
+  const row = rows[place];
+  const distance = (other) => [rows[other].cell !== row.cell, Math.abs((rows[other].step ?? 0) - (row.step ?? 0)), Math.abs(members[other] - members[place])];
   const nearer = (one, other) => { const [a, b] = [distance(one), distance(other)]; return a[0] - b[0] || a[1] - b[1] || a[2] - b[2]; };
   return ofPrompt.get(row.prompt).filter((other) => rows[other].run !== row.run).sort(nearer);
 };
@@ -140,7 +147,7 @@ const barOf = (place, partners) => {
 };
 const nameOf = (place) => {
   const row = rows[place];
-  return [row.cell ? spelled(row.cell) : known(row.step) ? `step ${row.step}` : null, row.prompt, `no. ${memberOf(place) + 1}`].filter(Boolean).join(" · ");
+  return [row.cell ? spelled(row.cell) : known(row.step) ? `step ${row.step}` : null, row.prompt, `no. ${members[place] + 1}`].filter(Boolean).join(" · ");
 };
 const swap = (other, partners) => {
   const beside = [current, other].sort((one, two) => rows[one].run - rows[two].run);

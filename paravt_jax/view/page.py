@@ -52,7 +52,7 @@ def question_page(
     episode = shown_within(share_bytes(1), record, _forced(settings))
     album = Album.of(pictures, [episode])
     head = {"kind": "question", "name": episode["question"], "steps_done": 0, "steps_planned": None, **told(settings)}
-    run = {"about": head, "headlines": [], "figures": None, "cells": [], "answer": answer, "num_shown": 1}
+    run = {"about": head, "figures": None, "cells": [], "answer": answer}
     return rendered(episode["question"], [run], [row_of(episode, 0)], [episode], album)
 
 
@@ -70,8 +70,9 @@ def rendered(
     style = source.joinpath("page.css").read_text("utf-8")
     parts = [source.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
-    page = Template(source.joinpath("page.html").read_text("utf-8")).substitute(  # in one pass: a text with a
-        title=html.escape(visible(title)),  # placeholder in it stays as it is
+    markup = source.joinpath("page.html").read_text("utf-8")
+    page = Template(markup).substitute(  # in one pass: a text with a placeholder in it stays as it is
+        title=html.escape(visible(title)),
         policy=html.escape(_policy(style, script, pictured=album is not None)),
         style=style,
         script=script,
