@@ -5,13 +5,14 @@ Of a run only settings are told that say nothing of the machine: data by their n
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from model_port.evaluated import Cell, evaluation_lines
 from model_port.hf_files import HUB_ID, RECIPE_FILE
 
 CURVE_FILE = "training.png"
@@ -30,7 +31,7 @@ $metadata
 
 A Qwen3-VL in Hugging Face format, exported from $what with `model_port.export` of
 paravt_jax, a JAX implementation of agentic reinforcement learning for long-video understanding.
-$base$training
+$base$training$evaluation
 ## Ask it
 
 ```bash
@@ -58,7 +59,9 @@ Learning*,
 """
 
 
-def make_card(src: Path, name: str, base: str | None, dtype: str, *, has_recipe: bool) -> str:
+def make_card(
+    src: Path, name: str, base: str | None, dtype: str, *, has_recipe: bool, cells: Sequence[Cell] = ()
+) -> str:
     settings = run_settings(src)
     licence = next((known for prefix, known in LICENCES.items() if (base or "").startswith(prefix)), None)
     metadata = ModelCardData(
@@ -75,6 +78,7 @@ def make_card(src: Path, name: str, base: str | None, dtype: str, *, has_recipe:
         what=f"step {src.name} of a training run" if _is_of_a_run(src) else "a checkpoint",
         base=f"\nIt began as [{base}](https://huggingface.co/{base}), whose license applies.\n" if base else "",
         training="\n".join(["", *_training(settings, curve_of(src) is not None)]) if settings else "",
+        evaluation="\n".join(["", *evaluation_lines(cells)]) if cells else "",
         recipe=f"; both go by its `{RECIPE_FILE}`, the words and pixels that it was trained with" if has_recipe else "",
         dtype=dtype,
         citation=CITATION if settings else "",

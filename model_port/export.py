@@ -34,6 +34,7 @@ from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
+from model_port.evaluated import read_cells
 from model_port.hf_files import (
     CARD_FILE,
     CONFIG_FILE,
@@ -63,8 +64,12 @@ def export(
     max_shard_gib: float = MAX_SHARD_GIB,
     force: bool = False,
     name: str | None = None,
+    evaluation: str | Path | None = None,
 ) -> ConversionReport:
-    """Writes the Hugging Face directory `dst`; `dtype` is the checkpoint's own by default, `name` is for its card."""
+    """Writes the Hugging Face directory `dst`; `dtype` is the checkpoint's own by default, `name` is for its card.
+
+    So is `evaluation`, the run_dir of one of this model.
+    """
     start_s = time.monotonic()
     if dtype is not None:
         parse_dtype(dtype)
@@ -77,7 +82,9 @@ def export(
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(hf_dir), dtype)
     title, base = name or Path(dst).name, base_model(hf_dir)
-    files[CARD_FILE] = make_card(Path(src), title, base, dtype, has_recipe=RECIPE_FILE in files).encode()
+    cells = read_cells(Path(evaluation), [str(src), str(dst), title]) if evaluation is not None else []
+    card = make_card(Path(src), title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells)
+    files[CARD_FILE] = card.encode()
     if (curve := curve_of(Path(src))) is not None:
         files[CURVE_FILE] = curve.read_bytes()
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
@@ -269,6 +276,7 @@ def main() -> None:
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
     add_push_flags(parser, "with --push-to-hub: ")
+    parser.add_argument("--evaluation", metavar="RUN", help="run_dir of an evaluation of it, for its card")
     parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
     parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
     add_debug_flag(parser)
@@ -284,7 +292,13 @@ def main() -> None:
         print(export_adapter(args.src, args.dst, args.dtype, force=args.force))
         return
     report = export(
-        args.src, args.dst, args.dtype, max_shard_gib=args.max_shard_gib, force=args.force, name=args.push_to_hub
+        args.src,
+        args.dst,
+        args.dtype,
+        max_shard_gib=args.max_shard_gib,
+        force=args.force,
+        name=args.push_to_hub,
+        evaluation=args.evaluation,
     )
     print(report)
     if args.push_to_hub is not None:

@@ -56,7 +56,7 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             if not args.interactive:
                 break
         if args.html is not None and answer is not None:
-            page = page_of(answer, answerer)
+            page = page_of(answer, answerer, args.model)
             with whole_file(args.html) as file:
                 file.write(page)
             print(args.html, file=sys.stderr)

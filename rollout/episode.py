@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from rollout.engine.protocol import (
     Sampling,
 )
 from rollout.ledger import Ledger
-from rollout.prompter import Closeup, Frames, Overview, Prompter, Task
+from rollout.prompter import Closeup, Frames, Overview, Prompter, ShownVideo, Task
 from rollout.prompts import Prompts, prompts_of
 from rollout.seeds import derived_seed
 from rollout.threads import abandonable
@@ -134,6 +134,8 @@ class Call:
     report: Ledger | None = None
     latency_s: float = 0.0
     path: str = ""  # of the video that it looked at
+    frames_s: tuple[float | int, ...] = ()  # when each frame begins that was shown to the sub-agent
+    started_s: float = 0.0  # after the episode began
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -144,6 +146,9 @@ class Call:
             "problem": self.problem,
             "window_s": None if self.window is None else [self.window.start_s, self.window.end_s],
             "box": self.box,
+            "path": self.path,
+            "frames_s": _rounded(self.frames_s),
+            "started_s": round(self.started_s, 4),
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
         }
@@ -158,12 +163,14 @@ class Turn:
     token_span: tuple[int, int]  # in the ledger's ids, from the forced prefix to the last sampled token
     calls: list[Call] = field(default_factory=list)
     latency_s: float = 0.0
+    started_s: float = 0.0  # after the episode began
 
     def to_record(self) -> dict[str, Any]:
         return {
             "text": self.text,
             "finish": self.finish,
             "token_span": self.token_span,
+            "started_s": round(self.started_s, 4),
             "latency_s": round(self.latency_s, 4),
             "calls": [call.to_record() for call in self.calls],
         }
@@ -171,6 +178,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Episode:
+    """One question from its overview to its answer, as far as it has come."""
+
     id: str
     task: Task
     ledger: Ledger
@@ -179,6 +188,8 @@ class Episode:
     seconds: float = 0.0
     num_prompt_tokens: int = 0  # of all requests, pictures expanded
     num_cached_tokens: int = 0
+    videos: tuple[ShownVideo, ...] = ()  # as the overview shows them
+    overview_s: float = 0.0  # that it took, before the episode began; a group has one
 
     @property
     def calls(self) -> list[Call]:
@@ -206,6 +217,8 @@ class Episode:
             "frame_budget": self.task.frame_budget,
             "finish": self.finish,
             "seconds": round(self.seconds, 4),
+            "overview_s": round(self.overview_s, 4),
+            "videos": [asdict(video) | {"frames_s": _rounded(video.frames_s)} for video in self.videos],
             "segments": self.ledger.to_record(),
             "turns": [turn.to_record() for turn in self.turns],
         }
@@ -260,10 +273,16 @@ class Agent:
         turn: whoever keeps it has what there is of it, also when it is never ended.
         """
         started_s = time.monotonic()
-        episode = Episode(f"{overview.task.id}/{number}", overview.task, Ledger())
+        episode = Episode(
+            f"{overview.task.id}/{number}",
+            overview.task,
+            Ledger(),
+            videos=overview.shown,
+            overview_s=overview.seconds,
+        )
         begun(episode)
         watcher = watcher or Watcher()
-        run = _Run(self, overview, episode, seed, version, watcher)
+        run = _Run(self, overview, episode, seed, version, watcher, started_s)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):
             last = turn_number == self.config.tool_turns
@@ -303,7 +322,12 @@ class _Run:
     seed: int
     version: int | None
     watcher: Watcher
+    began_s: float
     said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
+
+    def now_s(self) -> float:
+        """Since the episode began."""
+        return time.monotonic() - self.began_s
 
     def room(self, ledger: Ledger) -> int:
         """Tokens that a dialogue may still grow by."""
@@ -318,7 +342,7 @@ class _Run:
         room = self.room(ledger) - len(forced)
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
             return None
-        begin = len(ledger.ids)
+        begin, started_s = len(ledger.ids), self.now_s()
         ledger.add("forced", forced)
         stop_ids = chat.stop_ids if config.dispatch != "sequential" else (*chat.stop_ids, chat.call_end_id)
         generation = await self._generate(
@@ -337,6 +361,7 @@ class _Run:
             generation.finish,
             (begin, len(ledger.ids)),
             latency_s=generation.latency_s,
+            started_s=started_s,
         )
         self.episode.turns.append(turn)
         return turn
@@ -353,8 +378,7 @@ class _Run:
         return await asyncio.gather(*(self._carry_out(call, turn_number, number) for number, call in enumerate(calls)))
 
     async def _carry_out(self, call: ToolCall, turn_number: int, number: int) -> Call:
-        started_s = time.monotonic()
-        result = Call(call, "error", "")
+        result = Call(call, "error", "", started_s=self.now_s())
         tool = self.agent.tools.get(call.name, Tool())
         try:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
@@ -373,7 +397,7 @@ class _Run:
             if task is None or task.cancelling():
                 raise
             self._fail(result, "error", tool.failed, problem)  # of something that the tool waited for
-        result.latency_s = time.monotonic() - started_s
+        result.latency_s = self.now_s() - result.started_s
         self.watcher.answered(turn_number, number, result)
         return result
 
@@ -404,7 +428,7 @@ class _Run:
         agent, config = self.agent, self.agent.config
         if result.report is not None:
             raise RuntimeError(f"{result.call.name} asked for a second report, a call has one")
-        result.report = report = Ledger()
+        result.report, result.frames_s = (report := Ledger()), closeup.frames_s
         report.add("prompt", closeup.ids, closeup.pictures)
         room = self.room(report)
         if room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
@@ -470,6 +494,10 @@ class _Run:
     def _fail(self, result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:
         result.outcome, result.problem = outcome, _cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
         result.response = self.agent.config.prompts.error.format(message=_cut(message, MAX_ANSWER_CHARS))
+
+
+def _rounded(times_s: Sequence[float | int]) -> list[float]:
+    return [round(float(time_s), 6) for time_s in times_s]
 
 
 def _cut(text: str, max_chars: int) -> str:

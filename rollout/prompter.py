@@ -4,6 +4,7 @@ Rollouts and demonstrations both begin here, so that a policy is trained in both
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,16 @@ class Task:
             raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
 
 
+@dataclass(frozen=True)
+class ShownVideo:
+    """A video as an overview shows it."""
+
+    name: str  # what the model may call it
+    path: str
+    duration_s: float | int
+    frames_s: tuple[float | int, ...]  # when each frame that is shown begins
+
+
 @dataclass(frozen=True, eq=False)
 class Overview:
     """What a whole group begins with: one prompt, its frames decoded once."""
@@ -44,6 +55,8 @@ class Overview:
     names: dict[str, str]  # what the model may call them -> path
     ids: np.ndarray
     pictures: tuple[Picture, ...]
+    shown: tuple[ShownVideo, ...]
+    seconds: float  # that it took
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +65,7 @@ class Closeup:
 
     ids: np.ndarray
     pictures: tuple[Picture, ...]
+    frames_s: tuple[float | int, ...]  # when each of them begins
 
 
 @runtime_checkable
@@ -88,6 +102,7 @@ class Prompter:
 
     async def overview(self, task: Task) -> Overview:
         """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
+        began_s = time.monotonic()
         videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
         share, extra = divmod(task.frame_budget, len(task.videos))
         shown = await asyncio.gather(
@@ -98,19 +113,21 @@ class Prompter:
         )
         called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
         names = dict(zip(called, task.videos, strict=True))
+        of_videos = tuple(
+            ShownVideo(name, path, videos[path].duration_s, tuple(frame.time_s for frame in frames))
+            for (name, path), frames in zip(names.items(), shown, strict=True)
+        )
         messages = main_messages(
             self.prompts,
-            [
-                (name, videos[path].duration_s, [frame.time_s for frame in frames])
-                for (name, path), frames in zip(names.items(), shown, strict=True)
-            ],
+            [(video.name, video.duration_s, video.frames_s) for video in of_videos],
             self.chat.harmless(task.question.replace("<video>", "").strip()),
             self._calls_per_turn,
             self._offers,
         )
         pictures = tuple(frame.picture for frames in shown for frame in frames)
         ids = self.ids(messages, pictures, self._tools)
-        return Overview(task, videos, names | _own_names(task.videos), ids, pictures)
+        called_by = names | _own_names(task.videos)
+        return Overview(task, videos, called_by, ids, pictures, of_videos, time.monotonic() - began_s)
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
         """The frames of one window, and the question of a sub-agent about it."""
@@ -125,7 +142,7 @@ class Prompter:
 
     def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
         pictures = tuple(frame.picture for frame in frames)
-        return Closeup(self.ids(messages, pictures), pictures)
+        return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames))
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
         return await self.shown(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))

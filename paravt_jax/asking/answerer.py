@@ -1,6 +1,5 @@
 """One question about videos, and what comes of it: the answer, what it rests on, and how long each part took."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,13 +85,12 @@ class Answerer:
         seed: int = 0,
     ) -> Reply:
         """`name` tells questions apart that are asked at the same time; the engine aborts them by it."""
-        listener, started_s = listener or Listener(), time.monotonic()
+        listener = listener or Listener()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
         overview = await self.agent.look(task)
-        overview_s = time.monotonic() - started_s
-        listener.looked(overview, overview_s)
+        listener.looked(overview, overview.seconds)
         episode = await self.agent.run(overview, seed=seed, watcher=listener)
-        return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview_s, episode.turns), episode)
+        return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
 
 def _text(episode: Episode) -> str:

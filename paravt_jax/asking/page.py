@@ -1,27 +1,36 @@
-"""The page of one question: that of a run whose only episode it is."""
+"""The page of one question: the answer, what it rests on, and the episode with pictures of all that was shown."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 from paravt_jax.asking.answerer import Answerer, Reply
-from paravt_jax.run.log import EPISODES_DIR
-from paravt_jax.view.episodes import TOKENIZER_FILE
-from paravt_jax.view.page import make_page
+from paravt_jax.run.directory import versions
+from paravt_jax.view.page import question_page
+from paravt_jax.view.pictures import Strip, thumbnail
+from rollout.episode import Episode
+from rollout.picture import Picture
 
 
-def page_of(answer: Reply, answerer: Answerer) -> bytes:
-    agent = answerer.agent
-    settings = {"config": {"rollout": asdict(agent.config)}}
-    record = {"step": 0, "missing": False, **answer.episode.to_record()}
-    with TemporaryDirectory() as made:
-        run_dir = Path(made) / "question"
-        for name, text in (
-            ("config.json", json.dumps(settings)),
-            (TOKENIZER_FILE, agent.chat.tokenizer.to_str()),
-            (f"{EPISODES_DIR}/0.jsonl", json.dumps(record)),
-        ):
-            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (run_dir / name).write_text(text)
-        return make_page(run_dir, max_episodes=1)
+def page_of(answer: Reply, answerer: Answerer, model: str) -> bytes:
+    settings = {"config": {"model": {"path": model}, "rollout": asdict(answerer.agent.config)}, **versions()}
+    took = answer.seconds
+    told = {
+        "text": answer.text,
+        "evidence": [[evidence.video, evidence.start_s, evidence.end_s] for evidence in answer.evidence],
+        "seconds": {"overview": took.overview, "thinking": sum(took.turns), "calls": sum(took.calls)},
+    }
+    return question_page(settings, answer.episode.to_record(), told, _thumbnails(answer.episode))
+
+
+def _thumbnails(episode: Episode) -> dict[str, str]:
+    """By the keys of their strips, which are those of the record."""
+    record: dict[str, Any] = episode.to_record()
+    strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
+    shown: list[tuple[str, Picture]] = []
+    overview = [key for strip in strips for key in strip.keys]
+    shown += zip(overview, episode.ledger.pictures, strict=True)
+    for call in episode.calls:
+        if call.report is not None:
+            strip = Strip(call.path, tuple(round(float(time_s), 6) for time_s in call.frames_s), call.box)
+            shown += zip(strip.keys, call.report.pictures, strict=True)
+    return {key: thumbnail(picture.pixels) for key, picture in shown}

@@ -16,20 +16,19 @@ from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.data.visits import Visit, Visits
-from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.ledgers import Rendered, TraceRenderer
 from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
-from rollout.picture import Picture
 from rollout.video.errors import VideoError
 
 RENDERED_AHEAD = 32  # traces whose frames are decoded at the same time
 
 
 class RenderedTrace(NamedTuple):
-    """A trace as it will be packed, and what it shows."""
+    """A trace as it will be packed, and what that was made of."""
 
     dialogue: Dialogue
-    pictures: tuple[Picture, ...]
+    rendered: Rendered
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +36,7 @@ class TraceBatch:
     """The batches of one step. The next one begins with the visit `next`."""
 
     batches: list[TrainBatch]
+    sample: Rendered  # the first of the traces
     num_traces: int
     num_tokens: int  # of all traces, as if nothing were shared
     num_loss_tokens: int
@@ -155,18 +155,18 @@ class TraceBatches:
 
     async def _render(self, visit: Visit[Trace]) -> RenderedTrace:
         (budget,) = budgets_of([visit], self._video, self._seed)
-        ledger = await self._renderer.ledger(visit.item, budget)
-        return RenderedTrace(self._renderer.dialogue(ledger, visit.number), ledger.pictures)
+        rendered = await self._renderer.render(visit.item, budget)
+        return RenderedTrace(self._renderer.dialogue(rendered.ledger, visit.number), rendered)
 
     def _packed(self, taken: list[RenderedTrace], problems: list[str]) -> TraceBatch:
         batches = self._batches(taken)
         num_tokens = sum(len(trace.dialogue.ids) for trace in taken)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return TraceBatch(batches, len(taken), num_tokens, num_loss_tokens, self._next, problems)
+        return TraceBatch(batches, taken[0].rendered, len(taken), num_tokens, num_loss_tokens, self._next, problems)
 
     def _batches(self, taken: list[RenderedTrace]) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in taken]
-        pictures = {picture.key: picture for trace in taken for picture in trace.pictures}
+        pictures = {picture.key: picture for trace in taken for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._video.max_pixels // self._contract.patch_px**2

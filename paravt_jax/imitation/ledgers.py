@@ -6,6 +6,7 @@ with the end of each turn; what it was shown, asked and answered is not.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
-from rollout.prompter import Frames, Task
+from rollout.prompter import Frames, ShownVideo, Task
 from rollout.prompts import frame_parts, text_part
 from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
@@ -32,6 +33,19 @@ MAX_IMAGE_PIXELS = 2**26  # photos of telephones have 50 million; decoded, a pix
 IMAGES_AT_A_TIME = 4  # with the size of one, the bound of all: 2 GiB
 
 
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """A trace as a dialogue that an agent might have had."""
+
+    trace: Trace
+    ledger: Ledger
+    videos: tuple[ShownVideo, ...]  # of an overview
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return self.ledger.pictures
+
+
 class TraceRenderer:
     """Renders traces as dialogues that an agent might have had: prompts by the prompter, turns by the template."""
 
@@ -41,7 +55,7 @@ class TraceRenderer:
         self._forced = chat.encode(config.forced_prefix)
         self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
-    async def ledger(self, trace: Trace, frame_budget: int) -> Ledger:
+    async def render(self, trace: Trace, frame_budget: int) -> Rendered:
         """The dialogue of a trace; `frame_budget` is of all videos together that have an overview.
 
         Raises VideoError where something cannot be shown.
@@ -49,14 +63,14 @@ class TraceRenderer:
         ledger = Ledger()
         messages = list(trace.messages)
         first = next(number for number, message in enumerate(messages) if message.role == "assistant")
-        prompt, pictures = await self._prompt(trace, messages[:first], frame_budget)
+        prompt, pictures, videos = await self._prompt(trace, messages[:first], frame_budget)
         ledger.add("prompt", prompt, pictures)
         number = first
         while True:
             self._add_turn(ledger, messages[number].text)
             following = next((n for n in range(number + 1, len(messages)) if messages[n].role == "assistant"), None)
             if following is None:
-                return ledger
+                return Rendered(trace, ledger, videos)
             await self._add_environment(ledger, messages[number + 1 : following])
             number = following
 
@@ -67,7 +81,7 @@ class TraceRenderer:
 
     async def _prompt(
         self, trace: Trace, messages: list[Message], frame_budget: int
-    ) -> tuple[np.ndarray, tuple[Picture, ...]]:
+    ) -> tuple[np.ndarray, tuple[Picture, ...], tuple[ShownVideo, ...]]:
         asked = messages[-1]
         media, text = asked.media, asked.text.replace(PLACEHOLDER, "").strip()
         if media and all(part.kind == "video" and part.window_s is None for part in media):
@@ -76,12 +90,12 @@ class TraceRenderer:
             budget = sum(known) if len(known) == len(counts) else frame_budget
             task = Task(trace.id, text, tuple(dict.fromkeys(part.path for part in media)), budget)
             overview = await self._prompter.overview(task)
-            return overview.ids, overview.pictures
+            return overview.ids, overview.pictures, overview.shown
         if len(media) == 1 and media[0].window_s is not None:
             closeup = await self._prompter.closeup(media[0].path, await self._window(media[0]), text)
-            return closeup.ids, closeup.pictures
+            return closeup.ids, closeup.pictures, ()
         rendered, pictures = await self._rendered(messages)
-        return self._prompter.ids(rendered, pictures), pictures
+        return self._prompter.ids(rendered, pictures), pictures, ()
 
     def _add_turn(self, ledger: Ledger, text: str) -> None:
         """The turn as it would have been sampled behind the forced prefix, which is learned like the rest."""

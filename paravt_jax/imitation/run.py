@@ -15,6 +15,7 @@ from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
 from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import used_frac
 from paravt_jax.learner.settings import LossConfig
@@ -60,7 +61,8 @@ class SftRun:
             "perf/num_batches": float(len(batch.batches)),
             **self.training.step_metrics(batch.num_tokens),
         }
-        self.training.log.step(self.training.step, metrics, None)
+        step = self.training.step
+        self.training.log.step(step, metrics, [sample_record(batch.sample, step)])
 
     async def validate_if_due(self) -> None:
         training = self.training

@@ -4,7 +4,8 @@ A reward belongs to characters, the gradient to tokens: a token that spells any 
 structural, also when it spells some of its neighbour too.
 """
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -38,17 +39,40 @@ def dialogues_of(
 ) -> list[Dialogue]:
     """The main agent's dialogue, and with `subagent_loss` those of its sub-agents; each at least one sampled token."""
     structural = struct_mask(episode, terms.tags, chat, anchors)
+    main = main_advantages(episode, earned, terms, structural, chat)
+    dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px)]
+    for ledger in episode.ledgers[1:] if subagent_loss else []:
+        nothing = np.zeros(len(ledger.ids))
+        advantage = token_advantages(earned.sequence, nothing, ledger.sampled_mask)
+        dialogues.append(dialogue_of(ledger, number, advantage, nothing > 0, chat, token_px))
+    return [dialogue for dialogue in dialogues if dialogue.loss_mask.any()]
+
+
+def main_advantages(
+    episode: Episode, earned: EpisodeAdvantage, terms: RewardTerms, structural: Bool[np.ndarray, " n"], chat: Chat
+) -> Float[np.ndarray, " n"]:
+    """Of each id of the main agent."""
     anchor = np.where(structural, earned.anchor, 0.0)
     for one in terms.anchors:
         if one.name in earned.properties:
             anchor = anchor + earned.properties[one.name] * property_mask(episode, one, structural, chat)
-    dialogues = []
-    for ledger in episode.ledgers if subagent_loss else [episode.ledger]:
-        nothing = np.zeros(len(ledger.ids))
-        of_ledger, marked = (anchor, structural) if ledger is episode.ledger else (nothing, nothing > 0)
-        advantage = token_advantages(earned.sequence, of_ledger, ledger.sampled_mask)
-        dialogues.append(dialogue_of(ledger, number, advantage, marked, chat, token_px))
-    return [dialogue for dialogue in dialogues if dialogue.loss_mask.any()]
+    return token_advantages(earned.sequence, anchor, episode.ledger.sampled_mask)
+
+
+def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat: Chat) -> Iterator[tuple[Place, float]]:
+    """The same in characters: wherever it is not 0, neighbours of one advantage together."""
+    ids = episode.ledger.ids
+    for number, turn in enumerate(episode.turns):
+        begin, end = turn.token_span
+        length = len(turn.text)
+        spans = [(min(start, length), min(stop, length)) for start, stop in chat.spans(ids[begin:end])]
+        tokens = [
+            (value, span[0] == length, span) for value, span in zip(advantage[begin:end].tolist(), spans, strict=True)
+        ]
+        for (value, _), alike in itertools.groupby(tokens, lambda token: token[:2]):
+            places = [span for *_, span in alike]
+            if value:
+                yield Place(number, places[0][0], places[-1][1]), value
 
 
 def struct_mask(

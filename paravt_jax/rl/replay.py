@@ -69,7 +69,7 @@ class LoggedSteps:
         last = last_step(run_dir)
         paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
         steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
-        if not steps:
+        if not steps or "sft" in settings_of(run_dir):  # a cold start has samples there
             raise ValueError(f"{run_dir} has no episodes of the steps that it has done; give a run of paravt_jax.train")
         first = min(steps)
         if lost := sorted({*range(first, last + 1)} - steps):
@@ -223,21 +223,29 @@ class Replay:
             asked = find_calls(turn["text"], self.player.agent.signatures)
             called = zip(asked[: len(turn["calls"])], turn["calls"], strict=True)
             calls = [await self._call(call, of_call, overview) for call, of_call in called]
-            turns.append(Turn(turn["text"], turn["finish"], tuple(turn["token_span"]), calls, turn["latency_s"]))
+            said = turn["text"], turn["finish"], tuple(turn["token_span"])
+            turns.append(Turn(*said, calls, turn["latency_s"], turn.get("started_s", 0.0)))
         ledger = _ledger(record["segments"], overview.pictures)
-        return Episode(record["id"], overview.task, ledger, turns, record["finish"], record["seconds"])
+        ended = record["finish"], record["seconds"]
+        overview_s = record.get("overview_s", 0.0)
+        return Episode(record["id"], overview.task, ledger, turns, *ended, videos=overview.shown, overview_s=overview_s)
 
     async def _call(self, call: ToolCall, record: Mapping[str, Any], overview: Overview) -> Call:
         window = None if record["window_s"] is None else Window(*record["window_s"])
         box = None if record["box"] is None else Box(*record["box"])
-        report = None
+        told = record["outcome"], record["response"], record["problem"]
+        done = Call(call, *told, window, box, latency_s=record["latency_s"], path=record.get("path", ""))
+        done.started_s = record.get("started_s", 0.0)
         if record["segments"] is not None:
             assert window is not None
-            path, prompter = video_of(call.arguments, overview.names), self.player.agent.prompter
-            shown = prompter.crop(path, window) if box is None else prompter.detail(path, window.start_s, box)
-            report = _ledger(record["segments"], [frame.picture for frame in await shown])
-        told = record["outcome"], record["response"], record["problem"]
-        return Call(call, *told, window, box, report, record["latency_s"])
+            done.path, prompter = video_of(call.arguments, overview.names), self.player.agent.prompter
+            frames = (
+                prompter.crop(done.path, window) if box is None else prompter.detail(done.path, window.start_s, box)
+            )
+            shown = await frames
+            done.frames_s = tuple(frame.time_s for frame in shown)
+            done.report = _ledger(record["segments"], [frame.picture for frame in shown])
+        return done
 
 
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:

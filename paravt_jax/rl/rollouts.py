@@ -11,7 +11,7 @@ back, and waited for the next time: none is lost for being slow.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -23,12 +23,14 @@ from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
 from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_advantages, group_rewards
-from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.learner.credit import advantage_places, main_advantages, struct_mask
+from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from paravt_jax.rl.truncation import is_cut_off, length_term
+from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent, Episode, Overview, Task
 from rollout.video.errors import VideoError
@@ -346,7 +348,9 @@ def _rewards_of(members: Sequence[Member], reward: RewardConfig, advantage: Adva
     return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)
 
 
-def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
+def records(
+    groups: Sequence[Group], step: int, chat: Chat, anchors: Collection[Anchor] = ANCHORS
+) -> list[dict[str, Any]]:
     """Every episode of a step, as RUN/episodes keeps it."""
     return [
         {
@@ -357,11 +361,22 @@ def records(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
             "answer": group.visit.item.answer,
             "question_type": group.visit.item.question_type,
             **member_record(member),
-            "advantage": asdict(group.advantages.of(number)) | {"keep": bool(group.keep[number])},
+            "advantage": asdict(group.advantages.of(number))
+            | {"keep": bool(group.keep[number]), "places": _advantage_places(group, number, chat, anchors)},
         }
         for group in groups
         for number, member in enumerate(group.members)
     ]
+
+
+def _advantage_places(group: Group, number: int, chat: Chat, anchors: Collection[Anchor]) -> list[list[float | int]]:
+    """Turn, characters and advantage of whatever is learnt from, before a penalty of its KL."""
+    member = group.members[number]
+    if not group.keep[number] or member.episode is None or member.terms is None:
+        return []
+    structural = struct_mask(member.episode, member.terms.tags, chat, anchors)
+    advantage = main_advantages(member.episode, group.advantages.of(number), member.terms, structural, chat)
+    return [[*place, value] for place, value in advantage_places(member.episode, advantage, chat)]
 
 
 def member_record(member: Member) -> dict[str, Any]:

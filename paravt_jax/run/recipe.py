@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
-from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
+from paravt_jax.config import Config, EvalConfig, Mode, SftConfig, VideoConfig
 from paravt_jax.keys import flat
 from rollout.episode import EpisodeConfig
 
@@ -32,6 +32,7 @@ class Recipe:
     min_pixels: int = VideoConfig.min_pixels
     max_pixels: int = VideoConfig.max_pixels
     rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
+    mode: Mode = "agentic"  # as runs train; what an evaluation sets otherwise is told
 
     def __post_init__(self) -> None:
         VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
@@ -46,7 +47,8 @@ class Recipe:
 
 def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
     video = config.video
-    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, config.rollout)
+    mode = config.eval.mode if isinstance(config, EvalConfig) else "agentic"
+    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, config.rollout, mode)
 
 
 def read_recipe(directory: Path) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""python -m paravt_jax.view RUN_DIR [--out FILE] [--max-episodes N] [--force]"""
+"""python -m paravt_jax.view RUN_DIR [OTHER] [--frames] [--out FILE] [--max-episodes N] [--force]"""
 
 import argparse
 from pathlib import Path
@@ -14,16 +14,19 @@ MAX_EPISODES = 200  # what a page of a few MB holds in full
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.view"),
-        description="Writes one offline HTML page of a run, finished or not: figures, charts, episodes.",
+        description="Writes one offline HTML page of a run, finished or not: figures, charts, episodes. Of a training "
+        "run, a cold start or an evaluation; of two, beside each other.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's run_dir")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="another one, to be shown beside it")
+    parser.add_argument("--frames", action="store_true", help="with small pictures of what was shown, from the videos")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page to write (default RUN_DIR/{DEFAULT_OUT})")
     parser.add_argument(
         "--max-episodes",
         type=int,
         default=MAX_EPISODES,
         metavar="N",
-        help=f"at most this many, evenly over the steps (default {MAX_EPISODES})",
+        help=f"at most this many, evenly over steps or cells (default {MAX_EPISODES})",
     )
     parser.add_argument("--force", action="store_true", help="replace FILE also where it is no page of this command")
     add_debug_flag(parser)
@@ -33,7 +36,8 @@ def main() -> None:
     out: Path = args.out or args.run_dir / DEFAULT_OUT
     if out.exists() and not args.force and not is_page(out):
         raise ValueError(f"{out} is there and was not written by this command; choose another --out, or add --force")
-    page = make_page(args.run_dir, args.max_episodes)
+    run_dirs = [args.run_dir, *([args.other] if args.other else [])]
+    page = make_page(run_dirs, args.max_episodes, frames=args.frames)
     with whole_file(out) as file:
         file.write(page)
     print(out)

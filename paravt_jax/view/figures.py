@@ -4,6 +4,7 @@ Quantities, their names and colours are those of `paravt_jax.run.plots`. A chart
 a run of another kind, with keys of its own, shows what it has.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ HEADLINES = (  # symbol, name
     (CALLS, "κ", "tool calls per episode"),
     (ACCURACY, "R_acc", "accuracy"),
     (TOTAL, "R", "reward"),
+    (LOSSES["imitation, nats per token"], "L", "imitation, nats per token"),
 )
+HELD_OUT = {"loss/imitation": "validation/loss"}  # of keys under rollout/ it is the same name
 MAX_POINTS = 600  # of a line; a screen shows no more, and more steps are drawn as means
 MAX_OTHER = 80  # charts of keys that nobody here knows
 COLOURS = {
@@ -58,10 +61,18 @@ TIMES = (
     Quantity("time/publish_s", "publish", plots.PINK),
     Quantity("time/other_s", "other", plots.NEUTRAL),  # derived: the rest of time/step_s
 )
+SECTIONS = {"eval": "evaluation", "sft": "imitation"}
 FACTS = {  # of the config: label -> keys, whose values are joined by a multiplication sign
     "Model": ("model.path",),
     "Activations": ("model.dtype",),
     "Engine": ("engine.kind",),
+    "Split": ("data.split",),
+    "Asked as": ("eval.mode",),
+    "Calls made": ("eval.dispatches",),
+    "Frames": ("eval.frame_budgets",),
+    "Samples of a prompt": ("eval.num_samples",),
+    "Rows a step": ("sft.rows_per_step",),
+    "Tokens of a row": ("pack.row_tokens",),
     "Episodes a step": ("train.prompts_per_step", "train.group_size"),
     "Dispatch": ("rollout.dispatch",),
     "Frame budgets K": ("video.frame_budgets",),
@@ -73,6 +84,7 @@ FACTS = {  # of the config: label -> keys, whose values are joined by a multipli
     "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),
     "Seed": ("seed",),
 }
+IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # says nothing
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ CHARTS = (
     Chart("Tokens per second", (Quantity("perf/tokens_per_s", "", plots.NEUTRAL),), section="machine", from_zero=True),
 )
 OWN_SECTION = ("loss/", "optim/")  # keys under these are charted whatever their name
+LEARNT = (*OWN_SECTION, "mismatch/")  # what only an update gives
 HIDDEN = ("step", "policy_version", "time/step_s", *(quantity.key for quantity in TIMES))
 
 
@@ -113,17 +126,35 @@ def load_settings(run_dir: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
 
 
+def kind_of(config: Mapping[str, Any]) -> str:
+    """What a run is, by the section that only its settings have."""
+    return next((kind for section, kind in SECTIONS.items() if section in config), "training")
+
+
 def about(run: LoggedRun, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The head of the page: name, steps done and planned, commit, versions, settings."""
-    config = dict(_flat(settings.get("config", {})))
+    nested = settings.get("config", {})
+    config = dict(_flat(nested))
     planned = [value for key, value in config.items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)]
     return {
+        "kind": kind_of(nested),
         "name": run.name,
         "steps_done": int(max(run.metrics.rows, default=0)),
         "steps_planned": planned[0] if planned else None,
+        **told(settings),
+    }
+
+
+def told(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What was set, and what computes."""
+    config = dict(_flat(settings.get("config", {})))
+    idle = IDLE.get(kind_of(settings.get("config", {})), ())
+    return {
         "commit": settings.get("git_commit"),
         "packages": settings.get("packages", {}),
-        "facts": [[label, text] for label, keys in FACTS.items() if (text := _fact(config, keys))],
+        "facts": [
+            [label, text] for label, keys in FACTS.items() if keys[0] not in idle and (text := _fact(config, keys))
+        ],
         "settings": [[key, _text(value)] for key, value in config.items()],
     }
 
@@ -151,12 +182,12 @@ def charts(run: LoggedRun) -> dict[str, Any]:
             line = Quantity(key, "", plots.NEUTRAL)
             shown.append((Chart(key, (line,), section=section), [line]))
     keys = sorted({line.key for _, lines in shown for line in lines})
-    validation = {key: f"validation/{key.removeprefix('rollout/')}" for key in keys if key.startswith("rollout/")}
-    validation = {key: held_out for key, held_out in validation.items() if run.validation.has(held_out)}
+    validation = {key: held_out for key in keys if run.validation.has(held_out := _held_out(key))}
     bins = _bins(len(table.steps))
     return {
         "steps": [int(table.steps[part[-1]]) for part in bins],
         "steps_a_point": max(map(len, bins), default=1),
+        "gaps": {key: found for key in keys if (found := gaps(table, key))},
         "columns": {key: _numbers(_means(table.column(key), bins)) for key in keys},
         "validation": {
             "steps": [int(step) for step in run.validation.steps],
@@ -178,6 +209,34 @@ def charts(run: LoggedRun) -> dict[str, Any]:
     }
 
 
+def gaps(table: Table, key: str) -> list[tuple[int, int, str]]:
+    """The steps where a curve has a gap: first, last, and why."""
+    steps = table.steps.tolist()
+    unknown = ~np.isfinite(table.column(key))
+    each = [
+        (one + 1, other - 1, "the step is not in the log")
+        for one, other in itertools.pairwise(steps)
+        if other > one + 1
+    ]
+    each += [(step, step, _why(table.rows[step], key)) for step in itertools.compress(steps, unknown)]
+    joined: list[tuple[int, int, str]] = []
+    for first, last, why in sorted(each):
+        if joined and joined[-1][1:] == (first - 1, why):
+            first = joined.pop()[0]
+        joined.append((first, last, why))
+    return joined
+
+
+def _why(row: Mapping[str, Any], key: str) -> str:
+    if key in row:
+        return "no finite number" if row[key] is None else "a number beyond any axis"
+    if key.startswith(tuple(PARTS.values())):
+        return "no such episode"
+    if key.startswith(LEARNT) and row.get("perf/num_batches") == 0:
+        return "nothing to learn from"
+    return "not logged"
+
+
 def _of_parts(table: Table) -> Iterator[Chart]:
     """κ and accuracy by frame budget and by question type, whichever there are."""
     for name, prefix in PARTS.items():
@@ -186,10 +245,14 @@ def _of_parts(table: Table) -> Iterator[Chart]:
             yield Chart(title, tuple(of_parts(table, prefix)), from_zero=True)
 
 
+def _held_out(key: str) -> str:
+    return HELD_OUT.get(key, f"validation/{key.removeprefix('rollout/')}")
+
+
 def _headline(run: LoggedRun, quantity: Quantity, symbol: str, name: str) -> dict[str, Any]:
     values = run.metrics.column(quantity.key)
     size = max(1, round(HEADLINE_FRAC * len(values)))
-    held_out = run.validation.column(f"validation/{quantity.key.removeprefix('rollout/')}")
+    held_out = run.validation.column(_held_out(quantity.key))
     held_out = held_out[np.isfinite(held_out)]
     return {
         "key": quantity.key,

@@ -1,13 +1,15 @@
-"""Puts what is known of a run into one file: markup, style, script, and the data as JSON.
+"""Puts what is known of runs into one file: markup, style, scripts, and the data as JSON.
 
-The data are escaped so that no text in them can end the script element they are in; the script shows them with
-textContent alone. The page's own policy allows nothing but this style and this script, by their hashes, and no network.
+The data are escaped so that no text in them can end the script element they are in; the scripts show them with
+textContent alone. The page's own policy allows nothing but this style and these scripts, by their hashes, and pictures
+that are in the page; no network. Episodes stand one a line in an element of their own, and are read when one is opened.
 """
 
 import base64
 import hashlib
 import html
 import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -15,37 +17,67 @@ from string import Template
 from typing import Any
 
 from paravt_jax import view
-from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE
+from paravt_jax.run.log import METRICS_FILE
 from paravt_jax.run.plots import load_run
-from paravt_jax.view.episodes import load_sample, visible
-from paravt_jax.view.figures import about, charts, headlines, load_settings
+from paravt_jax.view.cells import load_cells
+from paravt_jax.view.episodes import Shown, row_of, share_bytes, shown_within, visible
+from paravt_jax.view.figures import about, charts, headlines, load_settings, told
+from paravt_jax.view.pictures import Album, make_album
+from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
 BEGINNING = b'<!doctype html>\n<html lang="en" data-made-by="paravt_jax.view">'
+SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # one script, in this order
 
 
-def make_page(run_dir: Path, max_episodes: int) -> bytes:
-    """The page of what a run has logged so far."""
-    settings = load_settings(run_dir)
-    if not settings and not (run_dir / METRICS_FILE).exists() and not (run_dir / EPISODES_DIR).is_dir():
-        raise ValueError(
-            f"{run_dir} is no run: it has no {METRICS_FILE}, no {EPISODES_DIR}/ and no config.json of a run; give the "
-            f"directory that was the run's run_dir"
-        )
-    run = load_run(run_dir)
+def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = False) -> bytes:
+    """The page of what one run has logged so far, or of two beside each other; `frames`: with pictures of them."""
+    settings = [_settings(run_dir) for run_dir in run_dirs]
+    chosen = _chosen(run_dirs, settings, max_episodes)
+    num_bytes = share_bytes(sum(len(one.lines) for one in chosen))
+    of_runs = [
+        [shown_within(num_bytes, record | _split(of_run), _forced(of_run)) for record in one.records()]
+        for one, of_run in zip(chosen, settings, strict=True)
+    ]
+    episodes = [episode for of_run in of_runs for episode in of_run]
+    runs = [_run(*one, max_episodes) for one in zip(run_dirs, settings, chosen, of_runs, strict=True)]
+    rows = [row_of(episode, number) for number, of_run in enumerate(of_runs) for episode in of_run]
+    title = " and ".join(run["about"]["name"] for run in runs)
+    return rendered(title, runs, rows, episodes, make_album(episodes) if frames else None)
+
+
+def question_page(
+    settings: Mapping[str, Any], record: Mapping[str, Any], answer: Mapping[str, Any], pictures: Mapping[str, str]
+) -> bytes:
+    """The page of one question: its only episode, the answer to it, and pictures by the keys of their strips."""
+    episode = shown_within(share_bytes(1), record, _forced(settings))
+    album = Album.of(pictures, [episode])
+    head = {"kind": "question", "name": episode["question"], "steps_done": 0, "steps_planned": None, **told(settings)}
+    run = {"about": head, "figures": None, "cells": [], "answer": answer}
+    return rendered(episode["question"], [run], [row_of(episode, 0)], [episode], album)
+
+
+def rendered(
+    title: str, runs: Sequence[Any], rows: Sequence[Shown], episodes: Sequence[Shown], album: Album | None
+) -> bytes:
+    """`rows` are the list of episodes; `album` None: without pictures."""
     data = {
-        "about": about(run, settings),
-        "headlines": headlines(run),
-        "figures": charts(run),
-        "sample": load_sample(run_dir, max_episodes, settings),
+        "runs": runs,
+        "rows": rows,
+        "pictures": None if album is None else album.to_record(),
         "made_at": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
-    markup, style, script = (files(view).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    source = files(view)
+    style = source.joinpath("page.css").read_text("utf-8")
+    parts = [source.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS]
+    script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
+    markup = source.joinpath("page.html").read_text("utf-8")
     page = Template(markup).substitute(  # in one pass: a text with a placeholder in it stays as it is
-        title=html.escape(visible(run.name)),
-        policy=html.escape(_policy(style, script)),
+        title=html.escape(visible(title)),
+        policy=html.escape(_policy(style, script, pictured=album is not None)),
         style=style,
         script=script,
         data=embedded(data),
+        episodes="\n".join(map(embedded, episodes)),
     )
     return page.encode()
 
@@ -62,9 +94,65 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _policy(style: str, script: str) -> str:
+def _settings(run_dir: Path) -> dict[str, Any]:
+    settings = load_settings(run_dir)
+    if not settings and not (run_dir / METRICS_FILE).exists() and not steps_of(run_dir) and not cells_of(run_dir):
+        raise ValueError(
+            f"{run_dir} is no run: it has no {METRICS_FILE}, no episodes or samples and no config.json of a run; give "
+            f"the directory that was the run's run_dir"
+        )
+    return settings
+
+
+def _chosen(run_dirs: Sequence[Path], settings: Sequence[Mapping[str, Any]], max_episodes: int) -> list[Chosen]:
+    """The same share of every run; of two with steps, those of the steps that both have, if there are any."""
+    share = max_episodes // len(run_dirs)
+    steps = [steps_of(run_dir) for run_dir in run_dirs]
+    both = set.intersection(*map(set, steps))
+    if both and len(run_dirs) > 1:
+        steps = [{step: path for step, path in of_run.items() if step in both} for of_run in steps]
+    return [
+        chosen_of_steps(list(of_run.values()), share)
+        if of_run
+        else chosen_of_cells(cells_of(run_dir), share // _num_samples(of_settings))
+        for run_dir, of_settings, of_run in zip(run_dirs, settings, steps, strict=True)
+    ]
+
+
+def _run(
+    run_dir: Path, settings: Mapping[str, Any], chosen: Chosen, episodes: Sequence[Shown], max_episodes: int
+) -> dict[str, Any]:
+    run = load_run(run_dir)
+    return {
+        "about": about(run, settings),
+        "headlines": headlines(run),
+        "figures": charts(run),
+        "cells": load_cells(run_dir, cells_of(run_dir)),
+        "num_shown": len(episodes),
+        "num_parts_shown": chosen.num_parts_shown,
+        "num_parts": chosen.num_parts,
+        "max_episodes": max_episodes,
+    }
+
+
+def _num_samples(settings: Mapping[str, Any]) -> int:
+    """Episodes of one line of an evaluation."""
+    return (settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
+
+
+def _split(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The public split of an evaluation, by which its episodes are told from those of another."""
+    split = (settings.get("config", {}).get("data") or {}).get("split")
+    return {"split": split} if split else {}
+
+
+def _forced(settings: Mapping[str, Any]) -> str:
+    return (settings.get("config", {}).get("rollout") or {}).get("forced_prefix", "")
+
+
+def _policy(style: str, script: str, *, pictured: bool) -> str:
     return (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; {'img-src data:; ' if pictured else ''}"
         f"style-src {_hash(style)}; script-src {_hash(script)}; "
         f"require-trusted-types-for 'script'; trusted-types 'none'"
     )

@@ -6,6 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from model_port.card import CURVE_FILE, curve_of, make_card
+from model_port.evaluated import read_cells
 
 BASE = "Qwen/Qwen3-VL-8B-Instruct"
 RL = {
@@ -57,6 +58,52 @@ def test_without_readable_settings_there_is_a_card_all_the_same(trained, content
     card = make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
     assert "## Training" not in card and "## Ask it" in card
     assert ModelCard(card).data.license is None
+
+
+CELL = {
+    "split": "lvbench",
+    "dispatch": "parallel",
+    "frame_budget": 64,
+    "mode": "agentic",
+    "num_samples": 1,
+    "seed": 3,
+    "n": {"expected": 1549, "rows": 1549, "answered": 1540, "unanswered": 9},
+    "refused": "",
+    "scores": {"strict": {"score": 0.398, "interval_95": [0.37, 0.425], "missing_as_wrong": 0.398}},
+    "data": {"repository": "lmms-lab/LVBench", "revision": "abc", "sha256": {"/secret/rows.parquet": "d" * 64}},
+    "hashes": {"prompt": "p" * 24},
+    "model": {"path": "54", "source": "/secret/place"},
+    "engines": [{"kind": "jax"}],
+    "git_commit": "c" * 40,
+}
+
+
+def evaluated(directory, **changed):
+    directory.mkdir(exist_ok=True)
+    (directory / "eval.json").write_text(json.dumps({"cells": [{**CELL, **changed}]}))
+    return directory
+
+
+def test_it_tells_what_an_evaluation_scored_and_the_certificate_without_a_path(trained, tmp_path):
+    own = {"split": None, "refused": "", "data": {"repository": "/secret/own.jsonl", "revision": None, "sha256": {}}}
+    cells = read_cells(evaluated(tmp_path / "eval"), ["54"]) + read_cells(evaluated(tmp_path / "eval", **own), ["54"])
+    card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
+    assert "| lvbench | parallel | 64 | ours | 39.8 | 37.0 to 42.5 | 39.8 | 1549 of 1549 |" in card
+    assert "| own data | parallel |" in card and "lmms-lab/LVBench at abc (sha256 dddddddddddd)" in card
+    assert "asked as `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
+
+
+def test_a_refused_headline_is_told_as_one(trained, tmp_path):
+    cells = read_cells(evaluated(tmp_path / "eval", refused="12 of 1549 samples: 12 rows"), ["54"])
+    card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
+    assert "No headline for lvbench: 12 of 1549 samples: 12 rows." in card
+
+
+def test_an_evaluation_of_another_model_or_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="evaluated 54, and other is exported; give an evaluation of that"):
+        read_cells(evaluated(tmp_path / "eval"), ["other"])
+    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of an evaluation"):
+        read_cells(tmp_path, ["54"])
 
 
 def test_a_checkpoint_of_no_run_has_no_training(tmp_path):

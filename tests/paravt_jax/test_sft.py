@@ -22,6 +22,7 @@ from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import make_world, write_rows
+from paravt_jax.view.page import make_page
 from rollout.chat import Chat
 
 CONFIG = ROOT / "configs" / "miniature" / "sft.yaml"
@@ -73,6 +74,16 @@ def test_a_run_learns_validates_and_exports(undisturbed, tmp_path):
     source = undisturbed / "checkpoints" / str(STEPS)
     assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_every_step_leaves_a_sample_that_the_page_of_the_run_shows(undisturbed):
+    page = make_page([undisturbed], 100, frames=True).decode()
+    records = [json.loads(line) for line in page.split('id="records">')[1].split("</script>")[0].splitlines()]
+    assert [record["step"] for record in records] == [*range(1, STEPS + 1)]
+    assert all(record["turns"][0]["num_sampled"] > 3 and record["reward"] is None for record in records)
+    assert any(video["pictures"] for record in records for video in record["videos"])
+    assert '"kind":"imitation"' in page
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
+from model_port.chat_template import CHAT_TEMPLATE
+from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import Config, LogConfig, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Visit
@@ -25,11 +25,13 @@ from paravt_jax.rl.metrics import member_metrics, rollout_metrics
 from paravt_jax.rl.rollouts import Group, Member, advantages_of, records
 from paravt_jax.run.directory import write_settings
 from paravt_jax.run.log import RunLog
+from rollout.chat import Chat
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
+from rollout.prompter import ShownVideo
 from rollout.tools import BadCall, find_calls, window_of
-from rollout.video.times import overview_times
+from rollout.video.times import crop_times, overview_times
 
 DURATION_S = 1284.0
 QUESTIONS = (
@@ -55,9 +57,20 @@ REPORTS = (
     "559 seconds the hands are wiped on a cloth and the shot changes.",
     "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
 )
+NASTY = (  # what nobody would want in a page
+    "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
+    "<think>\n\"'`${data} $script $$ {{js}} &lt; &amp; <!-- <script> --> ]]> \\u003c </style></textarea></think>",
+    "<think>\nNUL \x00 ESC \x1b bell \x07 lines \u2028 \u2029 turned \u202e around \u2066</think>",
+    "<think>\nhalf of a pair \ud83d and the other \ude00</think>",
+    "<think>\n\U0001f3fa before a tag</think><answer>B</answer>",
+    "<think>" * 300 + "</answer>" * 300,
+)
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_reward.py"
 PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
 assert PLUGIN is not None
+CHAT = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+VIDEO = "/videos/studio.mp4"
+MAX_CHARS = 4_000  # that are tokens too: more would only take time
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 
@@ -97,7 +110,7 @@ STORIES = {  # name -> the turns, for an answer
 
 
 def make_run(
-    run_dir: Path, num_steps: int = 3, *, num_planned: int = 5, tokenizer: bool = True, texts: Sequence[str] = ()
+    run_dir: Path, num_steps: int = 3, *, num_planned: int = 5, texts: Sequence[str] = (), luck: int = 0
 ) -> Path:
     """A run directory. `texts` are of turns that further episodes of the first step consist of, one each."""
     config = Config(run_dir=str(run_dir))
@@ -106,26 +119,27 @@ def make_run(
     settings = json.loads((run_dir / "config.json").read_text())
     settings["config"]["train"]["num_steps"] = num_planned
     (run_dir / "config.json").write_text(json.dumps(settings))
-    chance = np.random.default_rng(0)
-    prompts: dict[str, int] = {"": 0}
+    chance = np.random.default_rng(luck)
     log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=num_planned, first_step=0, settings={})
     for step in range(1, num_steps + 1):
         skill = (step - 1) / max(1, num_planned - 1)
-        groups = [_group(3 * step + n, config, skill, chance, prompts) for n in range(3)]
+        groups = [_group(3 * step + n, config, skill, chance) for n in range(3)]
         if step == 1 and texts:
-            groups.append(_group_of(99, [[text] for text in texts], 4, config, prompts, chance))
-        log.step(step, _metrics(groups, step, skill, chance), records(groups, step))
+            groups.append(_group_of(99, [[text] for text in texts], 4, config, chance))
+        log.step(step, _metrics(groups, step, skill, chance), records(groups, step, CHAT))
         if step % max(1, num_planned // 5) == 0:
             members = [member for group in groups for member in group.members]
             log.validation(step, {f"validation/{name}": value for name, value in member_metrics(members).items()})
     log.close()
-    if tokenizer:
-        (run_dir / "hf_files").mkdir()
-        Tokenizer(WordLevel(prompts, unk_token="")).save(str(run_dir / "hf_files" / "tokenizer.json"))
     return run_dir
 
 
-def _group(number: int, config: Config, skill: float, chance: np.random.Generator, prompts: dict[str, int]) -> Group:
+def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def _group(number: int, config: Config, skill: float, chance: np.random.Generator) -> Group:
     names = list(STORIES)
     wishes = np.array([0.15 + 4 * skill, 0.3 + 2 * skill, 0.5, 1.2, 2.4 * (1 - skill), 1.5 * (1 - skill)])
     question_type, _, _ = QUESTIONS[number % len(QUESTIONS)]
@@ -134,7 +148,7 @@ def _group(number: int, config: Config, skill: float, chance: np.random.Generato
         answers = RIGHT if chance.random() < 0.3 + 0.5 * skill else WRONG
         turns.append(STORIES[name](answers[question_type]))
     budget = int(chance.choice(config.video.frame_budgets))
-    return _group_of(number, turns, budget, config, prompts, chance, one_missing=number % 5 == 0)
+    return _group_of(number, turns, budget, config, chance, one_missing=number % 5 == 0)
 
 
 def _group_of(
@@ -142,12 +156,11 @@ def _group_of(
     stories: Sequence[Sequence[str]],
     frame_budget: int,
     config: Config,
-    prompts: dict[str, int],
     chance: np.random.Generator,
     one_missing: bool = False,
 ) -> Group:
     question_type, question, answer = QUESTIONS[number % len(QUESTIONS)]
-    prompt = Prompt(f"{number:016x}", question, ("/videos/studio.mp4",), answer, question_type)
+    prompt = Prompt(f"{number:016x}", question, (VIDEO,), answer, question_type)
     name = f"{number:06d}-{prompt.id}"
     task = Task(name, question, prompt.videos, frame_budget)
     members = []
@@ -157,7 +170,7 @@ def _group_of(
                 Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s", reason="engine")
             )
             continue
-        episode = _episode(f"{name}/{member}", task, turns, config, prompts, chance)
+        episode = _episode(f"{name}/{member}", task, turns, chance)
         own = asyncio.run(PLUGIN.terms(episode, answer, question_type))
         terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward, own=own)
         fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
@@ -167,30 +180,28 @@ def _group_of(
     )
 
 
-def _episode(
-    name: str, task: Task, turns: Sequence[str], config: Config, prompts: dict[str, int], chance: np.random.Generator
-) -> Episode:
-    times_s = overview_times(DURATION_S, task.frame_budget)
-    shown = "".join(f"<{time_s:.1f} seconds><|vision_start|><|image_pad|><|vision_end|>" for time_s in times_s)
-    intro = config.rollout.prompts.overview.format(name="video.mp4", duration_s=DURATION_S, num_frames=len(times_s))
-    prompt = f"{intro}\n{shown}\n{task.question}"
-    episode = Episode(name, task, Ledger(), seconds=float(chance.uniform(20, 60)))
-    ids = np.array([prompts.setdefault(prompt, len(prompts))])
-    episode.ledger.add("prompt", ids, [PICTURE] * len(times_s))
+def _episode(name: str, task: Task, turns: Sequence[str], chance: np.random.Generator) -> Episode:
+    times_s = tuple(overview_times(DURATION_S, task.frame_budget))
+    videos = (ShownVideo("video.mp4", VIDEO, DURATION_S, times_s),)
+    episode = Episode(name, task, Ledger(), videos=videos, overview_s=float(chance.uniform(2, 5)))
+    episode.ledger.add("prompt", CHAT.encode(f"{DURATION_S} seconds\n{task.question}"), [PICTURE] * len(times_s))
     for text in turns:
         begin = len(episode.ledger.ids)
-        episode.ledger.add("forced", np.array([1, 2]))
-        _sampled(episode.ledger, len(text) // 4 + 1, chance)
-        turn = Turn(text, "stop", (begin, len(episode.ledger.ids)), latency_s=float(chance.uniform(2, 9)))
+        forced = "<think>\n" if text.startswith("<think>\n") else ""
+        episode.ledger.add("forced", CHAT.encode(forced))
+        _sampled(episode.ledger, f"{text.removeprefix(forced)}<|im_end|>", chance)
+        turn = Turn(text, "stop", (begin, len(episode.ledger.ids)), [], float(chance.uniform(2, 9)), episode.seconds)
+        episode.seconds += turn.latency_s
         for place, call in enumerate(find_calls(text)):
-            turn.calls.append(_call(call, place, chance))
+            turn.calls.append(_call(call, place, episode.seconds, chance))
+        episode.seconds += max((call.latency_s for call in turn.calls), default=0.0)
         episode.turns.append(turn)
-        episode.ledger.add("environment", np.array([3, 4, 5]))
+        episode.ledger.add("environment", CHAT.encode("report"))
     return episode
 
 
-def _call(found, place: int, chance: np.random.Generator) -> Call:
-    call = Call(found, "ok", REPORTS[place % len(REPORTS)], latency_s=float(chance.uniform(3, 12)))
+def _call(found, place: int, started_s: float, chance: np.random.Generator) -> Call:
+    call = Call(found, "ok", REPORTS[place % len(REPORTS)], latency_s=0.001, started_s=started_s)
     try:
         if found.problem is not None:
             raise found.problem
@@ -198,15 +209,17 @@ def _call(found, place: int, chance: np.random.Generator) -> Call:
     except BadCall as problem:
         call.outcome, call.response, call.problem = problem.outcome, f"Error: {problem}.", f"BadCall: {problem}"
         return call
+    call.path, call.latency_s = VIDEO, float(chance.uniform(3, 12))
+    call.frames_s = tuple(crop_times(call.window.start_s, call.window.end_s))
     call.report = Ledger()
-    call.report.add("prompt", np.array([0]), [PICTURE] * 16)
-    _sampled(call.report, 90, chance)
+    call.report.add("prompt", CHAT.encode("look"), [PICTURE] * len(call.frames_s))
+    _sampled(call.report, call.response, chance)
     return call
 
 
-def _sampled(ledger: Ledger, num_tokens: int, chance: np.random.Generator) -> None:
-    logps = -chance.exponential(0.4, num_tokens)
-    ledger.segments.append(Segment("sampled", np.full(num_tokens, 7, np.int32), (), logps, 2))
+def _sampled(ledger: Ledger, text: str, chance: np.random.Generator) -> None:
+    ids = CHAT.encode(text[:MAX_CHARS].encode(errors="replace").decode())  # no tokenizer gives half of a pair
+    ledger.segments.append(Segment("sampled", ids, (), -chance.exponential(0.4, len(ids)), 2))
 
 
 def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random.Generator) -> dict[str, float]:
@@ -233,5 +246,5 @@ def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random
 
 
 if __name__ == "__main__":
-    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=120)
+    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=500)
     print(made)

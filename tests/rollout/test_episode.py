@@ -334,6 +334,19 @@ def test_a_record_holds_all_that_training_needs(chat):
     assert record["turns"][0]["calls"][0]["segments"][0]["kind"] == "prompt"
 
 
+def test_a_record_says_of_which_videos_which_frames_were_shown_and_when(chat):
+    turns = [f"x</think>{call(16, 24)}{call(9, 3)}<|im_end|>", ANSWER]
+    record = play(script(chat, turns, report_after_s=0.05), chat).to_record()
+    assert record["videos"] == [
+        {"name": "video.mp4", "path": "/data/a.mp4", "duration_s": 64.0, "frames_s": [0, 21, 42, 63]}
+    ]
+    (looked, answered), (crop, refused) = record["turns"], record["turns"][0]["calls"]
+    assert (crop["path"], crop["frames_s"]) == ("/data/a.mp4", [*range(16, 24)])
+    assert (refused["path"], refused["frames_s"]) == ("", [])
+    assert looked["started_s"] <= refused["started_s"] <= refused["started_s"] + refused["latency_s"] < 0.05
+    assert crop["started_s"] + crop["latency_s"] <= answered["started_s"] <= record["seconds"]
+
+
 def test_reports_that_overrun_the_context_end_the_episode_with_a_dialogue_that_fits(chat):
     turns = [f"Look.</think>{call(1, 9) * 5}<|im_end|>", ANSWER]
     engine = script(chat, turns, report="A long report. " * 400)

@@ -108,5 +108,5 @@ def test_times_read_as_on_a_clock():
 def test_the_page_of_a_question_has_its_turns_and_no_markup_of_the_model(chat):
     agent = Agent(script(chat, [LOOK, f"<img src=x onerror=alert(1)>{ANSWER}"]), FakeFrames(), chat, EpisodeConfig())
     answerer = Answerer(agent, 8)
-    page = page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer).decode()
+    page = page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer, "m").decode()
     assert "What colour?" in page and "onerror" in page and "<img" not in page

@@ -32,7 +32,7 @@ def chat(tiny_hf) -> Chat:
 
 def demonstrated(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
     demonstrator = TraceRenderer(FakeFrames(), chat, VisionContract.from_hf(tiny_hf), config)
-    return asyncio.run(demonstrator.ledger(trace, frame_budget))
+    return asyncio.run(demonstrator.render(trace, frame_budget)).ledger
 
 
 def trace_of(*said: tuple[str, tuple[str | Media, ...]]) -> Trace:

@@ -72,9 +72,9 @@ def played(chat):
     return asyncio.run(work())
 
 
-def write_log(run_dir, groups, step=1):
+def write_log(run_dir, groups, chat, step=1):
     (run_dir / "episodes").mkdir(parents=True, exist_ok=True)
-    rows = records(groups, step)
+    rows = records(groups, step, chat)
     (run_dir / "episodes" / f"{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": {"model": "m"}}}))
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -91,19 +91,31 @@ def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
 
 
 def test_groups_made_again_from_their_log_are_those_that_were_logged(played, chat, tmp_path):
-    groups, replay = replayed(write_log(tmp_path, played), chat)
+    groups, replay = replayed(write_log(tmp_path, played, chat), chat)
     metrics = rollout_metrics(played)
     assert metrics["rollout/calls_ok"] == 4 and metrics["rollout/missing_deadline"] == 1
     assert metrics["rollout/missing_video"] == 6 and metrics["rollout/missing_judge"] == 1
-    assert records(groups, 1) == records(played, 1)
+    assert records(groups, 1, chat) == records(played, 1, chat)
     assert rollout_metrics(groups) == metrics
     assert staleness_mean(groups, 7) == staleness_mean(played, 7)
     assert num_tokens(groups, chat, 32) == num_tokens(played, chat, 32)
     assert replay.cursor.to_record() == {"next": 3, "again": [0, 1, 2]}  # open until they are learnt from
 
 
+def test_a_log_from_before_times_were_kept_is_replayed(played, chat, tmp_path):
+    run_dir = write_log(tmp_path, played, chat)
+    path = run_dir / "episodes" / "000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        for told in (row, *row.get("turns", ()), *(one for turn in row.get("turns", ()) for one in turn["calls"])):
+            for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
+                told.pop(name, None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rollout_metrics(replayed(run_dir, chat)[0]) == rollout_metrics(played)
+
+
 def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
-    run_dir = write_log(tmp_path, played)
+    run_dir = write_log(tmp_path, played, chat)
     rewards = [
         rollout_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
         for overrides in ([], ["reward.format_weight=0"])
@@ -113,7 +125,7 @@ def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
 
 def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, tmp_path):
     assert sum(group.teaches for group in played) == 2
-    groups, replay = replayed(write_log(tmp_path, played), chat, "train.prompts_per_step=1")
+    groups, replay = replayed(write_log(tmp_path, played, chat), chat, "train.prompts_per_step=1")
     assert [group.teaches for group in groups].count(True) == 1
     assert len(groups) == 2  # and the one that teaches nothing
     (left,) = {0, 1, 2} - {group.visit.number for group in groups}
@@ -122,7 +134,7 @@ def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, 
 
 
 def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, chat, tmp_path):
-    run_dir = write_log(tmp_path, played)
+    run_dir = write_log(tmp_path, played, chat)
     with pytest.raises(ValueError, match=r"asked 00000\d-p\d at visit \d, the data now have 00000\d-p\d there"):
         replayed(run_dir, chat, prompts=PROMPTS[::-1])
     with pytest.raises(ValueError, match=r"train\.group_size=5, and 00000\d-p\d has 6 episodes in"):
@@ -154,8 +166,8 @@ def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, messag
         LoggedSteps.of(tmp_path, Config())
 
 
-def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, tmp_path):
-    run_dir = write_log(tmp_path, played)
+def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, chat, tmp_path):
+    run_dir = write_log(tmp_path, played, chat)
     with pytest.raises(ValueError, match="is the run to be replayed; choose another run_dir"):
         LoggedSteps.of(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
@@ -163,8 +175,8 @@ def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played,
         LoggedSteps.of(run_dir, load_config(None, *SETTINGS))
 
 
-def test_settings_that_are_others_now_or_were_before_are_told(played, tmp_path):
-    run_dir, config = write_log(tmp_path, played), Config(seed=1)
+def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_path):
+    run_dir, config = write_log(tmp_path, played, chat), Config(seed=1)
     (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
     assert LoggedSteps.of(run_dir, config).remarks(to_record(config)) == [
@@ -174,8 +186,8 @@ def test_settings_that_are_others_now_or_were_before_are_told(played, tmp_path):
     ]
 
 
-def test_steps_after_the_last_metrics_are_none_of_the_run(played, tmp_path):
-    run_dir = write_log(tmp_path, played)
+def test_steps_after_the_last_metrics_are_none_of_the_run(played, chat, tmp_path):
+    run_dir = write_log(tmp_path, played, chat)
     (run_dir / "episodes" / "000002.jsonl").touch()  # a kill between episodes and metrics
     assert LoggedSteps.of(run_dir, Config()).last == 1
 

@@ -313,7 +313,7 @@ def test_episodes_are_recorded_with_what_they_earned(chat):
         return CALL if "A report" not in chat.decode(request.ids) and episode.endswith("/0") else RIGHT
 
     (groups,) = collect(chat, say)
-    rows = records(groups, step=7)
+    rows = records(groups, 7, chat)
     assert len(rows) == 8
     first, lost = rows[0], rows[3]
     assert (first["step"], first["frame_budget"], first["question_type"]) == (7, 3, "mcq")
@@ -321,6 +321,23 @@ def test_episodes_are_recorded_with_what_they_earned(chat):
     assert math.fsum(c["value"] for c in first["reward"]["credits"] if c["term"] == "tool") == first["reward"]["tool"]
     assert (lost["missing"], lost["problem"], "reward" in lost) == (True, "EngineError: gone", False)
     assert lost["id"] == groups[0].members[3].id
+
+
+def test_an_episode_is_recorded_with_the_advantage_of_every_character(chat):
+    def say(episode, request):
+        return RIGHT if episode.endswith("/0") else WRONG.replace("</think>", "") if episode.endswith("/1") else WRONG
+
+    ((group, _),) = collect(chat, say)
+    row, thoughtless = records([group], 1, chat)[:2]
+    of_all, more = row["advantage"]["sequence"], row["advantage"]["anchor"]
+    text, places = row["turns"][0]["text"], row["advantage"]["places"]
+    sampled = {(turn, text[start:end], round(value - of_all, 6)) for turn, start, end, value in places}
+    assert more > 0.1 and {(0, "</think><answer>", round(more, 6)), (0, "A", 0)} <= sampled
+    assert places[-1][1:3] == [len(text)] * 2  # the token that ended the turn
+    assert "<think>" not in "".join(text[start:end] for _, start, end, _ in places)  # given, not sampled
+    assert thoughtless["advantage"]["anchor"] < 0
+    left_out = replace(group, members=[replace(member, left_out=True) for member in group.members])
+    assert [record["advantage"]["places"] for record in records([left_out], 1, chat)] == [[]] * 4
 
 
 def test_the_numbers_of_a_step_by_hand(chat):
@@ -388,7 +405,7 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
     metrics = rollout_metrics(groups)
     assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
-    assert records(groups, 1)[1]["reason"] == "deadline"
+    assert records(groups, 1, chat)[1]["reason"] == "deadline"
     said = deadline_remark(metrics, 600.0)
     assert said is not None and said.startswith("2 of 8 episodes are missing for rollout.turn_deadline_s=600: they had")
     assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not told
@@ -427,7 +444,7 @@ def test_terms_of_a_plugin_are_in_r_in_the_log_and_in_the_metrics(chat, own_rewa
     (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool_reward=false")
     assert [member.terms.total for member in groups[0].members] == [2.5, 2.5, 2.0, 2.0]
     assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
-    reward = records(groups, 1)[0]["reward"]
+    reward = records(groups, 1, chat)[0]["reward"]
     assert reward["own"] == [{"name": "looked", "value": 1.0, "places": ((0, 0, 5),), "weight": 0.5}]
     assert reward["credits"][-1] == {"name": "looked", "term": "looked", "value": 0.5, "places": ((0, 0, 5),)}
     assert rollout_metrics(groups)["rollout/reward_looked_mean"] == 0.5
@@ -508,8 +525,13 @@ def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
     assert rewards["leave_out"] == rewards["learn"]
     assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
     assert rollout_metrics([found["soft"]])["rollout/reward_length_mean"] == -0.25
-    assert [record["reward"]["own"][0]["value"] for record in records([found["soft"]], 1)] == [0, 0, 0, -1]
-    assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1)] == [True, True, True, False]
+    assert [record["reward"]["own"][0]["value"] for record in records([found["soft"]], 1, chat)] == [0, 0, 0, -1]
+    assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1, chat)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_group_of_which_all_is_left_out_teaches_nothing(chat):

@@ -86,6 +86,12 @@ def test_a_run_that_asks_otherwise_than_the_model_was_asked_says_so(model, tmp_p
     assert "dispatch" not in said and "num_frames" not in said  # which evaluations vary on purpose
 
 
+def test_an_evaluation_in_another_mode_than_the_model_was_trained_in_says_so(model, tmp_path, capsys):
+    write(model, **Recipe().to_record())
+    opened(model, tmp_path / "run", "eval.mode=direct", "eval.dispatches=[none]")
+    assert "mode='agentic', here it is 'direct'" in capsys.readouterr().err
+
+
 def test_a_run_that_asks_as_the_model_was_asked_says_nothing(model):
     config = load_config(None, *SETTINGS, schema=EvalConfig)
     (model / RECIPE_FILE).write_bytes(recipe_of(config).to_bytes())

@@ -4,14 +4,14 @@ import base64
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from view_run import DURATION_S, QUESTIONS, make_run
+from evaluator import Evaluator, answer, config_of
+from view_run import CHAT, DURATION_S, NASTY, QUESTIONS, make_run, write_metrics
 
 from model_port.cli import run_cli
 from paravt_jax.run.log import load_jsonl
@@ -20,15 +20,6 @@ from paravt_jax.view.__main__ import main
 from paravt_jax.view.episodes import PAGE_BYTES, Mark, pieces, visible
 from paravt_jax.view.figures import MAX_POINTS
 from paravt_jax.view.page import make_page
-
-NASTY = (
-    "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
-    "<think>\n\"'`${data} $script $$ {{js}} &lt; &amp; <!-- <script> --> ]]> \\u003c </style></textarea></think>",
-    "<think>\nNUL \x00 ESC \x1b bell \x07 lines \u2028 \u2029 turned \u202e around \u2066</think>",
-    "<think>\nhalf of a pair \ud83d and the other \ude00</think>",
-    "<think>\n\U0001f3fa before a tag</think><answer>B</answer>",
-    "<think>" * 300 + "</answer>" * 300,
-)
 
 
 class Page(HTMLParser):
@@ -42,8 +33,9 @@ class Page(HTMLParser):
         self._inside = ""
         self.feed(page.decode())
         self.close()
-        self.data = json.loads(self.contents["application/json"])
-        self.episodes = self.data["sample"]["episodes"]
+        self.all = json.loads(self.contents["application/json"])
+        self.data, self.rows = self.all["runs"][0], self.all["rows"]
+        self.episodes = [json.loads(line) for line in self.contents.get("text/plain", "").splitlines()]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
@@ -58,8 +50,8 @@ class Page(HTMLParser):
         self._inside = ""
 
 
-def view(run_dir: Path, max_episodes: int = 200) -> Page:
-    return Page(make_page(run_dir, max_episodes))
+def view(*run_dirs: Path, max_episodes: int = 200, frames: bool = False) -> Page:
+    return Page(make_page(run_dirs, max_episodes, frames=frames))
 
 
 def command(monkeypatch, *args: object) -> int:
@@ -67,11 +59,6 @@ def command(monkeypatch, *args: object) -> int:
     with pytest.raises(SystemExit) as end:
         run_cli(main)
     return int(end.value.code or 0)
-
-
-def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run_dir
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +80,7 @@ def test_the_page_asks_for_nothing_and_allows_only_its_own_style_and_script(page
     for name in ("style", "script"):
         digest = base64.b64encode(hashlib.sha256(page.contents[name].encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
-    assert "default-src 'none'" in policy
+    assert "default-src 'none'" in policy and "img-src" not in policy
 
 
 def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
@@ -107,8 +94,9 @@ def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
 
 
 def test_the_data_are_plain_ascii_without_a_sign_of_markup(tmp_path):
-    data = view(make_run(tmp_path / "run", texts=NASTY)).contents["application/json"]
-    assert data.isascii() and not set(data) & set("<>&\x00")
+    contents = view(make_run(tmp_path / "run", texts=NASTY)).contents
+    for data in (contents["application/json"], contents["text/plain"]):
+        assert data.isascii() and not set(data) & set("<>&\x00")
 
 
 def test_what_has_no_shape_is_spelled_out():
@@ -181,8 +169,90 @@ def test_calls_have_their_window_in_the_video_and_frames_their_times(page):
     assert all(call["video"] == 0 and call["response"] for call in calls)
 
 
-def test_without_the_runs_tokenizer_there_is_no_timeline_but_a_page(tmp_path):
-    assert all(not episode["videos"] for episode in view(make_run(tmp_path / "run", 1, tokenizer=False)).episodes)
+def test_characters_are_coloured_by_the_advantage_that_they_were_learnt_with(run_dir, page):
+    records = [record for path in sorted((run_dir / "episodes").iterdir()) for record in load_jsonl(path)]
+    num_checked = 0
+    for record, episode in zip(records, page.episodes, strict=True):
+        for turn, start, end, value in record["advantage"]["places"]:
+            number = episode["advantages"].index(round(value, 4))
+            learnt = [piece for piece in episode["turns"][turn]["pieces"] if piece.get("advantage") == number]
+            text = visible(record["turns"][turn]["text"][start:end])
+            assert (
+                text in "".join(piece["text"] for piece in learnt)
+                if text
+                else episode["turns"][turn]["end_advantage"] == number
+            )
+            num_checked += 1
+    assert num_checked > 200
+
+
+def test_turns_and_calls_have_their_time(page):
+    episode = next(one for one in page.episodes if len(one["turns"]) > 1 and len(one["turns"][0]["calls"]) > 1)
+    first, second = episode["turns"][:2]
+    ends = [call["started_s"] + call["latency_s"] for call in first["calls"]]
+    assert {call["started_s"] for call in first["calls"]} == {first["started_s"] + first["latency_s"]}
+    assert max(ends) == pytest.approx(second["started_s"], abs=1e-3) and episode["overview_s"] > 0
+
+
+def test_a_record_from_before_videos_and_times_were_kept_still_opens(run_dir, tmp_path):
+    old = shutil.copytree(run_dir, tmp_path / "old")
+    for path in (old / "episodes").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["advantage"].pop("places")
+            for told in (row, *row.get("turns", ()), *(one for turn in row.get("turns", ()) for one in turn["calls"])):
+                for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
+                    told.pop(name, None)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = view(old, frames=True)
+    assert len(page.episodes) == 72 and not any(episode["videos"] for episode in page.episodes)
+    assert any(
+        call["window_s"] and call["video"] == 0 for e in page.episodes for t in e["turns"] for call in t["calls"]
+    )
+
+
+def test_two_runs_are_one_page_with_the_episodes_of_both(run_dir, tmp_path):
+    other = make_run(tmp_path / "other", 2, luck=1)
+    page = view(run_dir, other, max_episodes=24)
+    assert [run["about"]["name"] for run in page.all["runs"]] == ["view0/studio", f"{tmp_path.name}/other"]
+    prompts = [{(row["step"], row["prompt"]) for row in page.rows if row["run"] == run} for run in (0, 1)]
+    assert [sum(row["run"] == run for row in page.rows) for run in (0, 1)] == [12, 12]
+    assert prompts[0] == prompts[1]  # of the steps that both have
+
+
+def test_an_evaluation_has_its_cells_with_the_figures_of_their_certificates(tmp_path, monkeypatch):
+    settings = ["eval.dispatches=[none]", "eval.frame_budgets=[3,5]", "eval.num_samples=2", "rollout.temperature=1"]
+    config = config_of("longvideobench", tmp_path / "copy", *settings)
+    cells = Evaluator(CHAT, lambda episode, request: answer("B"), monkeypatch).run(config)
+    (Path(config.run_dir) / "cell_none_5.json").unlink()  # as while it is played
+    page = view(Path(config.run_dir), max_episodes=8)
+    done, begun = page.data["cells"]
+    assert page.data["about"]["kind"] == "evaluation" and page.data["headlines"] == []
+    assert done["scores"]["strict"]["interval"] == cells[0]["scores"]["strict"]["interval_95"]
+    assert (done["num_there"], done["num_expected"], done["dispatch"], done["frame_budget"]) == (3, 1337, "none", 3)
+    assert (begun["num_there"], begun["scores"]) == (3, {})
+    assert Counter(row["cell"] for row in page.rows) == {"none_3": 4, "none_5": 4}  # two samples each, both twice
+    assert {row["split"] for row in page.rows} == {"longvideobench"}
+    assert ["Calls made", "none"] in page.data["about"]["facts"]
+
+
+def test_gaps_of_a_curve_say_why(tmp_path):
+    rows = [
+        {"step": 1, "loss/policy": 0.5, "rollout/accuracy_mean_mcq": 1.0},
+        {"step": 2, "perf/num_batches": 0.0},
+        {"step": 3, "loss/policy": None},
+        {"step": 4, "loss/policy": 1e300},
+        {"step": 7, "loss/policy": 0.2, "rollout/accuracy_mean_mcq": 0.5},
+    ]
+    gaps = view(write_metrics(tmp_path, rows)).data["figures"]["gaps"]
+    lost = [5, 6, "the step is not in the log"]
+    assert gaps["loss/policy"] == [
+        [2, 2, "nothing to learn from"],
+        [3, 3, "no finite number"],
+        [4, 4, "a number beyond any axis"],
+        lost,
+    ]
+    assert gaps["rollout/accuracy_mean_mcq"] == [[2, 4, "no such episode"], lost]
 
 
 def test_a_missing_episode_is_shown_with_its_problem_and_its_siblings_question(page):
@@ -203,20 +273,20 @@ def forty_steps(tmp_path) -> Path:
 
 @pytest.mark.parametrize("max_episodes", [0, 1, 3, 8, 50])
 def test_episodes_are_taken_evenly_over_the_steps(max_episodes, forty_steps):
-    steps = [episode["step"] for episode in view(forty_steps, max_episodes).episodes]
+    steps = [episode["step"] for episode in view(forty_steps, max_episodes=max_episodes).episodes]
     assert len(steps) == max_episodes
     assert steps == sorted(steps) and max(Counter(steps).values(), default=0) <= 5
     assert steps[-1:] in ([], [40]) and (max_episodes < 8 or steps[0] == 1)
 
 
 def test_few_episodes_of_many_steps_are_not_always_the_same_members(forty_steps):
-    assert {episode["id"] for episode in view(forty_steps, 40).episodes} == set("012345")
+    assert {episode["id"] for episode in view(forty_steps, max_episodes=40).episodes} == set("012345")
 
 
 @pytest.mark.slow
 def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path):
     run_dir = make_run(tmp_path / "run", 1, texts=["<think>\n" + "\U0001f3fa<answer>" * 3_000, "\x00" * 200_000] * 3)
-    page = make_page(run_dir, 200)
+    page = make_page([run_dir], 200)
     assert len(page) < PAGE_BYTES
     long = [episode for episode in Page(page).episodes if episode["id"].startswith("000099")]
     assert all(any("left_out" in piece for piece in episode["turns"][0]["pieces"]) for episode in long)
@@ -251,7 +321,12 @@ def test_a_run_without_steps_says_so(run_dir, tmp_path):
     shutil.copy(run_dir / "config.json", tmp_path)
     page = view(tmp_path)
     assert page.data["about"]["steps_done"] == 0 and page.data["about"]["steps_planned"] == 5
-    assert page.episodes == [] and page.data["headlines"] == [] and page.data["figures"]["charts"] == []
+    assert (
+        page.episodes == []
+        and page.rows == []
+        and page.data["headlines"] == []
+        and page.data["figures"]["charts"] == []
+    )
 
 
 def test_a_run_of_another_kind_has_charts_of_what_it_logged(tmp_path):
@@ -302,18 +377,3 @@ def test_the_page_replaces_an_older_one_and_nothing_else_unless_forced(tmp_path,
     assert "add --force" in capsys.readouterr().err and other.read_text().endswith("years of work")
     assert command(monkeypatch, tmp_path, "--out", other, "--force") == 0
     assert Page(other.read_bytes()).data["about"]["steps_done"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_a_browser_shows_the_texts_and_runs_none_of_them(tmp_path):
-    run_dir = make_run(tmp_path / "run", 1, texts=NASTY)
-    page = tmp_path / "page.html"
-    page.write_bytes(make_page(run_dir, 200))
-    number = next(n for n, one in enumerate(view(run_dir).episodes) if one["id"].startswith("000099"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    options.append(f"--user-data-dir={tmp_path / 'profile'}")
-    dom = subprocess.run(["chromium", *options, f"{page.as_uri()}#episode-{number}"], capture_output=True, text=True)
-    assert dom.returncode == 0
-    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in dom.stdout
-    assert "<img" not in dom.stdout and dom.stdout.count("</script>") == 2

@@ -1,0 +1,71 @@
+"""The cells of an evaluation as its page shows them: the figures of their certificates, or how far they are."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paravt_jax.view.records import samples_of
+
+SHARES = ("score", "micro", "missing_as_wrong")  # of a scorer, what the table has beside its interval and its groups
+PROVENANCE = ("data", "model", "engines", "hashes", "seed", "num_samples", "git_commit", "packages")
+
+
+def load_cells(run_dir: Path, sampled: Mapping[str, Iterable[Path]]) -> list[dict[str, Any]]:
+    """Every cell that has a certificate or samples."""
+    certified = {path.stem.removeprefix("cell_"): path for path in sorted(run_dir.glob("cell_*.json"))}
+    names = sorted({*certified, *sampled}, key=_order)
+    return [_certified(name, certified[name]) if name in certified else _begun(name, sampled[name]) for name in names]
+
+
+def _certified(name: str, path: Path) -> dict[str, Any]:
+    try:
+        cell = json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is no JSON ({problem}); run the evaluation again, which writes it anew") from None
+    counts, metrics = cell["n"], cell["metrics"]
+    return {
+        "name": name,
+        **_named(name),
+        "split": cell["split"],
+        "mode": cell.get("mode"),
+        "num_there": counts["answered"] + counts["unanswered"],
+        "num_unanswered": counts["unanswered"],
+        "num_expected": counts["expected"] or counts["rows"],
+        "missing": counts["missing"],
+        "refused": cell["refused"],
+        "scores": {scorer: _score(scores) for scorer, scores in cell["scores"].items()},
+        "f_tau": metrics.get("format_reward"),
+        "kappa": metrics.get("tool_calls_mean"),
+        "frames": cell["frames"],
+        "crop_frames": cell["crop_frames"],
+        "provenance": [[key, json.dumps(cell[key])] for key in PROVENANCE if key in cell],
+    }
+
+
+def _score(scores: Mapping[str, Any]) -> dict[str, Any]:
+    beside = {name: value for name, value in scores.items() if "@" in name}
+    return {
+        **{name: scores[name] for name in SHARES},
+        "interval": scores["interval_95"],
+        "beside": beside,
+        "groups": scores["groups"],
+    }
+
+
+def _begun(name: str, paths: Iterable[Path]) -> dict[str, Any]:
+    samples = samples_of(paths)
+    num_missing = sum(line.missing for line in samples)
+    missing = {"so far": num_missing} if num_missing else {}
+    return {"name": name, **_named(name), "num_there": len(samples) - num_missing, "missing": missing, "scores": {}}
+
+
+def _named(name: str) -> dict[str, Any]:
+    """A cell is called DISPATCH_FRAMES."""
+    dispatch, _, frames = name.rpartition("_")
+    return {"dispatch": dispatch or name, "frame_budget": int(frames) if frames.isdecimal() else None}
+
+
+def _order(name: str) -> tuple[str, int]:
+    named = _named(name)
+    return named["dispatch"], named["frame_budget"] or 0

@@ -1,0 +1,113 @@
+/* ---- an episode in the time of its videos, and in that of the clock ---- */
+const THUMB_PX = 66; // with the gap to the next one
+const allCalls = (episode) => episode.turns.flatMap((turn) => turn.calls);
+const looked = (call, to) => {
+  if (!call.window_s) return call.name || "unreadable";
+  const [start, end] = call.window_s;
+  return start === end ? `${call.name} ${clock(start)}` : `${clock(start)}${to}${clock(end)}`;
+};
+const colourOfCall = (call) => OUTCOME_COLOURS[call.outcome] ?? "neutral";
+const shotsOf = (holder) => (holder.pictures ? holder.pictures.map((place, n) => [place, holder.frames_s[n]]) : []);
+const shot = ([place, time]) => styled(h("span", {
+  class: "shot", onmousemove: (event) => showTip(clock(time), event, picture(place)), onmouseleave: hideTip,
+}, picture(place, time)), {});
+
+const fitting = new ResizeObserver((entries) => { // as many as there is room for
+  for (const { target, contentRect } of entries) target.refit(contentRect.width);
+});
+const fitted = (host, refit) => {
+  host.refit = refit;
+  fitting.observe(host);
+  return host;
+};
+const strip = (holder, name) => {
+  const shots = shotsOf(holder), host = h("div", { class: name });
+  return fitted(host, (width) => host.replaceChildren(...evenly(shots, Math.floor(width / THUMB_PX)).map(shot)));
+};
+const overviewStrip = (video, total) => { // each where its moment is, if the one before leaves it room
+  const host = h("div", { class: "shots" });
+  return fitted(host, (width) => {
+    let free = 0;
+    host.replaceChildren(...shotsOf(video).flatMap((one) => {
+      const left = clamp((width * one[1]) / total - THUMB_PX / 2, 0, width - THUMB_PX);
+      if (left < free) return [];
+      free = left + THUMB_PX;
+      return [styled(shot(one), { left: `${left}px` })];
+    }));
+  });
+};
+
+const film = (root, episode, numbers) => {
+  const windows = allCalls(episode).filter((call) => call.window_s);
+  const spans = [episode.truth_s, episode.prediction_s].filter(Boolean);
+  const end = Math.max(0, ...windows.map((call) => call.window_s[1]), ...spans.map((span) => span[1]));
+  const guessed = !episode.videos.length;
+  if (guessed && !end) return null;
+  const videos = guessed ? [{ name: "", duration_s: end * 1.02, frames_s: [] }] : episode.videos;
+  return h("div", { class: "timeline" }, h("h4", {}, videos.length > 1 ? "The videos" : "The video"),
+    videos.map((video, n) => filmOf(root, episode, video, windows.filter((call) => call.video === n), numbers, guessed)));
+};
+const filmOf = (root, episode, video, calls, numbers, guessed) => {
+  const total = video.duration_s || 1, alone = episode.videos.length < 2;
+  const at = (time) => `${clamp((100 * time) / total, 0, 100)}%`;
+  const host = h("div", { class: "film", onmousemove: (event) => scrub(event, video, total), onmouseleave: hideTip });
+  const area = (name, span) => host.append(styled(h("div", { class: `span ${name}` }), { left: at(span[0]), width: `calc(${at(span[1])} - ${at(span[0])})` }));
+  if (alone && episode.truth_s) area("truth", episode.truth_s);
+  if (alone && episode.prediction_s && episode.prediction_s[0] < episode.prediction_s[1]) area("said", episode.prediction_s);
+  if (video.pictures) host.append(overviewStrip(video, total));
+  host.append(h("div", { class: "frames" }, video.frames_s.map((time) => styled(h("i", { class: "frame" }), { left: at(time) }))));
+  host.append(...calls.map((call) => lane(root, call, numbers.get(call), at, total)));
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => styled(h("span", {}, guessed && part === 1 ? "" : clock(part * total, total >= 20)), { left: `${100 * part}%` }));
+  return [host, h("div", { class: "ticks", "aria-hidden": "true" }, marks), filmKey(episode, video, calls, guessed, alone)];
+};
+const scrub = (event, video, total) => {
+  const shots = shotsOf(video);
+  if (!shots.length || event.target.closest(".lane, .shot")) return;
+  const box = event.currentTarget.getBoundingClientRect(), time = ((event.clientX - box.left) / box.width) * total;
+  const [place, at] = shots.reduce((best, other) => (Math.abs(other[1] - time) < Math.abs(best[1] - time) ? other : best));
+  showTip(clock(at), event, picture(place));
+};
+const filmKey = (episode, video, calls, guessed, alone) => {
+  const key = [];
+  if (video.frames_s.length) key.push(h("span", {}, h("i", { class: "frames" }), `${plural(video.frames_s.length, "frame")} of the overview`));
+  if (alone && episode.truth_s) key.push(h("span", {}, h("i", { class: "truth" }), `true interval ${clock(episode.truth_s[0])}–${clock(episode.truth_s[1])}`));
+  if (alone && episode.prediction_s) key.push(h("span", {}, h("i", { class: "said" }), `its answer ${clock(episode.prediction_s[0])}–${clock(episode.prediction_s[1])}`));
+  key.push(h("span", { title: video.path }, guessed ? "its length is not recorded: drawn up to the last known time" : `${[video.name, video.file].filter((name, n, names) => name && names.indexOf(name) === n).join(", ")}, ${clock(video.duration_s)}`));
+  const bare = [video, ...calls].filter((holder) => holder.frames_s.length && !holder.pictures).length;
+  if (data.pictures && bare) key.push(h("span", { class: "missing" }, `${plural(bare, "strip")} of pictures left out here`));
+  return h("p", { class: "about" }, key);
+};
+const light = (root, name, on) => { for (const element of root.querySelectorAll(name)) element.classList.toggle("hot", on); };
+const lane = (root, call, n, at, total) => {
+  const [start, end] = call.window_s, name = `.call-${n}`, says = `call ${n}: ${looked(call, " to ")}, ${spelled(call.outcome)}`;
+  const button = h("button", {
+    type: "button", class: `c-${colourOfCall(call)} call-${n}`, "aria-label": says,
+    onmouseenter: (event) => { light(root, name, true); showTip(says, event); }, onmouseleave: () => { light(root, name, false); hideTip(); },
+    onfocus: () => light(root, name, true), onblur: () => light(root, name, false),
+    onclick: () => root.querySelector(`.callcard${name}`).scrollIntoView({ block: "nearest" }),
+  }, String(n));
+  const before = start + end > total; // the side with more room has its pictures
+  const shots = call.pictures ? styled(strip(call, `beside ${before ? "before" : "after"}`), before ? { right: `calc(100% - ${at(start)} + 6px)` } : { left: `max(calc(${at(end)} + 6px), calc(${at(start)} + 26px))` }) : null;
+  return h("div", { class: shots ? "lane tall" : "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - 20px))`, width: `calc(${at(end)} - ${at(start)})` }), shots);
+};
+
+/* When each part happened: calls of a turn that were made together stand beneath each other. */
+const waterfall = (episode, numbers) => {
+  const parts = episode.turns.flatMap((turn, n) => [
+    { name: `turn ${n + 1}`, of: turn, colour: "ink" },
+    ...turn.calls.map((call) => ({ name: `call ${numbers.get(call)}`, of: call, colour: colourOfCall(call), turn: n })),
+  ]).filter(({ of }) => known(of.started_s) && known(of.latency_s));
+  if (!parts.some(({ of }) => of.latency_s > 0)) return null;
+  const from = -(episode.overview_s ?? 0), to = Math.max(...parts.map(({ of }) => of.started_s + of.latency_s));
+  const at = (time) => (100 * (time - from)) / (to - from);
+  const row = ({ name, of, colour, turn }) => h("div", { class: `when ${known(turn) ? "of-call" : ""}` }, h("span", {}, name),
+    h("div", {}, styled(h("i", { class: `c-${colour}` }), { left: `${at(of.started_s)}%`, width: `${at(of.started_s + of.latency_s) - at(of.started_s)}%` }),
+      styled(h("small", {}, seconds(of.latency_s)), at(of.started_s + of.latency_s) < 80 ? { left: `calc(${at(of.started_s + of.latency_s)}% + 7px)` } : { right: `calc(${100 - at(of.started_s)}% + 7px)` })));
+  const overview = episode.overview_s ? [row({ name: "overview", of: { started_s: from, latency_s: episode.overview_s }, colour: "neutral" })] : [];
+  return h("div", { class: "waterfall" }, h("h4", {}, "When"), overview, parts.map(row), h("p", { class: "about" }, sideBySide(episode), h("span", {}, `${seconds(to - from)} in all`)));
+};
+const sideBySide = (episode) => episode.turns.filter((turn) => turn.calls.filter((call) => known(call.started_s)).length > 1).map((turn) => {
+  const calls = turn.calls.filter((call) => known(call.started_s));
+  const took = Math.max(...calls.map((call) => call.started_s + call.latency_s)) - Math.min(...calls.map((call) => call.started_s));
+  return h("span", {}, `${plural(calls.length, "call")} at once: ${seconds(took)}; one after the other ${seconds(calls.reduce((sum, call) => sum + call.latency_s, 0))}`);
+});

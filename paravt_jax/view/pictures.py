@@ -1,0 +1,151 @@
+"""Small pictures of the frames that episodes were shown: of the overview and of every crop, each kept once.
+
+They are decoded anew from the videos, at the times in the records. A page has room for so many bytes of them: strips
+are taken whole, those of the fewest frames first, and what is left out is said.
+"""
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from model_port.progress import counted
+from paravt_jax.view.episodes import visible
+from rollout.video.box import Box
+from rollout.video.reader import FrameReader, TimedPicture, VideoError
+
+MAX_BYTES = 6_000_000  # of all pictures, as they stand in the page
+HEIGHT_PX, WIDTH_PX = 72, 128  # at most
+QUALITY = 45  # of WebP; a frame has about 2 KB
+DEADLINE_S = 60.0
+AT_ONCE = 16  # strips that are read at the same time
+MAX_PROBLEMS = 5  # that are told
+
+
+class Strip(NamedTuple):
+    """The frames of an overview or of a call."""
+
+    path: str
+    times_s: tuple[float, ...]
+    box: Box | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{time_s} {self.path} {'' if self.box is None else tuple(self.box)}" for time_s in self.times_s]
+
+
+@dataclass(eq=False)
+class Album:
+    """The pictures of a page, as many as it has room for."""
+
+    pictures: list[str] = field(default_factory=list)  # base64
+    num_bytes: int = 0
+    num_left_out: int = 0
+    problems: list[str] = field(default_factory=list)
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pictures: Mapping[str, str], episodes: Sequence[Any]) -> "Album":
+        """Of pictures that are known already, by the keys of their strips."""
+        album = cls()
+        for strip in {strip for _, strip in _strips(episodes)}:
+            if all(key in pictures for key in strip.keys):
+                album.add(strip, [pictures[key] for key in strip.keys])
+        album.number_all(episodes)
+        return album
+
+    def add(self, strip: Strip, pictures: Sequence[str]) -> bool:
+        """Whether there was room for those that are new."""
+        new = {key: text for key, text in zip(strip.keys, pictures, strict=True) if key not in self._numbers}
+        size = sum(map(len, new.values()))
+        if self.num_bytes + size > MAX_BYTES:
+            return False
+        self._numbers |= {key: len(self.pictures) + place for place, key in enumerate(new)}
+        self.pictures += new.values()
+        self.num_bytes += size
+        return True
+
+    def numbers(self, strip: Strip) -> list[int] | None:
+        """Where each picture of a strip is; None where it has no place here."""
+        found = [self._numbers[key] for key in strip.keys if key in self._numbers]
+        return found if found and len(found) == len(strip.times_s) else None
+
+    def number_all(self, episodes: Iterable[dict[str, Any]]) -> None:
+        """Tells every overview and call of these episodes which pictures are its own."""
+        for holder, strip in _strips(episodes):
+            holder["pictures"] = self.numbers(strip)
+
+    def to_record(self) -> dict[str, Any]:
+        told = {"num_bytes": self.num_bytes, "num_left_out": self.num_left_out, "problems": self.problems}
+        return {"data": self.pictures, **told}
+
+
+def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
+    """Decodes what these episodes were shown."""
+    strips = sorted({strip for _, strip in _strips(episodes)}, key=lambda strip: (len(strip.times_s), strip.path))
+    album = Album()
+    lost = asyncio.run(_decode(strips, album))
+    wanted = {key for strip in strips if strip.path not in lost for key in strip.keys}
+    album.num_left_out = len(wanted) - len(album.pictures)
+    album.problems = [visible(problem) for problem in list(lost.values())[:MAX_PROBLEMS]]
+    if len(lost) > MAX_PROBLEMS:
+        album.problems.append(f"and {len(lost) - MAX_PROBLEMS} more videos")
+    album.number_all(episodes)
+    return album
+
+
+def thumbnail(pixels: UInt8[np.ndarray, "H W 3"]) -> str:
+    """A small picture as base64."""
+    image, content = Image.fromarray(pixels), io.BytesIO()
+    image.thumbnail((WIDTH_PX, HEIGHT_PX))
+    image.save(content, "WEBP", quality=QUALITY)
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def thumbnail_size(height: int, width: int) -> tuple[int, int]:
+    scale = min(1.0, HEIGHT_PX / height, WIDTH_PX / width)
+    return max(1, round(scale * height)), max(1, round(scale * width))
+
+
+async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
+    """What is wrong with the videos that cannot be read, by path."""
+    lost: dict[str, str] = {}
+
+    async def read(strip: Strip) -> list[TimedPicture]:
+        try:
+            frames = await reader.frames(strip.path, strip.times_s, DEADLINE_S, strip.box)
+        except VideoError as problem:
+            lost[strip.path] = f"{Path(strip.path).name}: {problem}"
+            return []
+        if len(frames) != len(strip.times_s):
+            lost[strip.path] = f"{Path(strip.path).name}: it is another video now"
+        return frames
+
+    async with FrameReader(thumbnail_size) as reader:
+        for first in counted(range(0, len(strips), AT_ONCE), "reading frames", "part"):
+            some = [strip for strip in strips[first : first + AT_ONCE] if strip.path not in lost]
+            for strip, frames in zip(some, await asyncio.gather(*map(read, some)), strict=True):
+                if strip.path in lost:
+                    continue
+                if not album.add(strip, [thumbnail(frame.picture.pixels) for frame in frames]):
+                    return lost
+    return lost
+
+
+def _strips(episodes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, Strip]]:
+    """What was shown, and whose it is."""
+    for episode in episodes:
+        videos = episode["videos"]
+        for video in videos:
+            yield video, Strip(video["path"], tuple(video["frames_s"]))
+        for call in (call for turn in episode["turns"] for call in turn["calls"]):
+            if call["frames_s"] and call["video"] is not None and videos:
+                box = None if call["box"] is None else Box(*call["box"])
+                yield call, Strip(videos[call["video"]]["path"], tuple(call["frames_s"]), box)

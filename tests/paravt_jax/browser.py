@@ -1,0 +1,140 @@
+"""Chromium without a window, told what to do through a pipe: what a page shows, says on its console, and looks like.
+
+`python browser.py PAGE OUT.png [--dark] [--phone] [--full] [--do SCRIPT]` takes a picture of a page, and says how long
+it took to be drawn and to be filtered.
+"""
+
+import argparse
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium")
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe")
+DESKTOP, PHONE = (1280, 1100), (390, 844)
+TIMES = """(() => {
+  const filter = [...document.querySelectorAll(".filters select")].find(one => one.querySelector("[value=wrong]"));
+  const took = (filter ? ['right', 'wrong', 'missing', ''] : []).map(value => {
+    const began = performance.now();
+    filter.value = value;
+    filter.dispatchEvent(new Event('change'));
+    document.body.getBoundingClientRect();
+    return Math.round(performance.now() - began);
+  });
+  const paint = performance.getEntriesByName('first-contentful-paint')[0];
+  return `drawn after ${Math.round(paint.startTime)} ms, filtered in ${took.join(', ')} ms`;
+})()"""
+TOLD = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")  # what a page should not do
+
+
+class Tab:
+    """One page at a time."""
+
+    def __init__(self, to_browser: int, from_browser: int):
+        self._to, self._from, self._rest = to_browser, from_browser, b""
+        self._number, self._session = 0, None
+        self.told: list[Any] = []  # errors and words on the console
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self(f"{domain}.enable")
+
+    def __call__(self, method: str, **parameters: Any) -> Any:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            pass
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, page: Path, fragment: str = "") -> None:
+        self("Page.navigate", url="about:blank")
+        self("Page.navigate", url=page.absolute().as_uri() + fragment)
+        while self._next().get("method") != "Page.loadEventFired":
+            pass
+
+    def run(self, script: str) -> Any:
+        """What a script gives when the page has come to rest."""
+        settled = f"new Promise(done => requestAnimationFrame(() => setTimeout(() => done({script}), 60)))"
+        answer = self("Runtime.evaluate", expression=settled, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def show_as(self, size_px: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
+        width, height = size_px
+        self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self("Emulation.setEmulatedMedia", features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}])
+
+    def picture(self, out: Path, *, whole: bool = False) -> None:
+        self.run("0")
+        shot = self("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        out.write_bytes(base64.b64decode(shot["data"]))
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            self._rest += os.read(self._from, 2**20)
+        line, _, self._rest = self._rest.partition(b"\0")
+        message = json.loads(line)
+        if message.get("method") in TOLD:
+            self.told.append(message["params"])
+        return message
+
+
+@contextmanager
+def browser() -> Iterator[Tab]:
+    assert CHROMIUM is not None
+    there, to_browser = os.pipe()
+    from_browser, back = os.pipe()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = [CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
+        script = f'exec "$@" 3<&{there} 4>&{back}'
+        process = subprocess.Popen(
+            ["bash", "-c", script, "bash", *command], pass_fds=(there, back), stderr=subprocess.DEVNULL
+        )
+        os.close(there)
+        os.close(back)
+        try:
+            yield Tab(to_browser, from_browser)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(to_browser)
+            os.close(from_browser)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fragment", default="")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--phone", action="store_true")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--size", type=int, nargs=2)
+    parser.add_argument("--do", default="0")
+    args = parser.parse_args()
+    with browser() as tab:
+        tab.show_as(tuple(args.size) if args.size else PHONE if args.phone else DESKTOP, dark=args.dark)
+        tab.open(args.page, args.fragment)
+        print(tab.run(TIMES) if not args.fragment else "")
+        tab.run(args.do)
+        tab.picture(args.out, whole=args.full)
+        for told in tab.told:
+            print(json.dumps(told)[:600])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What is kept of a trace is what it said and was told, in the form of an episode."""
+
+import asyncio
+
+from agents import FakeFrames, call
+
+from model_port.processing import VisionContract
+from paravt_jax.data.traces import Media, Message, Trace
+from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.samples import sample_record
+from paravt_jax.view.episodes import row_of, shown
+from rollout.chat import Chat
+from rollout.episode import EpisodeConfig
+
+
+def test_a_sample_is_shown_like_an_episode(tiny_hf):
+    renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), EpisodeConfig())
+    trace = Trace(
+        "t",
+        (
+            Message("user", (Media("video", "/a.mp4"), "<video>\nWhat colour is it?")),
+            Message("assistant", (f"I look.{call(16, 24)}{call(9, 3)}",)),
+            Message("tool", ("A red one.",)),
+            Message("tool", ("Nothing.",)),
+            Message("assistant", ("It is red.",)),
+        ),
+    )
+    record = sample_record(asyncio.run(renderer.render(trace, 4)), 7)
+    (video,), (looked, answered) = record["videos"], record["turns"]
+    assert (record["step"], record["question"], record["frame_budget"]) == (7, "What colour is it?", 4)
+    assert (video["path"], video["duration_s"], len(video["frames_s"])) == ("/a.mp4", 64.0, 4)
+    assert [one["window_s"] for one in looked["calls"]] == [[16.0, 24.0], None]
+    assert (looked["told"], answered["told"]) == ("A red one.\nNothing.", "")
+    episode = shown(record, "<think>\n", 1000)
+    assert episode["turns"][1]["num_sampled"] == len(record["segments"][3]["ids"]) > 3
+    assert row_of(episode, 0)["result"] == "" and row_of(episode, 0)["called"] == "ok"

@@ -1,0 +1,71 @@
+"""Which episodes a page shows, whatever kind of run they are of."""
+
+import json
+from pathlib import Path
+
+import pytest
+from agents import call
+from evaluator import Evaluator, answer, config_of
+from view_run import CHAT, make_run
+
+from paravt_jax.view.episodes import row_of, shown
+from paravt_jax.view.records import cells_of, chosen_of_cells, chosen_of_steps, samples_of, steps_of
+from rollout.engine.protocol import EngineError
+
+
+def write_lines(path: Path, lines: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch) -> Path:
+    """Two cells of three samples; one calls, one sample is missing in it."""
+
+    def say(episode, request):
+        looks = "A report" not in CHAT.decode(request.ids) and "crop_video" in CHAT.decode(request.ids)
+        if looks and "v2" in episode:
+            raise EngineError("gone")
+        return f"I look.</think>{call(3, 12)}<|im_end|>" if looks else answer("B" if "v1" in episode else "C")
+
+    config = config_of("longvideobench", tmp_path / "copy", "eval.dispatches=[parallel,none]")
+    Evaluator(CHAT, say, monkeypatch).run(config)
+    return Path(config.run_dir)
+
+
+def test_every_sample_of_an_evaluation_is_an_episode_of_its_cell(evaluated):
+    chosen = chosen_of_cells(cells_of(evaluated), 100)
+    rows = [row_of(shown(record, "", 1000), 0) for record in chosen.records()]
+    assert [row["cell"] for row in rows] == ["none_3"] * 3 + ["parallel_3"] * 3
+    by_cell = {cell: {row["prompt"]: row for row in rows if row["cell"] == cell} for cell in ("none_3", "parallel_3")}
+    assert len(by_cell["none_3"]) == 3 and by_cell["none_3"].keys() == by_cell["parallel_3"].keys()
+    played = by_cell["parallel_3"]
+    assert sorted(row["outcome"] for row in played.values()) == ["done", "done", "missing: engine"]
+    assert sorted(row["result"] for row in played.values()) == ["missing", "right", "wrong"]
+    assert sorted(row["calls"] for row in played.values()) == [0, 1, 1]
+    assert (chosen.num_parts_shown, chosen.num_parts) == (2, 2)
+
+
+def test_of_a_sample_the_newest_line_counts_unless_it_is_missing(tmp_path):
+    def line(key, name, missing):
+        return {"key": key, "id": name, "episodes": [{"missing": missing}]}
+
+    shard = write_lines(tmp_path / "shards" / "1_of_2" / "samples_none_8.jsonl", [line("a", "1", True)])
+    lines = [line("a", "2", False), line("b", "3", False), line("b", "4", False), line("b", "5", True)]
+    own = write_lines(tmp_path / "samples_none_8.jsonl", lines)
+    assert cells_of(tmp_path) == {"none_8": [shard, own]}
+    assert sorted(line.id for line in samples_of([shard, own])) == ["2", "4"]
+
+
+def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
+    runs = [make_run(tmp_path / name, 3, luck=luck) for luck, name in enumerate("ab")]
+    names = [[line.id for line in chosen_of_steps([*steps_of(run).values()], 9).lines] for run in runs]
+    assert names[0] == names[1] and len(set(names[0])) == 9
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}, {"id": "b"}])
+    path.write_text(path.read_text().replace('"b"}', '"b"'))
+    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is no JSON; restore the file"):
+        list(chosen_of_steps([path], 5).records())
