@@ -25,11 +25,13 @@ _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _CALLS = ("call", "conditional", "async-start", "fusion")
-_GROUP_OF_MESH = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]\s*\{(?P<axes>[^}]*)\}")
-_GROUP_BY_COUNTING = re.compile(
-    r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<source>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+_COUNTED = r"\[(?P<source>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+_GROUP_OF_MESH = re.compile(
+    rf"replica_groups=mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\({_COUNTED}\))?\s*\{{(?P<axes>[^}}]*)\}}"
 )
+_GROUP_BY_COUNTING = re.compile(rf"replica_groups=\[(?P<shape>[\d,]+)\]<={_COUNTED}")
 _GROUP_BY_NUMBERS = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
+_GROUP = re.compile(r"replica_groups=(?!\{\})[^, ]*")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 
 
@@ -143,14 +145,25 @@ def _members(line: str) -> tuple[int, ...]:
     if found := _GROUP_OF_MESH.search(line):
         axes = {name: int(size) for name, size in _AXIS.findall(found["mesh"])}
         wanted = set(re.findall(r"'([^']+)'", found["axes"]))
-        places = np.arange(math.prod(axes.values())).reshape(*axes.values())
+        places = _counted(found, math.prod(axes.values())).reshape(*axes.values())
         return tuple(places[tuple(slice(None) if name in wanted else 0 for name in axes)].ravel().tolist())
     if found := _GROUP_BY_COUNTING.search(line):
-        shape, source = (list(map(int, found[part].split(","))) for part in ("shape", "source"))
-        places = np.arange(math.prod(source)).reshape(source)
-        if found["order"]:
-            places = places.transpose(list(map(int, found["order"].split(","))))
-        return tuple(places.reshape(shape)[0].tolist())
+        shape = _numbers(found["shape"])
+        return tuple(_counted(found, math.prod(shape)).reshape(shape)[0].tolist())
     if found := _GROUP_BY_NUMBERS.search(line):
-        return tuple(map(int, found[1].split(",")))
+        return tuple(_numbers(found[1]))
+    if found := _GROUP.search(line):
+        raise ValueError(f"{found[0]!r} of a compiled program is not understood: who takes part in a collective?")
     return (0,)
+
+
+def _counted(found: re.Match[str], num_devices: int) -> np.ndarray:
+    """Numbers of devices, in the order that the program gives them."""
+    if found["source"] is None:
+        return np.arange(num_devices)
+    places = np.arange(num_devices).reshape(_numbers(found["source"]))
+    return places.transpose(_numbers(found["order"])) if found["order"] else places
+
+
+def _numbers(text: str) -> list[int]:
+    return list(map(int, text.split(",")))

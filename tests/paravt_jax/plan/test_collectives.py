@@ -54,6 +54,28 @@ def test_a_loop_whose_turns_are_not_said_goes_up_to_what_its_counter_is_compared
     assert collectives_of(limited)[0].num_bytes == 28 * 32 * 4 * 2
 
 
+@pytest.mark.parametrize(
+    ("groups", "num_devices", "num_hosts"),
+    [
+        ("mesh['a'=4,'b'=4] {'b'}", 4, 1),
+        ("mesh['a'=4,'b'=4], device_ids=([4,4]T(1,0)) {'b'}", 4, 2),  # 0, 4, 8, 12
+        ("mesh['a'=4,'b'=4], device_ids=([16]) {'a','b'}", 16, 2),
+        ("[4,4]<=[16]", 4, 1),
+        ("[4,4]<=[4,4]T(1,0)", 4, 2),
+        ("{{0,8},{1,9}}", 2, 2),
+    ],
+)
+def test_who_takes_part_is_read_however_it_is_written(groups, num_devices, num_hosts):
+    text = TEXT.replace("{{0,1}}", groups)
+    *_, pair = collectives_of(text)
+    assert (pair.num_devices, pair.num_hosts) == (num_devices, num_hosts)
+
+
+def test_groups_that_are_not_understood_are_no_single_device():
+    with pytest.raises(ValueError, match=r"replica_groups=sets\[4\]. of a compiled program is not understood"):
+        collectives_of(TEXT.replace("{{0,1}}", "sets[4]"))
+
+
 def test_bytes_are_summed_up_by_kind():
     assert bytes_by_kind(collectives_of(TEXT)) == {"all-gather": 9216, "all-reduce": 30, "reduce-scatter": 3504}
 
