@@ -104,8 +104,9 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def episodes_of(run_dir: Path) -> list[dict]:
+    """Its own videos by their place in it, which is what two runs share."""
     return [
-        json.loads(line)
+        json.loads(line.replace(str(run_dir), "RUN"))
         for path in sorted((run_dir / "episodes").glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 
 import pytest
 from agents import ANSWER, FakeFrames, call, script
@@ -110,3 +111,6 @@ def test_the_page_of_a_question_has_its_turns_and_no_markup_of_the_model(chat):
     answerer = Answerer(agent, 8)
     page = page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer, "m").decode()
     assert "What colour?" in page and "onerror" in page and "<img" not in page
+    told = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert told["runs"][0]["answer"]["evidence"] == [["a.mp4", 16, 24], ["a.mp4", 32, 40]]
+    assert len(told["pictures"]["data"]) == 22  # of the overview 8, of the windows 16, 2 of them the same

@@ -1,18 +1,25 @@
 """The page as a browser shows it: it opens without a word on the console, filters, opens episodes, and runs no text."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from agents import ANSWER, FakeFrames, call, script
 from browser import CHROMIUM, DESKTOP, PHONE, Tab, browser
-from view_run import NASTY, make_run, write_metrics
+from evaluator import Evaluator, answer, config_of
+from view_run import CHAT, NASTY, make_run, write_metrics
 
+from paravt_jax.asking.answerer import Answerer
+from paravt_jax.asking.page import page_of
 from paravt_jax.view.page import make_page
+from rollout.episode import Agent, EpisodeConfig
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
 ]
+LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
 FILTER = "(name, value) => { const c = [...document.querySelectorAll('.filters label')].find(l => \
 l.textContent.startsWith(name)).querySelector('select, input'); c.value = value; \
 c.dispatchEvent(new Event(c.tagName === 'SELECT' ? 'change' : 'input')); }"
@@ -31,11 +38,25 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     first, second = (make_run(directory / name, 2, texts=NASTY, luck=luck) for luck, name in enumerate("ab"))
     (directory / "c").mkdir()
     single = write_metrics(directory / "c", [{"step": 7, "loss/policy": 0.25}])
-    pages = {}
-    for name, runs in {"one": [first], "two": [first, second], "single": [single]}.items():
-        pages[name] = directory / f"{name}.html"
-        pages[name].write_bytes(make_page(runs, 200))
+    runs = {"one": [first], "two": [first, second], "single": [single], "evaluation": [evaluated(directory / "copy")]}
+    contents = {name: make_page(of_page, 200) for name, of_page in runs.items()} | {"question": asked()}
+    pages = {name: directory / f"{name}.html" for name in contents}
+    for name, content in contents.items():
+        pages[name].write_bytes(content)
     return pages
+
+
+def evaluated(copy: Path) -> Path:
+    config = config_of("longvideobench", copy, "eval.frame_budgets=[3,5]")
+    with pytest.MonkeyPatch.context() as patch:
+        Evaluator(CHAT, lambda episode, request: answer("B<img src=x onerror=alert(1)>"), patch).run(config)
+    return Path(config.run_dir)
+
+
+def asked() -> bytes:
+    agent = Agent(script(CHAT, [LOOK, ANSWER.replace("A<", "<b>A</b><")]), FakeFrames(), CHAT, EpisodeConfig())
+    answerer = Answerer(agent, 8)
+    return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What <b>colour</b>?")), answerer, "tiny")
 
 
 def opened(tab: Tab, page: Path, fragment: str = "", size_px: tuple[int, int] = DESKTOP, *, dark: bool = False) -> Tab:
@@ -51,7 +72,7 @@ def with_text(page: Path, text: str) -> str:
     return f"#episode-{next(number for number, record in enumerate(records) if text in record)}"
 
 
-@pytest.mark.parametrize("name", ["one", "two", "single"])
+@pytest.mark.parametrize("name", ["one", "two", "single", "evaluation", "question"])
 @pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_opens_without_a_word_on_the_console_and_is_no_wider_than_the_screen(name, size_px, dark, tab, pages):
@@ -80,6 +101,24 @@ def test_filters_leave_what_they_say_and_can_be_cleared(tab, pages):
     assert tab.run("document.querySelector('.episode').textContent") == "No episode is like this."
     tab.run("[...document.querySelectorAll('.filters button')].at(-1).click()")
     assert tab.run("document.querySelector('.count').textContent").endswith(" episodes")
+
+
+def test_an_evaluation_has_a_row_for_every_score_and_its_episodes_by_cell(tab, pages):
+    opened(tab, pages["evaluation"])
+    assert tab.run("document.querySelectorAll('.whisker').length") == 4  # two cells, two rules
+    assert "3 of 1,337" in tab.run("document.querySelector('.table').textContent")
+    tab.run(f"({FILTER})('Cell', 'none_5')")
+    assert tab.run("document.querySelector('.count').textContent") == "3 of 6 episodes"
+    assert "<img src=x" in tab.run("document.querySelector('.said-text').textContent") and tab.told == []
+
+
+def test_a_question_has_its_answer_its_windows_and_pictures_of_both(tab, pages):
+    opened(tab, pages["question"])
+    assert tab.run("document.querySelector('h1').textContent") == "What <b>colour</b>?"
+    assert tab.run("document.querySelector('.answer .text').textContent") == "<b>A</b>"
+    assert tab.run("document.querySelectorAll('.answer .window').length") == 2
+    assert tab.run("[...document.querySelectorAll('.album')].map(one => one.childElementCount)") == [8, 8]
+    assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.told == []
 
 
 def test_the_arrow_keys_go_from_episode_to_episode(tab, pages):
