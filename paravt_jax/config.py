@@ -66,6 +66,31 @@ class MeshConfig:
         return self.data * self.fsdp
 
 
+AUTO = "auto"  # as hosts.coordinator: what Slurm, a TPU pod or Kubernetes says
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """The hosts that train together, one process each: same settings but for index, and all see run_dir."""
+
+    coordinator: str = ""  # ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes say; empty: one host
+    num: int = 1
+    index: int = 0  # of this host, counted from 0
+
+    def __post_init__(self) -> None:
+        _at_least_1("hosts", self, "num")
+        if not 0 <= self.index < self.num:
+            raise ValueError(f"hosts.index={self.index} is none of hosts.num={self.num}, counted from 0")
+        if self.coordinator in ("", AUTO):
+            if self.num > 1:
+                raise ValueError(
+                    f"hosts.num={self.num} does nothing with hosts.coordinator={self.coordinator!r}; give the "
+                    f"ADDRESS:PORT of host 0, or leave the number to what auto finds"
+                )
+        elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdecimal():
+            raise ValueError(f"hosts.coordinator={self.coordinator} is no ADDRESS:PORT, such as 10.0.0.1:8476")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     # A parquet or JSON-lines file of prompts, a directory with parquet files below it, a data set on the hub as
@@ -113,6 +138,7 @@ class EngineConfig:
 
     kind: Literal["jax", "sglang"] = "jax"  # jax: the learner samples in its own process
     urls: list[str] = field(default_factory=list)  # sglang: servers that run already; empty: start num_servers here
+    urls_file: str = ""  # sglang: in place of urls, a file with one on each line, which may change while a run goes on
     num_servers: int = 1  # sglang, on this machine
     # sglang on cuda: the numbers of this machine's GPUs that those servers have, in order and as many each, such as
     # [4, 5, 6, 7]; the learner has all others
@@ -129,6 +155,10 @@ class EngineConfig:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
+        if self.urls_file and (self.urls or self.kind == "jax"):
+            raise ValueError(
+                f"engine.urls_file={self.urls_file} is in place of engine.urls, with engine.kind=sglang; leave one out"
+            )
         if self.weights_dir and (self.kind == "jax" or self.route == "tensors"):
             raise ValueError(
                 f"engine.weights_dir={self.weights_dir} does nothing without engine.kind=sglang and engine.route=disk"
@@ -136,8 +166,13 @@ class EngineConfig:
         if self.gpus:
             self._check_gpus()
 
+    @property
+    def connects(self) -> bool:
+        """To servers that somebody else runs."""
+        return bool(self.urls or self.urls_file)
+
     def _check_gpus(self) -> None:
-        if self.kind == "jax" or self.urls or self.device == "cpu":
+        if self.kind == "jax" or self.connects or self.device == "cpu":
             raise ValueError(
                 f"engine.gpus={self.gpus} is for servers that the run starts: it does nothing without "
                 f"engine.kind=sglang and engine.device=cuda, nor with engine.urls"
@@ -251,6 +286,7 @@ class Config:
     model: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
@@ -351,6 +387,7 @@ class SftConfig:
     model: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     video: VideoConfig = field(default_factory=_imitation_video)
     rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
