@@ -25,7 +25,7 @@ from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_
 from model_port.lora import LowRank, merged
 from model_port.model import Qwen3VL
 from model_port.safetensors_io import HfTensors, SafetensorsWriter
-from model_port.sharding import flat_params, shard_abstract
+from model_port.sharding import flat_params, on_host, shard_abstract
 from model_port.weights import adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
@@ -117,7 +117,7 @@ def sum_of_base(model: Qwen3VL, dtype: str) -> str:
     """Of a model's own weights in a dtype, tensor by tensor as in the files, whatever lies beside them."""
     found = xxhash.xxh3_128()
     for _, tensor in hf_tensors(model.config, flat_params(nnx.state(model, nnx.Param))):
-        add_to_sum(found, np.asarray(tensor.astype(dtype)))
+        add_to_sum(found, on_host(tensor.astype(dtype)))
     return found.hexdigest()
 
 

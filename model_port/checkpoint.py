@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 BLOCK_BYTES = 64 * 2**20  # held at a time, and the size of a chunk on disk
 MIN_LAYER_BYTES = 2**20
+MAX_SPREAD = 8  # blocks of memory that rows take which are in chunks of several shards
 MAX_WORKERS = 4  # more threads hold more blocks without moving more bytes
 MAX_PENDING = 4  # blocks being read ahead of the one in use
 
@@ -90,6 +91,51 @@ def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return out
 
 
+class ArrayPart(NamedTuple):
+    """A part of an array, and where it lies in the whole."""
+
+    box: Box
+    values: np.ndarray
+
+
+def make_arrays(
+    directory: str | Path, shapes: dict[str, tuple[int, ...]], shards: dict[str, tuple[int, ...]], dtype: np.dtype
+) -> None:
+    """Makes DIRECTORY/params for `write_shards` to fill; `shards` are the shapes of the parts that are written."""
+    params_dir = Path(directory).absolute() / PARAMS_DIR
+    _write_structure(params_dir, shapes, dtype)
+    for path, shape in shapes.items():
+        _create_array(params_dir / path, shape, dtype, _chunk_of_shard(shape, shards[path], dtype.itemsize))
+
+
+def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> list[Path]:
+    """Writes parts of arrays that `make_arrays` has made, and gives the files that they are in. Does not sync.
+
+    No file holds something of two shards, so hosts may write theirs at the same time.
+    """
+    params_dir = Path(directory).absolute() / PARAMS_DIR
+    files: list[Path] = []
+    with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
+        copies = []
+        for path, parts in shards.items():
+            store = open_array(params_dir / path) if parts else None
+            for box, values in parts:
+                assert store is not None
+                chunk = _stored_chunk_shape(store)
+                for block in grid_of(box, chunk):
+                    own = cast(values[index_of(block, origin=box)], store.dtype.numpy_dtype, path)
+                    copies.append(pool.submit(_write_block, store, block, own))
+                    number = (start // size for (start, _), size in zip(block, chunk, strict=True))
+                    files.append(params_dir / path / ".".join(map(str, number)))
+        for copy in copies:
+            copy.result()
+    return files
+
+
+def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray) -> None:
+    store[index_of(block)].write(values, can_reference_source_data_indefinitely=True).result()
+
+
 def write_params(
     directory: str | Path,
     shapes: dict[str, tuple[int, ...]],
@@ -105,7 +151,8 @@ def write_params(
     """
     params_dir = Path(directory).absolute() / PARAMS_DIR
     _write_structure(params_dir, shapes, dtype)
-    stores = {path: _create_array(params_dir / path, shape, dtype) for path, shape in shapes.items()}
+    chunks = {path: _chunk_shape(shape, dtype.itemsize) for path, shape in shapes.items()}
+    stores = {path: _create_array(params_dir / path, shape, dtype, chunks[path]) for path, shape in shapes.items()}
 
     def copy_block(path: str, index: Index) -> int:
         block = cast(read(path, index), dtype, path)
@@ -113,9 +160,7 @@ def write_params(
         return block.nbytes
 
     blocks = [
-        (path, _index(box))
-        for path, shape in shapes.items()
-        for box in _grid(shape, _chunk_shape(shape, dtype.itemsize))
+        (path, index_of(box)) for path, shape in shapes.items() for box in grid_of(box_of(None, shape), chunks[path])
     ]
     with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
         copies = [pool.submit(copy_block, *block) for block in sorted(blocks, key=lambda block: position(*block))]
@@ -129,12 +174,20 @@ def write_params(
 def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype) -> None:
     # numpy, not jax: a jax array would record the devices of this machine.
     placeholders = nested({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
+    # Of several hosts one writes it, and orbax is not to wait for the others.
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="structure"
+    )
     # A directory per array, not one database (ocdbt), which buffers two gigabytes before it writes.
-    with _quiet(), ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
+    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(params_dir, placeholders)
 
 
-def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype) -> ts.TensorStore:
+def _create_array(
+    directory: Path, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: tuple[int, ...]
+) -> ts.TensorStore:
     return ts.open(
         {
             "driver": "zarr",
@@ -144,10 +197,16 @@ def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype) -> t
         },
         dtype=dtype,
         shape=shape,
-        chunk_layout=ts.ChunkLayout(chunk_shape=_chunk_shape(shape, dtype.itemsize)),
+        chunk_layout=ts.ChunkLayout(chunk_shape=chunk_shape),
         create=True,
         delete_existing=True,
     ).result()
+
+
+def open_array(directory: Path) -> ts.TensorStore:
+    """One that `make_arrays` has made."""
+    kvstore = {"driver": "file", "path": f"{directory}/", "file_io_sync": False}
+    return ts.open({"driver": "zarr", "kvstore": kvstore, "store_data_equal_to_fill_value": True}, open=True).result()
 
 
 class StoredParams:
@@ -204,28 +263,29 @@ class StoredParams:
 
     def restore(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         """The parameter in the target's dtype, on the target's devices."""
-        everything = _box(None, target.shape)
+        everything = box_of(None, target.shape)
         if target.sharding is None:
             return jax.numpy.asarray(self._read_boxes(path, {everything}, target.dtype)[everything])
         places = target.sharding.addressable_devices_indices_map(target.shape).values()
-        shards = self._read_boxes(path, {_box(index, target.shape) for index in places}, target.dtype)
+        shards = self._read_boxes(path, {box_of(index, target.shape) for index in places}, target.dtype)
         return jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index: shards[_box(index, target.shape)]
+            target.shape, target.sharding, lambda index: shards[box_of(index, target.shape)]
         )
 
     def _read_boxes(self, path: str, boxes: set[Box], dtype: np.dtype) -> dict[Box, np.ndarray]:
         store = self.open(path)
+        everything = box_of(None, store.shape)
         blocks = [
             block
-            for block in _grid(store.shape, _stored_chunk_shape(store))
-            if any(_common(block, box) is not None for box in boxes)
+            for block in grid_of(everything, _stored_chunk_shape(store))
+            if any(common_box(block, box) is not None for box in boxes)
         ]
         arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
-        for block, values in zip(blocks, _read_ahead(store, map(_index, blocks)), strict=True):
+        for block, values in zip(blocks, _read_ahead(store, map(index_of, blocks)), strict=True):
             for box, array in arrays.items():
-                common = _common(block, box)
+                common = common_box(block, box)
                 if common is not None:
-                    array[_index(common, origin=box)] = cast(values[_index(common, origin=block)], dtype, path)
+                    array[index_of(common, origin=box)] = cast(values[index_of(common, origin=block)], dtype, path)
         return arrays
 
 
@@ -296,6 +356,20 @@ def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return _some_rows(shape, itemsize)
 
 
+def _chunk_of_shard(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The same of a shard, which its chunks divide, so that none is in two; of the whole, where that is one shard.
+
+    Whoever reads whole rows holds as many chunks as rows are split into, so they are fewer rows where there are many.
+    """
+    whole, chunk = _chunk_shape(shape, itemsize), _chunk_shape(shard, itemsize)
+    if shard == shape:
+        return whole
+    most = (min(MAX_SPREAD * rows, own) for rows, own in zip(whole, chunk, strict=True))
+    return tuple(
+        next(part for part in range(bound, 0, -1) if size % part == 0) for size, bound in zip(shard, most, strict=True)
+    )
+
+
 def _some_rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     length, *row_shape = shape
     fewest = -(-length // max(1, BLOCK_BYTES // (math.prod(row_shape) * itemsize)))
@@ -342,25 +416,26 @@ def _read_ahead(store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.
         yield pending.popleft().result()
 
 
-def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[Box]:
-    starts = (range(0, length, step) for length, step in zip(shape, chunk_shape, strict=True))
+def grid_of(box: Box, chunk_shape: tuple[int, ...]) -> Iterator[Box]:
+    """The chunks of a box that begins where one of them does."""
+    starts = (range(start, stop, step) for (start, stop), step in zip(box, chunk_shape, strict=True))
     for corner in product(*starts):
         yield tuple(
-            (start, min(start + step, length)) for start, step, length in zip(corner, chunk_shape, shape, strict=True)
+            (start, min(start + step, stop)) for start, step, (_, stop) in zip(corner, chunk_shape, box, strict=True)
         )
 
 
-def _box(index: Index | None, shape: tuple[int, ...]) -> Box:
+def box_of(index: Index | None, shape: tuple[int, ...]) -> Box:
     index = (slice(None),) * len(shape) if index is None else index
     return tuple(along.indices(length)[:2] for along, length in zip(index, shape, strict=True))
 
 
-def _index(box: Box, origin: Box | None = None) -> Index:
+def index_of(box: Box, origin: Box | None = None) -> Index:
     """The box as slices, counted from the start of `origin`."""
     starts = [0] * len(box) if origin is None else [start for start, _ in origin]
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def common_box(one: Box, other: Box) -> Box | None:
     both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None

@@ -70,7 +70,7 @@ def output_directory(
             if isinstance(problem, OSError) and problem.filename is None:
                 problem.filename = str(dst)  # a full disk does not say which
             raise
-        _sync_one(dst.parent)
+        sync_path(dst.parent)
         (dst / LOCK_FILE).unlink()  # not before the rename: a directory without its lock could be taken by another run
         _remove(replaced)
     finally:
@@ -176,11 +176,11 @@ def _remove(path: Path) -> None:
 def _sync(directory: Path) -> None:
     for root, _, names in os.walk(directory, topdown=False):
         for name in names:
-            _sync_one(Path(root) / name)
-        _sync_one(Path(root))
+            sync_path(Path(root) / name)
+        sync_path(Path(root))
 
 
-def _sync_one(path: Path) -> None:
+def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,7 +22,7 @@ from model_port.attention import Layout, attention_of, blocked_attention
 from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Index
 from model_port.model import Qwen3VL, row_layout
-from model_port.sharding import constrain
+from model_port.sharding import constrain, everywhere
 from model_port.text import Visual
 
 MAX_STOP_IDS = 8
@@ -147,6 +147,10 @@ class Sampler:
         self._completions[number] = Completion()
         self._waiting.append(number)
         return number
+
+    def has(self, number: int) -> bool:
+        """Whether a request is neither finished nor aborted."""
+        return number in self._requests
 
     def sampled(self, number: int) -> list[int]:
         """What a request has so far; nothing of one that is finished or aborted."""
@@ -314,7 +318,7 @@ def _admit(
         stop_ids=rows.stop_ids.at[row].set(stop_ids),
         running=rows.running.at[row].set((max_new > 1) & ~jnp.any(token[0] == stop_ids)),
     )
-    return rows, token[0], logp[0]
+    return replace(rows, running=everywhere(rows.running)), everywhere(token[0]), everywhere(logp[0])
 
 
 def _decode(
@@ -362,8 +366,8 @@ def _decode(
         return rows, (token, logp, was_running)
 
     rows, outs = jax.lax.scan(one_token, rows, None, length=num_steps)
-    sampled, logp, was_running = (out.T for out in outs)
-    return rows, sampled, logp, was_running
+    sampled, logp, was_running = (everywhere(out.T) for out in outs)
+    return replace(rows, running=everywhere(rows.running)), sampled, logp, was_running
 
 
 def _stop(rows: Rows, row: Int[Array, ""]) -> Rows:

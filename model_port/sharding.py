@@ -3,6 +3,8 @@
 A parameter's name ends in its axis letters (`q_kernel_nhd`), each letter has one mesh axis, so the name is the spec.
 Batches split over data and fsdp together; fsdp also splits every kernel along the model width, tensor along heads, ffn
 and vocabulary. Scales and biases are small and live on every device.
+
+Of several hosts each has devices next to each other, so that each has rows of its own: tensor stays within a host.
 """
 
 import math
@@ -12,7 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -44,6 +48,8 @@ _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
     """A mesh whose axes XLA propagates through (Auto); our constraints name only what it must not guess."""
+    if devices is None and jax.process_count() > 1:
+        return _mesh_of_hosts(data, fsdp, tensor)
     devices = jax.devices() if devices is None else devices
     wanted = data * fsdp * tensor
     if wanted > len(devices):
@@ -51,6 +57,48 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
         )
     return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted])
+
+
+def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
+    """All devices of all hosts; the outer axes go over the hosts."""
+    num_hosts, num_devices = jax.process_count(), jax.device_count()
+    if data * fsdp * tensor != num_devices:
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {num_devices} devices of the {num_hosts} "
+            f"hosts: each of them computes a part"
+        )
+    over_data = math.gcd(data, num_hosts)
+    over_fsdp = num_hosts // over_data
+    if fsdp % over_fsdp:
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} does not split over {num_hosts} hosts: each has rows of its own, and "
+            f"tensor={tensor} stays within a host"
+        )
+    within = (data // over_data, fsdp // over_fsdp, tensor)
+    devices = mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), process_is_granule=True)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """The rows of all hosts as one array; each gives its own, equally many."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
+
+
+def own_rows(array: jax.Array) -> np.ndarray:
+    """The rows of this host, of an array whose first axis alone is split."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The whole array in this host's memory. Where hosts share it, all of them must ask for it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    mesh = array.sharding.mesh
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(array).addressable_data(0))
 
 
 def num_row_parts(mesh: Mesh | None) -> int:
@@ -108,6 +156,12 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
     """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, letters, x.shape))
+
+
+def everywhere(x: jax.Array) -> jax.Array:
+    """Pins a small result to all devices, so that every host can read it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[str]) -> Callable[..., Any]:

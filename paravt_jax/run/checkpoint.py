@@ -9,6 +9,9 @@ What adapters lie beside is not stored, only where it was and the sum of its wei
 `params` are what `orbax.checkpoint.StandardCheckpointer().restore` reads. They are written as raw blocks, from one
 copy on the host: orbax would copy that once more. A hidden directory is renamed at the end.
 
+Of several hosts each copies, writes and sums the shards that are its own, into one directory that all see, and reads
+what its devices need; host 0 renames when all have written. Orbax writes by host as well, but knows no sums of files.
+
 A checkpoint is broken when a file is not there, is shorter or longer, or has other bytes than were written: it is set
 aside, and the one before it is read. A file that cannot be read at the moment proves nothing, and ends the run instead.
 
@@ -18,12 +21,14 @@ python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or hold
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,16 +39,28 @@ import xxhash
 from flax import nnx
 
 from model_port.adapters import AdapterInfo, check_base, read_adapter, read_adapter_info, write_adapter
-from model_port.checkpoint import cast, write_params
+from model_port.checkpoint import (
+    ArrayPart,
+    Box,
+    box_of,
+    cast,
+    common_box,
+    grid_of,
+    index_of,
+    make_arrays,
+    write_shards,
+)
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, PARAMS_DIR
-from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory
+from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory, sync_path
 from model_port.progress import Meter
+from model_port.sharding import on_host
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
+from paravt_jax.run.hosts import ALONE, Hosts
 
 OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 BROKEN_SUFFIX = ".broken"
@@ -68,21 +85,28 @@ class Checkpoints:
         config: CheckpointConfig,
         say: Callable[[str], None],
         adapter: AdapterInfo | None = None,
+        hosts: Hosts = ALONE,
     ):
         """`hf_dir` has the files beside the weights that every checkpoint carries; they are read here, once.
 
         `adapter` is what the learner trains, where it is not the model itself.
         """
         self._directory, self._config, self._say = directory.absolute(), config, say
+        self._hosts = hosts
         # Refused now, not when the first checkpoint is exported.
         self._adapter, self._model = adapter, config_from_hf(read_hf_config(hf_dir), str(hf_dir))
         self._hf_files = read_side_files(hf_dir)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for pattern in (".*.partial", ".*.removed"):  # of a process that was killed
-            for leftover in self._directory.glob(pattern):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if hosts.leads:
+            self._clear()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None
+
+    def _clear(self) -> None:
+        """What is there of a process that was killed."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for pattern in (".*.partial", ".*.removed"):
+            for leftover in self._directory.glob(pattern):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     @property
     def steps(self) -> list[int]:
@@ -97,17 +121,17 @@ class Checkpoints:
         """Returns when the state is copied to the host; then the learner may go on."""
         self.wait()  # the host holds one copy of the state at a time
         step = int(learner.state.step)
-        if step in self.steps:
+        if self._hosts.gather("saved", step in self.steps)[0]:
             return
-        # On CPU this is a view, and an update does not take back what has one.
-        leaves = {name: np.asarray(leaf) for name, leaf in _named(self._stored(learner.state)).items()}
+        leaves = _named(self._stored(learner.state))
         record: dict[str, Any] = {
-            "scalars": {name: leaf.item() for name, leaf in leaves.items() if not leaf.ndim},
+            "scalars": {name: np.asarray(leaf).item() for name, leaf in leaves.items() if not leaf.ndim},
             "shapes": {name: leaf.shape for name, leaf in leaves.items()},
             "progress": progress,
         }
         record = json.loads(json.dumps(record))  # as it is now: the trainer goes on with its own
-        arrays = {name: leaf for name, leaf in leaves.items() if leaf.ndim}
+        whole = self._adapter is not None
+        arrays = {name: _copied(leaf, whole and _home(name)[0] == ".") for name, leaf in leaves.items() if leaf.ndim}
         self._writing = step, self._pool.submit(self._write, step, arrays, record)
 
     def wait(self) -> None:
@@ -135,17 +159,19 @@ class Checkpoints:
         """
         self.wait()
         old = learner.state
-        for step in reversed(self.steps):
-            directory = self._directory / str(step)
+        for step in self._hosts.gather("steps", self.steps[::-1])[0]:
+            directory, record, problem = self._directory / str(step), {}, ""
             try:
                 record = _read_record(directory)
                 _check_same(directory, record, self._stored(old))
                 with Meter(f"loading {directory}"):
                     learner.state = self._read_state(directory, record, old)
-            except BrokenCheckpoint as problem:
-                self._set_aside(directory, problem)
-            else:
+            except BrokenCheckpoint as found:
+                problem = str(found)
+            problem = next(filter(None, self._hosts.gather("restored", problem)), "")
+            if not problem:
                 return record["progress"]
+            self._set_aside(directory, problem)
         if broken := sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}")):
             raise RuntimeError(
                 f"{self._directory} has no whole checkpoint left ({', '.join(broken)}); put one back, move the run's "
@@ -153,11 +179,13 @@ class Checkpoints:
             )
         return None
 
-    def _set_aside(self, directory: Path, problem: BrokenCheckpoint) -> None:
+    def _set_aside(self, directory: Path, problem: str) -> None:
         aside = directory.with_name(f"{directory.name}{BROKEN_SUFFIX}")
-        if aside.exists():
-            _remove(aside)
-        directory.rename(aside)
+        if self._hosts.leads:
+            if aside.exists():
+                _remove(aside)
+            directory.rename(aside)
+        self._hosts.gather("set aside", None)
         latest = f"step {self.steps[-1]} is tried next" if self.steps else "there is none before it"
         self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {aside.name}; {latest}.")
 
@@ -171,27 +199,120 @@ class Checkpoints:
         state = _read_state(directory, record, self._stored(old), partial(_read_adapter, self._model, self._adapter))
         return replace(state, frozen=old.frozen)
 
-    def _write(self, step: int, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> str | None:
+    def _write(self, step: int, arrays: dict[str, "_Copied"], record: dict[str, Any]) -> str | None:
         """Why it failed. Not an exception: its traceback would hold the arrays."""
-        dst, num_bytes = self._directory / str(step), sum(array.nbytes for array in arrays.values())
         try:
-            with output_directory(dst, needed_bytes=num_bytes) as partial:
-                for folder in (".", OPTIMIZER_DIR):
-                    part = {path: arrays[name] for name in arrays for home, path in [_home(name)] if home == folder}
-                    (partial / folder).mkdir(exist_ok=True)
-                    if folder == "." and self._adapter is not None:
-                        write_adapter(partial, self._model, self._adapter, part)
-                    else:
-                        _write_arrays(partial / folder, part)
-                write_side_files(self._hf_files, partial / HF_DIR)
-                record = {**record, "files": _file_sums(partial)}
-                (partial / RECORD_FILE).write_text(json.dumps({**record, OWN_SUM: _record_sum(record)}))
-            for old in self.steps[: -self._config.keep]:
-                _remove(self._directory / str(old))
+            with ExitStack() as stack:
+                partial, *_ = self._on_all(lambda: self._begin(step, arrays, stack))
+                written = self._on_all(lambda: self._write_own(Path(partial), arrays))
+                self._on_all(lambda: self._commit(Path(partial), record, written, stack))
         except Exception as problem:  # whatever it is, the run is worth more than one checkpoint
-            known = isinstance(problem, OSError | ValueError)
-            return f"{'' if known else f'{type(problem).__name__}: '}{problem}".partition("\n")[0]
+            return _words(problem)
         return None
+
+    def _on_all(self, work: Callable[[], Any]) -> list[Any]:
+        """What came of it on every host; where it failed on one it fails on all."""
+        result, failed = None, None
+        try:
+            result = work()
+        except Exception as problem:
+            failed = problem
+        said = self._hosts.gather("checkpoint", (result, failed and _words(failed)))
+        if failed is not None:
+            raise failed
+        for host, (_, words) in enumerate(said):
+            if words is not None:
+                raise ValueError(f"{self._hosts.name_of(host)}: {words}")
+        return [one for one, _ in said]
+
+    def _begin(self, step: int, arrays: dict[str, "_Copied"], stack: ExitStack) -> str:
+        """Host 0 makes the hidden directory, with arrays that have nothing in them yet."""
+        if not self._hosts.leads:
+            return ""
+        num_bytes = sum(array.num_bytes for array in arrays.values())
+        partial = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
+        for folder, part in _by_folder(arrays).items():
+            (partial / folder).mkdir(exist_ok=True)
+            if folder == "." and self._adapter is not None:
+                write_adapter(partial, self._model, self._adapter, {path: one.only for path, one in part.items()})
+            else:
+                widest = np.result_type(*{one.dtype for one in part.values()})  # holds every value of the others
+                shapes, shards = ({path: getattr(one, of) for path, one in part.items()} for of in ("shape", "shard"))
+                make_arrays(partial / folder, shapes, shards, widest)
+        write_side_files(self._hf_files, partial / HF_DIR)
+        return str(partial)
+
+    def _write_own(self, partial: Path, arrays: dict[str, "_Copied"]) -> dict[str, list[Any]]:
+        """The shards of this host, and the bytes and sums of their files."""
+        files: list[Path] = []
+        for folder, part in _by_folder(arrays).items():
+            if folder != "." or self._adapter is None:
+                files += write_shards(partial / folder, {path: one.shards for path, one in part.items()})
+        if not self._hosts.leads:  # host 0 sees to what is in its own memory
+            for file in files:
+                sync_path(file)
+        return _file_sums(partial, files)
+
+    def _commit(
+        self, partial: Path, record: dict[str, Any], written: list[dict[str, list[Any]]], stack: ExitStack
+    ) -> None:
+        """Host 0 writes what all have written, and gives it its name."""
+        if not self._hosts.leads:
+            return
+        sums = {name: found for of_host in written for name, found in of_host.items()}
+        others = [path for path in _files_in(partial) if str(path.relative_to(partial)) not in sums]
+        record = {**record, "files": dict(sorted((sums | _file_sums(partial, others)).items()))}
+        (partial / RECORD_FILE).write_text(json.dumps({**record, OWN_SUM: _record_sum(record)}))
+        stack.close()
+        for old in self.steps[: -self._config.keep]:
+            _remove(self._directory / str(old))
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What this host writes of an array of the state, in its memory."""
+
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]  # the shape of each part
+    dtype: np.dtype
+    shards: list[ArrayPart]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def only(self) -> np.ndarray:
+        """The array, which is its own only part."""
+        ((_, values),) = self.shards
+        return values
+
+
+def _copied(leaf: jax.Array, whole: bool) -> _Copied:
+    """On CPU these are views, and an update does not take back what has one.
+
+    `whole`: every host has all of it. Otherwise of equal shards the first one counts, so that each is written once.
+    """
+    dtype = np.dtype(leaf.dtype)
+    if whole:
+        return _Copied(leaf.shape, leaf.shape, dtype, [ArrayPart(box_of(None, leaf.shape), on_host(leaf))])
+    own = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    shards = [ArrayPart(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in own]
+    return _Copied(leaf.shape, leaf.sharding.shard_shape(leaf.shape), dtype, shards)
+
+
+def _by_folder(arrays: dict[str, _Copied]) -> dict[str, dict[str, _Copied]]:
+    folders: dict[str, dict[str, _Copied]] = {".": {}, OPTIMIZER_DIR: {}}
+    for name, array in arrays.items():
+        folder, path = _home(name)
+        folders[folder][path] = array
+    return folders
+
+
+def _words(problem: Exception) -> str:
+    known = isinstance(problem, OSError | ValueError)
+    return f"{'' if known else f'{type(problem).__name__}: '}{problem}".partition("\n")[0]
 
 
 def _steps_in(directory: Path) -> list[int]:
@@ -214,15 +335,12 @@ def _home(name: str) -> tuple[str, str]:
     return (".", name.removeprefix("params.")) if name.startswith("params.") else (OPTIMIZER_DIR, name)
 
 
-def _write_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> None:
-    shapes = {path: array.shape for path, array in arrays.items()}
-    widest = np.result_type(*{array.dtype for array in arrays.values()})  # holds every value of the others
-    write_params(directory, shapes, widest, lambda path, index: arrays[path][index], lambda *_: 0, lambda _: None)
+def _files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK_FILE, LIST_FILE))
 
 
-def _file_sums(directory: Path) -> dict[str, list[Any]]:
-    """Bytes and checksum of every file, by its path."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK_FILE, LIST_FILE))
+def _file_sums(directory: Path, paths: Sequence[Path]) -> dict[str, list[Any]]:
+    """Bytes and checksum of these files in it, by their paths."""
     with ThreadPoolExecutor(SUM_THREADS) as pool:
         return {
             str(path.relative_to(directory)): [path.stat().st_size, found]
@@ -337,44 +455,61 @@ def _read_state(
 
         def read(name: str, leaf: jax.Array) -> jax.Array:
             scalar = record["scalars"].get(name)
+            needed = {box_of(index, leaf.shape) for index in _places(leaf)}
             if name in params:
-                stored = params[name]
+                stored = {box: params[name][index_of(box)] for box in needed}
             elif scalar is None:
-                stored = _read_array(directory, files, name, pool)
+                stored = _read_array(directory, files, name, needed, pool)
             else:
-                stored = np.array(scalar, leaf.dtype)
+                stored = {box: np.array(scalar, leaf.dtype) for box in needed}
             leaf.delete()
+            stored = {box: cast(values, np.dtype(leaf.dtype), name) for box, values in stored.items()}
             # What was on no device in particular stays so: it must suit the mesh that the others are on.
-            return jax.device_put(cast(stored, np.dtype(leaf.dtype), name), leaf.sharding if leaf.committed else None)
+            if not leaf.committed:
+                return jax.device_put(*stored.values())
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index: stored[box_of(index, leaf.shape)]
+            )
 
         leaves = [read(name, leaf) for name, leaf in _named(old).items()]
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _read_array(directory: Path, files: dict[str, list[Any]], name: str, pool: Executor) -> np.ndarray:
-    """As `write_params` has written it: an array of zarr whose blocks are their bytes as they are in memory."""
+def _places(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
+    return leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+
+
+def _read_array(
+    directory: Path, files: dict[str, list[Any]], name: str, boxes: Iterable[Box], pool: Executor
+) -> dict[Box, np.ndarray]:
+    """Parts of an array of zarr whose blocks are their bytes as they are in memory, as `write_shards` has written it.
+
+    Only blocks that a part needs are read, each once.
+    """
     folder, path = _home(name)
     place = f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
     layout = json.loads((directory / place / ".zarray").read_bytes())
-    shape, chunk = layout["shape"], layout["chunks"]
-    array = np.empty(shape, layout["dtype"])
+    shape, chunk, dtype = tuple(layout["shape"]), tuple(layout["chunks"]), np.dtype(layout["dtype"])
+    arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
 
-    def read_block(place_in_grid: tuple[int, ...]) -> None:
-        index = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place_in_grid, chunk, strict=True))
-        part = array[index]
-        whole = part.flags.c_contiguous and list(part.shape) == chunk
-        block = part if whole else np.empty(chunk, array.dtype)  # at an edge it is longer than the array
-        file = place + ".".join(map(str, place_in_grid))
-        content = block.reshape(-1).view(np.uint8).data
-        parts = (content[begin : begin + SUM_BYTES] for begin in range(0, len(content), SUM_BYTES))
-        found = _read_summed(directory / file, parts, summed=files[file][1] is not None)
-        _check_sum(file, files, found)
+    def read_block(block: Box) -> None:
+        found = [(array, box, common) for box, array in arrays.items() if (common := common_box(block, box))]
+        if not found:
+            return
+        array, box, common = found[0]
+        part = array[index_of(common, origin=box)]
+        whole = len(found) == 1 and part.flags.c_contiguous and part.shape == chunk
+        content = part if whole else np.empty(chunk, dtype)  # at an edge it is longer than the array
+        file = place + ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
+        raw = content.reshape(-1).view(np.uint8).data
+        parts = (raw[begin : begin + SUM_BYTES] for begin in range(0, len(raw), SUM_BYTES))
+        _check_sum(file, files, _read_summed(directory / file, parts, summed=files[file][1] is not None))
         if not whole:
-            part[...] = block[tuple(slice(size) for size in part.shape)]
+            for array, box, common in found:
+                array[index_of(common, origin=box)] = content[index_of(common, origin=block)]
 
-    grid = (range(-(-length // size)) for length, size in zip(shape, chunk, strict=True))
-    list(pool.map(read_block, itertools.product(*grid)))
-    return array
+    list(pool.map(read_block, grid_of(box_of(None, shape), chunk)))
+    return arrays
 
 
 def _remove(directory: Path) -> None:

@@ -1,0 +1,143 @@
+"""Several hosts write one checkpoint, each its own part, and any number of hosts on any mesh read it."""
+
+import os
+import shutil
+import signal
+
+import hosts as several
+import jax
+import numpy as np
+import pytest
+
+import model_port
+from model_port.sharding import make_mesh
+from paravt_jax.config import CheckpointConfig
+from paravt_jax.learner.learner import Learner
+from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.run import checkpoint
+from paravt_jax.run.checkpoint import Checkpoints, verify
+from paravt_jax.run.hosts import ALONE
+
+pytestmark = pytest.mark.slow
+
+
+def learner_on(tiny_hf, axes) -> Learner:
+    mesh = make_mesh(**axes)
+    model = model_port.load(tiny_hf, mesh=mesh)
+    return Learner(model, OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0, mesh=mesh)
+
+
+def drawn(learner, step):
+    """A state of random bits, the same on whatever mesh."""
+    leaves, tree = jax.tree.flatten(learner.state)
+
+    def draw(number, leaf):
+        if leaf.ndim == 0:
+            return jax.numpy.array(step, leaf.dtype)
+        bits = np.random.default_rng([step, number]).integers(0, 2**32, leaf.shape, np.uint32).view(np.float32)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: bits[index])
+
+    return jax.tree.unflatten(tree, [draw(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def check_drawn(learner, step):
+    """The state is that of the step, as far as this host has it."""
+    for found, expected in zip(
+        *(jax.tree.leaves(state) for state in (learner.state, drawn(learner, step))), strict=True
+    ):
+        # A number lies on one device or on all of them.
+        for one, other in zip(found.addressable_shards, expected.addressable_shards, strict=found.ndim > 0):
+            assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
+
+
+def open_on(hosts, directory, tiny_hf, said):
+    return Checkpoints(directory, tiny_hf, CheckpointConfig(keep=2), said.append, hosts=hosts)
+
+
+def save(hosts, directory, tiny_hf, axes, steps, victim=None):
+    learner, said = learner_on(tiny_hf, axes), []
+    checkpoints = open_on(hosts, directory, tiny_hf, said)
+    for step in steps:
+        learner.state = drawn(learner, step)
+        if step == steps[-1] and hosts.index == victim:
+            checkpoint.write_shards = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.save(learner, {"step": step})
+    checkpoints.close()
+    assert not said, said
+
+
+def restore(hosts, directory, tiny_hf, axes, step, broken=()):
+    learner, said = learner_on(tiny_hf, axes), []
+    checkpoints = open_on(hosts, directory, tiny_hf, said)
+    assert checkpoints.restore(learner) == {"step": step}
+    check_drawn(learner, step)
+    assert len(said) == len(broken), said
+    checkpoints.close()
+
+
+ONE, TWO = {"fsdp": 4}, {"data": 2, "fsdp": 1, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def of_two(tiny_hf, tmp_path_factory):
+    """Checkpoints 1 and 2, written by two hosts with two devices each."""
+    folder = tmp_path_factory.mktemp("shared")
+    several.run_work(
+        folder / "said", save, 2, folder / "checkpoints", tiny_hf, {"fsdp": 2, "tensor": 2}, (1, 2), devices=2
+    )
+    return folder / "checkpoints"
+
+
+def test_what_two_hosts_wrote_is_whole_and_one_host_reads_it_on_another_mesh(of_two, tiny_hf):
+    assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")]
+    restore(ALONE, of_two, tiny_hf, ONE, 2)
+    model = model_port.load(of_two / "2")
+    bits = np.asarray(model.text.layers.mlp.up_kernel_fd[...]).tobytes()
+    expected = learner_on(tiny_hf, ONE)
+    expected.state = drawn(expected, 2)
+    assert np.asarray(expected.model.text.layers.mlp.up_kernel_fd[...]).tobytes() == bits
+
+
+def test_what_one_host_wrote_two_read_and_damage_that_one_of_them_sees_sets_it_aside_for_both(tiny_hf, tmp_path):
+    run = tmp_path / "checkpoints"
+    save(ALONE, run, tiny_hf, ONE, (1, 2))
+    file = max((run / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    several.run_work(tmp_path / "said", restore, 2, run, tiny_hf, TWO, 1, ("2",), devices=2)
+    assert sorted(entry.name for entry in run.iterdir()) == ["1", "2.broken"]
+
+
+def test_a_host_lost_while_writing_leaves_the_checkpoint_before_it(of_two, tiny_hf, tmp_path):
+    run = shutil.copytree(of_two, tmp_path / "checkpoints")
+    started = several.start_work(tmp_path / "said", save, 2, run, tiny_hf, {"fsdp": 2}, (3,), 1, devices=1)
+    first, second = started.ended(120)
+    assert second.code == -signal.SIGKILL and first.code == 1 and "host 1 (" in first.last and "is lost" in first.last
+    assert any(entry.name.startswith(".3.") for entry in run.iterdir())
+    restore(ALONE, run, tiny_hf, ONE, 2)
+    assert sorted(entry.name for entry in run.iterdir()) == ["1", "2"]
+
+
+def failing(hosts, directory, tiny_hf):
+    """The disk of host 1 is full."""
+    learner, said = learner_on(tiny_hf, {"fsdp": 2}), []
+    checkpoints = open_on(hosts, directory, tiny_hf, said)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if hosts.index == 1:
+        checkpoint.write_shards = full
+    learner.state = drawn(learner, 1)
+    checkpoints.save(learner, {"step": 1})
+    checkpoints.close()
+    (message,) = said
+    assert "The checkpoint of step 1 could not be written (" in message and "No space left on device" in message
+    assert ("host 1 (" in message) == hosts.leads
+    if hosts.leads:
+        assert not list(directory.iterdir())
+
+
+def test_what_one_host_cannot_write_is_said_by_all_and_training_goes_on(tiny_hf, tmp_path):
+    several.run_work(tmp_path / "said", failing, 2, tmp_path / "checkpoints", tiny_hf)
