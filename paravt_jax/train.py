@@ -11,14 +11,17 @@ from model_port.cli import run_cli
 from paravt_jax.config import Config
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
+from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
 
 
-async def train(config: Config, *, replay: Path | None = None, allow_changes: bool = False) -> None:
+async def train(
+    config: Config, *, replay: Path | None = None, allow_changes: bool = False, hosts: Hosts = ALONE
+) -> None:
     """Trains a run to its end, or until it is told to stop; on the episodes that a `replay` has logged, if given."""
     from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, replay=replay, allow_changes=allow_changes) as run:
+    async with opened(config, replay=replay, allow_changes=allow_changes, hosts=hosts) as run:
         await run.validate_if_due()
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)
@@ -71,7 +74,8 @@ def main() -> None:
 
     claim_memory()
     use_compilation_cache()
-    asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes))
+    with joined(config.hosts) as hosts:
+        asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes, hosts=hosts))
 
 
 if __name__ == "__main__":

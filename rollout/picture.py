@@ -34,6 +34,15 @@ class Picture:
         digest.update(repr(pixels.shape).encode())
         return cls(digest.hexdigest(), pixels)
 
+    @classmethod
+    def elsewhere(cls, key: str, size_px: tuple[int, int]) -> "Picture":
+        """One that is known by name, and takes no memory: its pixels are with another process."""
+        return cls(key, np.broadcast_to(np.uint8(0), (*size_px, 3)))
+
+    @property
+    def is_here(self) -> bool:
+        return any(self.pixels.strides)
+
     @property
     def size_px(self) -> tuple[int, int]:
         """Height and width."""

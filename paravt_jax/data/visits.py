@@ -35,31 +35,23 @@ class Visit(Generic[Item]):
 
 
 class Visits(Generic[Item]):
-    """Endless: every epoch has every item once, in an order of its own.
+    """Endless: every epoch has every item once, in an order of its own."""
 
-    Of several hosts each makes every `num_hosts`-th visit, so that together they make each one once.
-    """
-
-    def __init__(self, items: Sequence[Item], seed: int, host: int = 0, num_hosts: int = 1):
+    def __init__(self, items: Sequence[Item], seed: int):
         if not items:
             raise ValueError("there is nothing to visit")
-        if not 0 <= host < num_hosts:
-            raise ValueError(f"host {host} is none of {num_hosts} hosts, counted from 0")
         self.num_items = len(items)
-        self._host, self._num_hosts = host, num_hosts
         # Grain adds the epoch to the seed: of neighbouring seeds, one would repeat the other's epochs.
         order_seed = derived_seed("visits", seed) % 2**32
         self.fingerprint = f"{derived_seed(seed, [item.id for item in items]):016x}"  # equal: equal visits
         self._items = grain.MapDataset.source(items).shuffle(order_seed).repeat()
 
     def __getitem__(self, number: int) -> Visit[Item]:
-        """The visit of this number among the host's own."""
         if number < 0:
             raise IndexError(f"visit {number} does not exist, the first is 0")
-        place = number * self._num_hosts + self._host  # among those of all hosts
-        item = self._items[place]
+        item = self._items[number]
         assert item is not None  # only grain's filters leave gaps
-        return Visit(number, place // self.num_items, item)
+        return Visit(number, number // self.num_items, item)
 
 
 class Cursor:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from model_port.model import Qwen3VL
-from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh
+from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.credit import CLASSES
@@ -136,7 +136,7 @@ class Learner:
         """Of the scored tokens, as the policy is now."""
         with on_mesh(self.mesh):
             batch = placed(batch, self.mesh)
-            return np.asarray(self._score(self.state.params, batch, self._see(self.state.params, batch)))
+            return own_rows(self._score(self.state.params, batch, self._see(self.state.params, batch)))
 
     def known(self, batch: TrainBatch) -> Known:
         """The log-probs of the scored tokens before an update: the policy's, and those of the reference if there is."""
@@ -150,18 +150,20 @@ class Learner:
     ) -> Float[np.ndarray, " E"]:
         """What KL in the reward takes from each dialogue."""
         total = np.zeros(num_dialogues, np.float64)
-        for batch, before in zip(batches, known, strict=True):
-            assert before.prox_logp is not None and before.ref_logp is not None, "KL needs both sides"
-            total += np.asarray(
-                kl_penalties(
-                    self.loss,
-                    prox_logp=before.prox_logp,
-                    ref_logp=before.ref_logp,
-                    loss_mask=jnp.asarray(batch.loss_mask),
-                    sequence_ids=jnp.asarray(batch.dialogue),
-                    num_sequences=num_dialogues,
+        with on_mesh(self.mesh):
+            for host_batch, before in zip(batches, known, strict=True):
+                assert before.prox_logp is not None and before.ref_logp is not None, "KL needs both sides"
+                batch = placed(replace(host_batch, vision=None), self.mesh)
+                total += np.asarray(
+                    kl_penalties(
+                        self.loss,
+                        prox_logp=before.prox_logp,
+                        ref_logp=before.ref_logp,
+                        loss_mask=batch.loss_mask,
+                        sequence_ids=batch.dialogue,
+                        num_sequences=num_dialogues,
+                    )
                 )
-            )
         return total
 
     def _step(
@@ -295,13 +297,16 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
 
 
 def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """The batch on its devices."""
+    """The batch on its devices; of several hosts each gives the rows of its own, and they become one batch."""
     if mesh is None:
         return jax.device_put(batch)
-    num_rows, num_parts = len(batch.target), num_row_parts(mesh)
+    num_hosts, num_parts = jax.process_count(), num_row_parts(mesh)
+    num_rows = len(batch.target) * num_hosts
     if num_rows % num_parts:
         raise ValueError(f"a batch of {num_rows} rows does not split over mesh.data x mesh.fsdp = {num_parts}")
-    return jax.tree.map(lambda array: jax.device_put(array, row_place(len(array), mesh)), batch)
+    if batch.vision is not None:
+        batch = replace(batch, vision=replace(batch.vision, num_parts=batch.vision.num_parts * num_hosts))
+    return jax.tree.map(lambda array: from_rows(array, mesh, row_place(len(array) * num_hosts, mesh).spec), batch)
 
 
 def row_place(num_rows: int, mesh: Mesh) -> NamedSharding:

@@ -6,7 +6,7 @@ separate rows. Only the tokens that count are scored, and each knows where its p
 a branch that is the last one of the prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,15 @@ class Shape:
             )
 
 
+@dataclass(frozen=True)
+class PackSizes:
+    """What follows from what is packed; batches of several hosts have the largest of each, so that they are one."""
+
+    num_batches: int
+    num_actions: int  # of the row with the most
+    num_frame_rows: int  # of the part with the most
+
+
 @dataclass(frozen=True, eq=False)
 class _Placed:
     """A sequence and its dialogues; `starts` is where each one's own tokens begin in the sequence."""
@@ -99,21 +108,40 @@ class _Placed:
 
 
 def pack(
-    dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], config: ModelConfig, shape: Shape
+    dialogues: Sequence[Dialogue],
+    frames: Mapping[str, Frame],
+    config: ModelConfig,
+    shape: Shape,
+    *,
+    first_number: int = 0,
+    agreed: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
 ) -> list[TrainBatch]:
-    """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows."""
+    """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows.
+
+    They are numbered from `first_number` on. `agreed` makes of the sizes that are needed here those of all hosts; a
+    host that needs fewer batches fills up with empty ones.
+    """
     numbers = {key: number for number, key in enumerate(dict.fromkeys(key for d in dialogues for key in d.frames))}
-    dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues)}
+    dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues, first_number)}
     placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens, config)]
     rows = _first_fit(placed, shape.row_tokens)
-    num_actions = stepped(max((_num_actions(row) for row in rows), default=1), TOKEN_STEP, shape.sizes_per_doubling)
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
     # Long rows come first: dealt out, no part has the frames of the longest ones only.
     parts = [batch[part :: shape.num_parts] for batch in batches for part in range(shape.num_parts)]
     keys = list(numbers)
     visions = [_vision(part, keys, frames, config, shape) for part in parts]
-    # One shape for all of them: the part with the most frames decides.
-    num_frame_rows = max((len(vision.patches) for vision, _ in visions if vision is not None), default=0)
+    # One shape for all of them: the row with the most entries, the part with the most frames decides.
+    sizes = agreed(
+        PackSizes(
+            len(batches),
+            max((_num_actions(row) for row in rows), default=1),
+            max((len(vision.patches) for vision, _ in visions if vision is not None), default=0),
+        )
+    )
+    num_actions = stepped(sizes.num_actions, TOKEN_STEP, shape.sizes_per_doubling)
+    num_empty = sizes.num_batches - len(batches)
+    parts += [[] for _ in range(num_empty * shape.num_parts)]
+    visions += [(None, [0] * len(keys)) for _ in range(num_empty * shape.num_parts)]
     made = (
         _part(
             part,
@@ -124,11 +152,25 @@ def pack(
             config,
             shape,
             num_actions,
-            num_frame_rows,
+            sizes.num_frame_rows,
         )
         for part, (vision, table) in zip(parts, visions, strict=True)
     )
-    return [_joined([next(made) for _ in range(shape.num_parts)]) for _ in batches]
+    return [_joined([next(made) for _ in range(shape.num_parts)]) for _ in range(sizes.num_batches)]
+
+
+def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
+    """What one of several hosts gives of a batch that all of them have packed; frames lie with their rows."""
+    if num_hosts == 1:
+        return batch
+
+    def own(array: np.ndarray) -> np.ndarray:
+        size = len(array) // num_hosts
+        return array[host * size : (host + 1) * size]
+
+    batch = jax.tree.map(own, batch)
+    vision = batch.vision
+    return batch if vision is None else replace(batch, vision=replace(vision, num_parts=vision.num_parts // num_hosts))
 
 
 def used_frac(batches: Sequence[TrainBatch]) -> float:

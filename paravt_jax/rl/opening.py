@@ -18,12 +18,13 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
+from paravt_jax.run.hosts import ALONE, Hosts, sum_of
 from paravt_jax.run.placement import Gpus, place_servers
-from paravt_jax.run.policy import Policy, policy_of
+from paravt_jax.run.policy import Policy, policy_of, sum_of_files
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine
-from paravt_jax.sampling.score import LearnerScorer
+from paravt_jax.sampling.score import SharedScorer
 from paravt_jax.sampling.weights import sampling_model
 from rollout.check import check, table
 from rollout.engine.protocol import EngineError
@@ -35,23 +36,31 @@ REPLAY_OF_FILE = "replay_of"  # in the directory of a replay, the run
 
 
 @asynccontextmanager
-async def opened(config: Config, *, replay: Path | None = None, allow_changes: bool = False) -> AsyncIterator[Run]:
+async def opened(
+    config: Config, *, replay: Path | None = None, allow_changes: bool = False, hosts: Hosts = ALONE
+) -> AsyncIterator[Run]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
 
     `replay` is a run whose log stands in place of rollouts: no engine is opened then. `allow_changes`: also with
     another model, seed or data than it began with.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
-    gpus = place_servers(config.engine, config.mesh.num_devices) if replay is None else ()
+    if hosts.num > 1:
+        _check_for_hosts(config, replay)
+    gpus = place_servers(config.engine, config.mesh.num_devices // hosts.num) if replay is None else ()
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
         directory = RunDirectory.enter(
-            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
+            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes, hosts
         )
-        _keep_apart(directory, log)
-        train, held_out, remarks = _prompts(config, directory.path)
+        hosts.first(lambda: _keep_apart(directory, log))
+        train, held_out, remarks = hosts.first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)
-        policy = await policy_of(config, directory.path)
+        policy = await policy_of(config, directory.path, hosts)
+        hosts.check_same(
+            {"data.train": sum_of(train), "data.validation": sum_of(held_out), "model.path": sum_of_files(policy)},
+            "give all hosts the same data and the same model",
+        )
         remarks.append(policy.attention(config.pack.row_tokens))
         visits = Visits(train, config.seed)
         training = await _resume(config, directory, policy, visits, log, remarks, stack)
@@ -73,17 +82,20 @@ async def opened(config: Config, *, replay: Path | None = None, allow_changes: b
                 pack=config.pack,
                 max_pixels=config.video.max_pixels * config.rollout.detail_factor,
                 seed=config.seed,
+                hosts=hosts,
             ),
             engine=player.agent.engine,
             rollouts=rollouts,
             greedy=replace(player, agent=player.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
+            hosts=hosts,
             geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
         if isinstance(run.engine, SGLangEngine):
             await run.publish()  # whatever the servers were started with
-            await _check_parity(run.engine, run)
+            for asker in range(1 if config.engine.connects else hosts.num):  # servers of their own are checked by each
+                await _check_parity(run.engine, run, asker)
         yield run
         if log is not None:
             training.log.say(log.compared(directory.path))
@@ -155,15 +167,39 @@ async def _rollouts(
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         trainable_vision=config.optim.train_vision,
         gpus=gpus,
+        hosts=training.directory.hosts,
     )
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)
     player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
     rollouts = Rollouts(
-        player, visits, cursor, config.train, config.video, config.advantage, on_progress=training.log.phase
+        player,
+        visits,
+        cursor,
+        config.train,
+        config.video,
+        config.advantage,
+        on_progress=training.log.phase,
+        hosts=training.directory.hosts,
     )
     stack.push_async_callback(rollouts.close)
     return rollouts
+
+
+def _check_for_hosts(config: Config, replay: Path | None) -> None:
+    """What several hosts cannot do."""
+    if replay is not None:
+        raise ValueError("--replay needs no engine, and runs on one host; leave hosts.coordinator empty")
+    if config.train.oversample:
+        raise ValueError(
+            f"train.oversample={config.train.oversample} aborts the groups that are last, which no host knows of all; "
+            f"set it to 0 on several hosts"
+        )
+    if config.engine.kind == "jax" and config.train.max_staleness:
+        raise ValueError(
+            f"train.max_staleness={config.train.max_staleness} with engine.kind=jax samples during an update, which "
+            f"hosts would not do in one order; set it to 0, or engine.kind=sglang"
+        )
 
 
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
@@ -177,14 +213,16 @@ def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
         path.write_text(now)
 
 
-async def _check_parity(engine: SGLangEngine, run: Run) -> None:
-    """Refuses to train with servers that compute something else than the learner.
+async def _check_parity(engine: SGLangEngine, run: Run, asker: int) -> None:
+    """Refuses to train with servers that compute something else than the learner; one host asks those that it has.
 
     A server that is down meanwhile is left out: before it gets anything to do, it must agree with those compared here.
     """
     log = run.training.log
     log.phase("parity gate")
-    scorer = LearnerScorer(run.training.learner.model, run.policy.contract)
+    scorer = SharedScorer(run.training.learner.model, run.policy.contract, run.policy.mesh, run.hosts, asker)
+    if run.hosts.index != asker:
+        return await in_thread(scorer.follow)
     parities, down = [], []
     for url in engine.urls:
         try:
@@ -192,6 +230,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
         except EngineError as problem:
             down.append(f"{url} was not compared with the learner: {problem}")
             log.say(down[-1])
+    scorer.done()
     if not parities:
         raise RuntimeError(f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}")
     log.say(table(parities))

@@ -8,9 +8,12 @@ Nothing that one of them says or does ends a run, unless most of a step's episod
 With train.oversample more groups are begun than are wanted, and the last ones aborted. Which those are depends on
 time, so such a run is repeated by its log (`rl/replay.py`) and not by its seed. A prompt that was aborted is given
 back, and waited for the next time: none is lost for being slow.
+
+Of several hosts each plays its part of the visits, whose numbers host 0 gives out, and hears of what the others played.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -29,7 +32,9 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
+from paravt_jax.rl.dealing import dealt
 from paravt_jax.rl.truncation import is_cut_off, length_term
+from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent, Episode, Overview, Task
@@ -66,6 +71,7 @@ class Group:
     frame_budget: int
     members: list[Member]
     advantages: GroupAdvantages
+    away: bool = False  # played by another host, which has its pixels and packs it
 
     @property
     def keep(self) -> Bool[np.ndarray, " G"]:
@@ -172,6 +178,14 @@ class _Begun:
         return sum(episode.num_sampled for episode in self.episodes)
 
 
+@dataclass(eq=False)
+class _Spent:
+    """What a step took of this host, beside the groups that it learns from."""
+
+    aborted: list[_Begun] = field(default_factory=list)
+    seconds: float = 0.0  # of playing
+
+
 AnyGroup = TypeVar("AnyGroup", Group, _Begun)
 
 
@@ -187,8 +201,10 @@ class Rollouts:
         video: VideoConfig,
         advantage: AdvantageConfig,
         on_progress: Callable[[str], None] = lambda text: None,
+        hosts: Hosts = ALONE,
     ):
         self.player, self.visits, self.cursor = player, visits, cursor
+        self._hosts = hosts
         self._train, self._video, self._advantage = train, video, advantage
         self._on_progress = on_progress
         self._running: dict[int, asyncio.Task[tuple[list[Group], dict[str, float]]]] = {}  # by step
@@ -200,14 +216,14 @@ class Rollouts:
         train = self._train
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
-                self._running[ahead] = asyncio.create_task(self._collect())
+                self._running[ahead] = asyncio.create_task(self._collect(ahead))
         groups, self._cost = await self._running[step]
         del self._running[step]
         self._check(groups)
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """What oversampling cost in the step that was taken last; nothing where there is none."""
+        """What oversampling cost in the step that was taken last, or how long each of several hosts played."""
         return self._cost
 
     async def close(self) -> None:
@@ -215,27 +231,51 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _collect(self) -> tuple[list[Group], dict[str, float]]:
+    async def _collect(self, step: int) -> tuple[list[Group], dict[str, float]]:
         """Groups for one step; those that teach nothing are replaced, as often as max_resamples says."""
-        train, groups, aborted = self._train, [], []
+        train, groups, spent = self._train, [], _Spent()
         for _ in range(1 + train.max_resamples):
             num_wanted = train.prompts_per_step - sum(group.teaches for group in groups)
             if not num_wanted:
                 break
-            whole, too_late = await self._round(num_wanted)
-            groups += [begun.playing.result() for begun in whole]
-            aborted += too_late
+            groups += await self._round(step, num_wanted, spent)
         groups = over_step(groups, self.player.reward, self._advantage)
-        return groups, _oversampling(groups, aborted) if train.oversample else {}
+        if self._hosts.num > 1:
+            return groups, _by_host(await self._hosts.gathered(f"seconds of step {step}", spent.seconds))
+        return groups, _oversampling(groups, spent.aborted) if train.oversample else {}
 
-    async def _round(self, num_wanted: int) -> tuple[list[_Begun], list[_Begun]]:
-        """Groups until so many teach, or all that were begun; and those that were aborted then."""
+    async def _round(self, step: int, num_wanted: int, spent: _Spent) -> list[Group]:
+        """Groups of all hosts, until so many teach or all are done."""
         num_again = self.cursor.num_again
-        visits = [self.visits[number] for number in self.cursor.take(num_wanted + self._train.oversample)]
+        visits = [self.visits[number] for number in await self._take(step, num_wanted + self._train.oversample)]
         budgets = budgets_of(visits, self._video, self.player.seed)
-        self._num_begun += self._train.group_size * len(visits)
+
+        async def play(begun: Sequence[_Begun]) -> list[Group]:
+            began_s = time.monotonic()
+            whole, too_late = await self._play(begun, num_again, num_wanted)
+            spent.aborted += too_late
+            spent.seconds += time.monotonic() - began_s
+            return [one.playing.result() for one in whole]
+
+        begun = [_Begun(visit, budget, []) for visit, budget in zip(visits, budgets, strict=True)]
+        groups = await dealt(self._hosts, f"groups of step {step}", begun, play)
+        own = range(self._hosts.index, len(groups), self._hosts.num)
+        return [group if place in own else replace(group, away=True) for place, group in enumerate(groups)]
+
+    async def _take(self, step: int, num: int) -> list[int]:
+        """Numbers of visits; host 0 has the book of them."""
+        own = self.cursor.take(num) if self._hosts.leads else []
+        numbers, *_ = await self._hosts.gathered(f"visits of step {step}", own)
+        if not self._hosts.leads:
+            self.cursor.take_these(numbers)
+        return numbers
+
+    async def _play(
+        self, begun: Sequence[_Begun], num_again: int, num_wanted: int
+    ) -> tuple[list[_Begun], list[_Begun]]:
+        """The groups that are whole when so many teach, and those that were aborted then."""
+        self._num_begun += self._train.group_size * len(begun)
         async with asyncio.TaskGroup() as tasks:
-            begun = [_Begun(visit, budget, []) for visit, budget in zip(visits, budgets, strict=True)]
             for one in begun:
                 one.playing = tasks.create_task(self._group(one))
             running = {one.playing for one in begun}
@@ -293,6 +333,15 @@ def learnable(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]
         if num_wanted or not group.teaches:
             num_wanted -= group.teaches
             yield group
+
+
+def _by_host(seconds: Sequence[float]) -> dict[str, float]:
+    """How long hosts played for a step, and which of them was the last."""
+    return {
+        "time/rollout_slowest_s": max(seconds),
+        "time/rollout_fastest_s": min(seconds),
+        "perf/slowest_host": float(np.argmax(seconds)),
+    }
 
 
 def _oversampling(groups: Sequence[Group], aborted: Sequence[_Begun]) -> dict[str, float]:

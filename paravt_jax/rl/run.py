@@ -1,7 +1,8 @@
 """Everything that is open while a policy learns by reinforcement, and what a step asks of it."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from paravt_jax.config import Config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.dealing import dealt
 from paravt_jax.rl.metrics import (
     deadline_remark,
     member_metrics,
@@ -21,12 +23,14 @@ from paravt_jax.rl.metrics import (
     staleness_mean,
 )
 from paravt_jax.rl.replay import Replay
-from paravt_jax.rl.rollouts import Group, Player, Rollouts, evaluate, records
+from paravt_jax.rl.rollouts import Group, Member, Player, Rollouts, evaluate, records
+from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.threads import in_thread, unless_stopped
+from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, Training
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.weights import HostWeights, ModelWeights, sampling_model
 from rollout.engine.protocol import Engine
+from rollout.engine.sglang import SGLangEngine
 from rollout.video.reader import FrameReader
 
 
@@ -43,6 +47,7 @@ class Run:
     greedy: Player
     held_out: Sequence[Prompt]  # none in a replay
     frames: FrameReader
+    hosts: Hosts
     geometric_mask: bool  # the mismatch ladder asks for it in the next step
 
     async def collect(self) -> list[Group] | None:
@@ -59,7 +64,8 @@ class Run:
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         begun_s = time.monotonic()
-        metrics |= await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
+        found = await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
+        metrics |= (await self.hosts.gathered("update", found))[0]  # from here on all decide on the same numbers
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
         self._heed_mismatch(metrics)
         training.step += 1
@@ -71,8 +77,19 @@ class Run:
         self.training.log.phase("publish")
         begun_s = time.monotonic()
         if not isinstance(self.rollouts, Replay):
-            await self.engine.publish(await in_thread(self._weights), self.training.version)
+            await self._publish(await in_thread(self._weights), self.training.version)
         return time.monotonic() - begun_s
+
+    async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
+        """Servers that all hosts share get them of host 0, to which the others give their parts, tensor by tensor."""
+        shares, leads = self.config.engine.connects, self.hosts.leads
+        if leads or not shares:
+            await self.engine.publish(weights, version)
+        elif isinstance(weights, ModelWeights):
+            await in_thread(lambda: deque(weights.tensors(), maxlen=0))
+        await self.hosts.gathered("published", None)
+        if isinstance(self.engine, SGLangEngine) and not leads and shares:
+            await self.engine.adopt(version)
 
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
@@ -91,8 +108,12 @@ class Run:
         if not self.held_out or not training.validation_due(self.config.validation):
             return
         training.log.phase("validation")
-        playing = evaluate(self.greedy, self.held_out, self.config.video.overview_frames)
-        members = await unless_stopped(training.directory.stopping, playing)
+
+        def play(prompts: Sequence[Prompt]) -> Coroutine[Any, Any, list[Member]]:
+            return evaluate(self.greedy, prompts, self.config.video.overview_frames)
+
+        playing = dealt(self.hosts, "validation", self.held_out, play)
+        members = await training.directory.unless_stopped(playing)
         if members is None:
             return
         types = [prompt.question_type for prompt in self.held_out]
@@ -128,7 +149,7 @@ class Run:
             )
         self.geometric_mask = decision == "geometric_mask"
 
-    def _weights(self) -> Any:
+    def _weights(self) -> ModelWeights | HostWeights:
         model, dtype = self.training.learner.model, self.config.model.dtype
         if self.config.engine.kind == "jax":
             copied = self.config.train.max_staleness > 0

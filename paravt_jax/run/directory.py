@@ -3,18 +3,21 @@
 import fcntl
 import json
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from paravt_jax.keys import flat
+from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.log import whole_file
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+TOKEN_FILE = ".hosts"  # says to all hosts whether they see the same directory
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 
 
@@ -33,6 +36,23 @@ def held(run_dir: str | Path) -> Iterator[Path]:
         yield directory
     finally:
         os.close(file)
+
+
+@contextmanager
+def held_by_first(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
+    """The same where several hosts train: host 0 holds it, and all others must see what it holds."""
+    directory, token = Path(run_dir).absolute(), secrets.token_hex(8)
+    with held(run_dir) if hosts.leads else nullcontext():
+        if hosts.leads:
+            (directory / TOKEN_FILE).write_text(token)
+        first, *_ = hosts.gather("run_dir", token)
+        seen = directory / TOKEN_FILE
+        if not seen.is_file() or seen.read_text() != first:
+            raise ValueError(
+                f"run_dir={run_dir} is not what {hosts.name_of(0)} holds by that name: give a directory that all hosts "
+                f"see"
+            )
+        yield directory
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:

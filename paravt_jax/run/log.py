@@ -117,6 +117,31 @@ class RunLog:
             self._wandb.log(dict(metrics), step=step)
 
 
+class QuietLog(RunLog):
+    """That of a host that does not lead: what it would say is said by host 0, of all of them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
+        pass
+
+    def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def where(self) -> str:
+        return ""
+
+    def say(self, message: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A file that appears, or replaces the one there, whole or not at all."""

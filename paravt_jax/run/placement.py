@@ -31,7 +31,7 @@ def place_servers(
 
     `num_learner` is the number of devices that the learner computes on, 0 where there is none.
     """
-    if engine.kind != "sglang" or engine.urls or engine.device != "cuda":
+    if engine.kind != "sglang" or engine.connects or engine.device != "cuda":
         return ()
     placed = placement(engine, num_learner, visible_gpus(environment, _num_gpus()))
     environment[VISIBLE] = ",".join(placed.learner)

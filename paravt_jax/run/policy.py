@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+import xxhash
 from jax.sharding import Mesh
 
 import model_port
@@ -21,12 +23,14 @@ from model_port.progress import Meter
 from model_port.sharding import make_mesh, on_mesh, platform
 from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.process import say
 from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 HF_FILES_DIR = "hf_files"
+SUMMED_BYTES = 2**20  # of either end of a file: all of most, and of weights what says which they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,16 +73,34 @@ class Policy:
         return AdapterInfo(self.lora, AdapterBase(self.name, dtype, sum_of_base(model, dtype)))
 
 
-async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path) -> Policy:
+async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path, hosts: Hosts = ALONE) -> Policy:
     """What a run says of its policy, opened; its parameters are not read yet."""
     say(f"loading {config.model.path}")
     recipe, lora = recipe_of(config), None if isinstance(config, EvalConfig) else config.lora
-    policy = await in_thread(
-        lambda: open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
-    )
+
+    def work() -> Policy:
+        return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
+
+    if hosts.num > 1:
+        await in_thread(jax.devices)  # which hosts start together, or wait for each other
+    policy = await in_thread(lambda: hosts.first(work))
     for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
         say(difference)
     return policy
+
+
+def sum_of_files(policy: Policy) -> str:
+    """Of what the model is made of: its files by name and size, and the beginning and end of each."""
+    found = xxhash.xxh3_128()
+    for directory in filter(None, (policy.source, policy.adapter)):
+        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+            num_bytes = path.stat().st_size
+            found.update(f"{path.relative_to(directory)} {num_bytes}".encode())
+            with path.open("rb") as file:
+                found.update(file.read(SUMMED_BYTES))
+                file.seek(max(0, num_bytes - SUMMED_BYTES))
+                found.update(file.read(SUMMED_BYTES))
+    return found.hexdigest()
 
 
 def open_policy(
@@ -107,7 +129,8 @@ def open_policy(
     if not _holds(hf_files, files):
         with output_directory(hf_files, force=True, source=source) as directory:
             write_side_files(files, directory)
-    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor) if mesh.num_devices > 1 else None
+    several = mesh.num_devices > 1 or jax.process_count() > 1
+    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor) if several else None
     return Policy(
         mesh=devices,
         contract=contract,

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, MutableMapping
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
@@ -19,14 +19,34 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
 
-def stop_on_signals(stopping: asyncio.Event, grace_s: float) -> Callable[[], None]:
-    """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once."""
+class Others(Protocol):
+    """The other hosts of a run, who stop with this one."""
+
+    def stop_all(self) -> None: ...
+
+    def when_stopped(self, work: Callable[[], object]) -> None: ...
+
+
+def stop_on_signals(stopping: asyncio.Event, grace_s: float, others: Others) -> Callable[[], None]:
+    """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once.
+
+    What one host is told all do.
+    """
     loop = asyncio.get_running_loop()
     timers: list[threading.Timer] = []
+    told = False
+
+    def signalled() -> None:
+        nonlocal told
+        if told:
+            _exit("stopped again")
+        told = True
+        others.stop_all()
+        stop()
 
     def stop() -> None:
         if stopping.is_set():
-            _exit("stopped again")
+            return
         stopping.set()
         say(f"stopping: a checkpoint follows, within checkpoint.grace_s={grace_s:g}")
         timers.append(threading.Timer(grace_s, _exit, (f"no checkpoint within checkpoint.grace_s={grace_s:g}",)))
@@ -34,9 +54,11 @@ def stop_on_signals(stopping: asyncio.Event, grace_s: float) -> Callable[[], Non
         timers[0].start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, signalled)
+    others.when_stopped(lambda: loop.call_soon_threadsafe(stop))
 
     def undo() -> None:
+        others.when_stopped(lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         for timer in timers:

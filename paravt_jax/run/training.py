@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
+from paravt_jax.keys import flat
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.compiles import Compiles
-from paravt_jax.run.directory import changed_settings, held, write_settings
-from paravt_jax.run.log import RunLog, last_step
+from paravt_jax.run.directory import changed_settings, held, held_by_first, versions, write_settings
+from paravt_jax.run.hosts import Hosts
+from paravt_jax.run.log import QuietLog, RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import say, stop_on_signals
@@ -26,7 +28,13 @@ from paravt_jax.run.threads import in_thread, unless_stopped
 Result = TypeVar("Result")
 Progress = dict[str, Any]
 CHECKPOINTS_DIR = "checkpoints"
+OWN_SETTING = "hosts.index"  # which every host has otherwise
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
+
+
+def told_to_all(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that all hosts must have alike."""
+    return {key: value for key, value in flat(settings).items() if key != OWN_SETTING}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +47,29 @@ class RunDirectory:
     settings: Mapping[str, Any]
     changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
     allow_changes: bool
+    hosts: Hosts
 
     @classmethod
     def enter(
-        cls, run_dir: str, grace_s: float, stack: AsyncExitStack, settings: Mapping[str, Any], allow_changes: bool
+        cls,
+        run_dir: str,
+        grace_s: float,
+        stack: AsyncExitStack,
+        settings: Mapping[str, Any],
+        allow_changes: bool,
+        hosts: Hosts,
     ) -> "RunDirectory":
         """Holds the directory and listens to signals until `stack` closes.
 
-        Settings without which the steps to come are no continuation are refused, unless `allow_changes`.
+        Settings without which the steps to come are no continuation are refused, unless `allow_changes`; and hosts
+        that have others, or other code, or see another directory.
         """
-        path, stopping = stack.enter_context(held(run_dir)), asyncio.Event()
-        stack.callback(stop_on_signals(stopping, grace_s))
+        hosts.check_same(
+            {**told_to_all(settings), **flat(versions())}, "start all hosts with the same settings and the same code"
+        )
+        path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
+        stopping = asyncio.Event()
+        stack.callback(stop_on_signals(stopping, grace_s, hosts))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
         told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]
@@ -58,7 +78,13 @@ class RunDirectory:
                 f"{'; '.join(told)} in the steps that {path} has: set it back, choose another run_dir, or add "
                 f"--allow-changes to go on all the same"
             )
-        return cls(path, stopping, num_logged, settings, changes, allow_changes)
+        return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts)
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """What `work` gives; or None where somebody wants to stop, and then on all hosts."""
+        result = await unless_stopped(self.stopping, work)
+        stopped = await self.hosts.gathered("stopped", result is None)
+        return None if any(stopped) else result
 
 
 @dataclass(eq=False)
@@ -97,7 +123,8 @@ class Training:
         written here: from now on the run is what they say.
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
-        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, policy.hf_files, checkpoint, say, adapter)
+        hosts = directory.hosts
+        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, policy.hf_files, checkpoint, say, adapter, hosts)
         stack.callback(checkpoints.close)
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
@@ -118,9 +145,13 @@ class Training:
             remarks.append("the data are others than before, and begin anew")
             progress = beginning | {"step": progress["step"]}
         step = int(progress["step"])
-        write_settings(directory.settings, directory.path, step)
         settings = dict(directory.settings)
-        run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
+        if hosts.leads:
+            write_settings(settings, directory.path, step)
+            run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
+        else:
+            run_log = QuietLog(directory.path)
+        await hosts.gathered("log", None)  # host 0 puts in order what the others read there
         stack.callback(run_log.close)
         for remark in remarks:
             run_log.say(remark)
@@ -139,7 +170,7 @@ class Training:
         if self.step >= self.num_steps:
             return None
         self.log.phase(phase)
-        return await unless_stopped(self.directory.stopping, work())
+        return await self.directory.unless_stopped(work())
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
         """Of the step that ends now, whatever it was."""
@@ -174,9 +205,9 @@ class Training:
         await self.save(progress)
         await in_thread(self.checkpoints.wait)
         directory = self.directory.path
-        if await in_thread(lambda: make_plots(directory)):
+        if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):
             self.log.say(f"plots: {directory / PLOTS_DIR}")
-        if self.version not in self.checkpoints.steps:
+        if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
         goes_on = "" if self.step >= self.num_steps else "; the same command goes on from there"
         self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{goes_on}")

@@ -19,6 +19,7 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.rollouts import Player, Rollouts
+from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.chat import Chat
 from rollout.episode import Agent
 
@@ -47,14 +48,21 @@ OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a us
 
 
 def rollouts_of(
-    agent: Agent, visits: Visits[Prompt], cursor: Cursor, config: Config, judge: Judge | None = None
+    agent: Agent,
+    visits: Visits[Prompt],
+    cursor: Cursor,
+    config: Config,
+    judge: Judge | None = None,
+    hosts: Hosts = ALONE,
 ) -> Rollouts:
     plugin = load_plugin(config.reward)
     player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-    return Rollouts(player, visits, cursor, config.train, config.video, config.advantage)
+    return Rollouts(player, visits, cursor, config.train, config.video, config.advantage, hosts=hosts)
 
 
-def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Config) -> PolicyUpdate:
+def update_of(
+    learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE
+) -> PolicyUpdate:
     return PolicyUpdate(
         learner,
         chat,
@@ -64,6 +72,7 @@ def update_of(learner: Learner, chat: Chat, contract: VisionContract, config: Co
         pack=config.pack,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         seed=config.seed,
+        hosts=hosts,
     )
 
 

@@ -229,13 +229,3 @@ def test_a_stratified_step_covers_the_budgets():
 def test_every_video_of_a_prompt_has_at_least_a_frame(video):
     visits = Visits(prompts(7, num_videos=5), seed=0)
     assert min(budgets_of([visits[number] for number in range(7)], video, seed=0)) >= 5
-
-
-def test_hosts_share_the_visits_of_an_epoch():
-    prompts = [Prompt(str(number), "q", ("/v",), "A", "mcq") for number in range(6)]
-    shares = [[Visits(prompts, 3, host, 2)[number] for number in range(6)] for host in range(2)]
-    first_epoch = [visit.item.id for share in shares for visit in share[:3]]
-    assert sorted(first_epoch) == [str(number) for number in range(6)]
-    assert [visit.epoch for visit in shares[1]] == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(ValueError, match="host 2 is none of 2 hosts"):
-        Visits(prompts, 3, 2, 2)

@@ -16,7 +16,16 @@ from model_port.loading import abstract_params
 from model_port.model import Qwen3VL
 from model_port.sharding import make_mesh, num_row_parts
 from paravt_jax.learner.learner import placed
-from paravt_jax.learner.packing import Dialogue, Shape, fitting_row_tokens, pack, stepped, used_frac
+from paravt_jax.learner.packing import (
+    Dialogue,
+    PackSizes,
+    Shape,
+    fitting_row_tokens,
+    pack,
+    rows_of_host,
+    stepped,
+    used_frac,
+)
 from paravt_jax.learner.programs import action_scores
 
 SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=48)
@@ -193,6 +202,30 @@ def test_each_part_of_a_batch_has_the_frames_that_its_rows_show(model, frames):
         np.testing.assert_array_equal(part[own[own >= 0]], of_batch[shared[shared >= 0]])
     num_frames = batch.vision.segment_ids.max(axis=-1).reshape(4, -1).sum(axis=-1)  # frames of a row are numbered
     np.testing.assert_array_equal(num_frames, [2, 3, 2, 1])
+
+
+def test_what_hosts_give_of_a_batch_is_the_batch(model, frames):
+    (batch,) = in_parts(model, frames, 4)
+    hosts = [rows_of_host(batch, host, 2) for host in range(2)]
+    assert [host.vision.num_parts for host in hosts] == [2, 2]
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *hosts)
+    for one, other in zip(jax.tree.leaves(joined), jax.tree.leaves(batch), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert rows_of_host(batch, 0, 1) is batch
+
+
+def test_a_host_with_less_to_pack_fills_up_to_what_all_agree_on(model, frames):
+    def others(sizes):
+        return PackSizes(sizes.num_batches + 2, 2 * sizes.num_actions, sizes.num_frame_rows + 3)
+
+    alone = dialogue(model, 0, own=20)
+    (own, *empty) = pack([alone], frames, model.config, Shape(2, 80, 24), first_number=5, agreed=others)
+    assert len(empty) == 2 and set(own.dialogue[own.loss_mask]) == {5}
+    assert not any(batch.loss_mask.any() or batch.text.segment_ids.any() for batch in empty)
+    nothing = pack([], frames, model.config, Shape(2, 80, 24), agreed=lambda _: PackSizes(3, 40, 7))
+    assert len(nothing) == 3 and nothing[0].target.shape[1] >= 40 and len(nothing[0].vision.patches) >= 7
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in (own, *empty)]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_rows_that_do_not_split_into_the_parts_are_refused():

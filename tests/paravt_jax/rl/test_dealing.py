@@ -1,0 +1,109 @@
+"""What hosts play and pack by parts is one step: the same groups, the same sums, the same update as on one host."""
+
+import asyncio
+import pickle
+
+import hosts as several
+import jax
+import numpy as np
+import pytest
+from agents import FakeFrames
+from flax import nnx
+from training import rollouts_of, update_of
+
+import model_port
+from model_port.processing import VisionContract
+from model_port.sharding import make_mesh, on_host
+from paravt_jax.config import load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.learner.learner import LANGUAGE, Learner
+from paravt_jax.rl.dealing import without_pixels
+from paravt_jax.rl.metrics import num_tokens, rollout_metrics
+from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+from rollout.picture import Picture
+
+PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(3)]
+SETTINGS = [
+    "model.dtype=float32",
+    "rollout.prompts.system=Call crop_video.",
+    "rollout.prompts.system_has_tools=true",
+    "train.prompts_per_step=3",  # two for one host, one for the other
+    "train.group_size=4",
+    "train.updates_per_step=2",
+    "train.max_resamples=1",
+    "video.gating=false",
+    "video.overview_frames=3",
+    "rollout.max_context_tokens=1024",
+    "rollout.max_new_tokens=256",
+    "pack.row_tokens=1024",
+    "pack.num_rows=2",
+    "mesh.fsdp=2",
+    "advantage.normalise=batch",
+    "loss.behavior_correction=none",
+    "loss.kl_coef=0.1",
+    "loss.kl_in=reward",
+    "optim.learning_rate=1e-3",
+]
+
+
+def said(episode):
+    letter, much = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
+    dull = episode.startswith("000001")  # a group without spread, which is played again
+    return f"{'I have looked. ' * (1 if dull else much)}</think><answer>{'A' if dull else letter}</answer><|im_end|>"
+
+
+def two_steps(hosts, tiny_hf, file):
+    """Two steps on the mesh of all hosts; host 0 leaves parameters and metrics in a file."""
+    config = load_config(None, *SETTINGS)
+    chat, contract, mesh = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), make_mesh(fsdp=2)
+    learner = Learner(model_port.load(tiny_hf, mesh=mesh), config.optim, config.loss, temperature=0.7, mesh=mesh)
+    update = update_of(learner, chat, contract, config, hosts)
+
+    async def reply(request):
+        return chat.encode(said(request.episode)).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config, hosts=hosts)
+        found = []
+        for step in (1, 2):
+            groups = await rollouts.take(step)
+            rollouts.cursor.done([group.visit.number for group in groups])
+            tokens = num_tokens(groups, chat, contract.unit_px)
+            found.append(rollout_metrics(groups) | update.run(groups, geometric_mask=False) | {"tokens": tokens})
+        return found, rollouts.cursor.to_record()
+
+    metrics, cursor = asyncio.run(work())
+    weights = [on_host(leaf) for leaf in jax.tree.leaves(learner.state.trainable)]
+    if hosts.leads:
+        file.write_bytes(pickle.dumps((weights, metrics, cursor)))
+
+
+def largest_difference(one, other):
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.slow
+def test_two_hosts_learn_what_one_learns_from_the_same_episodes(tiny_hf, tmp_path):
+    found = []
+    for num in (1, 2):
+        several.run_work(tmp_path, two_steps, num, tiny_hf, tmp_path / f"of{num}", devices=2 // num)
+        found.append(pickle.loads((tmp_path / f"of{num}").read_bytes()))
+    (one, metrics, cursor), (two, theirs, their_cursor) = found
+    assert cursor == their_cursor and [row["rollout/num_groups"] for row in metrics] == [4, 3]
+    begun = jax.tree.leaves(nnx.split(model_port.load(tiny_hf), LANGUAGE, ...)[1])
+    assert largest_difference(one, two) < 1e-6 < 1e-3 * largest_difference(one, begun)
+    for ours, others in zip(metrics, theirs, strict=True):
+        same = {key for key in ours if not key.startswith("perf/")}
+        assert {key: others[key] for key in same} == pytest.approx({key: ours[key] for key in same}, rel=1e-4, abs=1e-6)
+
+
+def test_a_picture_that_is_told_of_keeps_its_name_and_size_and_nothing_else():
+    picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
+    told = without_pixels([picture])
+    again = pickle.loads(told)[0]
+    assert (again.key, again.size_px) == (picture.key, (64, 96)) and len(told) < 300
+    assert picture.is_here and not again.is_here

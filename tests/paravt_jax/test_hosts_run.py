@@ -1,0 +1,98 @@
+"""A run on several hosts is the run of one: same episodes, same metrics, one directory; what ends one ends all."""
+
+import os
+import shutil
+import signal
+import time
+
+import hosts as several
+import pytest
+from training import QUICK, arguments, episodes_of, metrics_of
+
+pytestmark = pytest.mark.slow
+
+STEPS = [
+    *QUICK,
+    "mesh.fsdp=2",
+    "pack.num_rows=2",
+    "train.prompts_per_step=3",  # two for one host, one for the other
+    "train.num_steps=3",
+    "checkpoint.every_steps=3",
+    "data.validation=synthetic",
+    "validation.max_prompts=3",
+    "validation.every_steps=3",
+]
+
+
+def start(folder, run_dir, num):
+    """A run on hosts that have two devices together."""
+    return several.start_command(folder, "paravt_jax.train", arguments(run_dir, *STEPS), num, devices=2 // num)
+
+
+def ended_well(started):
+    ended = started.ended(280)
+    assert [one.code for one in ended] == [0] * len(ended), "\n\n".join(one.said[-3000:] for one in ended)
+    return ended
+
+
+def send(started, host, number, after, deadline_s=200):
+    """A signal to one host once host 0 says something."""
+    give_up_s = time.monotonic() + deadline_s
+    while after not in started.files[0].read_text() and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    os.kill(started.processes[host].pid, number)
+
+
+def saved(run_dir):
+    return sorted(int(entry.name) for entry in (run_dir / "checkpoints").iterdir() if entry.name.isdecimal())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """On one host."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended_well(start(folder / "said", folder / "run", 1))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """On two hosts, of which one was told to stop after the first step, and how both ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    started = start(folder / "said", folder / "run", 2)
+    send(started, 1, signal.SIGTERM, "step 1/3")
+    return folder / "run", ended_well(started)
+
+
+def check_same_run(run_dir, whole):
+    """Sums of floats are added up in another order, samples are the same."""
+    for ours, theirs in zip(episodes_of(whole), episodes_of(run_dir), strict=True):
+        assert (theirs["id"], theirs["visit"]) == (ours["id"], ours["visit"])
+        assert [piece["ids"] for piece in theirs["segments"]] == [piece["ids"] for piece in ours["segments"]]
+    for ours, theirs in zip(metrics_of(whole), metrics_of(run_dir), strict=True):
+        assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.timeout(600)
+def test_sigterm_on_one_host_saves_on_all_and_the_run_goes_on_as_on_one_host(stopped, whole, tmp_path):
+    run_dir, ended = stopped
+    steps = saved(run_dir)
+    assert steps and len(metrics_of(run_dir)) == steps[-1] < 3
+    assert all("stopping: a checkpoint follows" in one.said for one in ended)
+    again = shutil.copytree(run_dir, tmp_path / "run")
+    ended_well(start(tmp_path / "said", again, 2))
+    check_same_run(again, whole)
+    assert (again / "validation.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_host_was_killed_goes_on_with_fewer_hosts(stopped, whole, tmp_path):
+    run_dir = shutil.copytree(stopped[0], tmp_path / "run")
+    started = start(tmp_path / "said", run_dir, 2)
+    send(started, 1, signal.SIGKILL, "going on after step")
+    first, second = started.ended(120)
+    assert second.code == -signal.SIGKILL and first.code == 1
+    assert first.last.startswith("error: host 1 (") and "is lost" in first.last
+    assert "Traceback" not in first.said
+    ended_well(start(tmp_path / "said again", run_dir, 1))
+    check_same_run(run_dir, whole)
