@@ -42,16 +42,28 @@ KEPT_FRAMES = 4096  # of patches, 0.3 MB each at the recipe's largest size
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     """A request in the sampler. `changes` are (tokens sampled until then, the version that sampled them)."""
 
     episode: str
-    done: asyncio.Future[Completion]
+    done: asyncio.Future[Completion] | None = None  # of who waits for it
     number: int | None = None  # the sampler's, once it has the request
+    order: int = 0  # by which several hosts know it
     num_prompt_tokens: int = 0
     heard: Callable[[Sequence[int]], object] | None = None
     sampled: list[int] = field(default_factory=list)  # so far, for who is to hear of it
     changes: list[tuple[int, int]] = field(default_factory=list)
+
+    def hear(self, ended: Completion | Exception | None) -> None:
+        """Tells who waits how it ended, or how far it is."""
+        if self.heard is not None and not isinstance(ended, Exception):
+            self.heard(self.sampled if ended is None else ended.ids)
+        if ended is None or self.done is None or self.done.done():
+            return
+        if isinstance(ended, Exception):
+            self.done.set_exception(ended)
+        else:
+            self.done.set_result(ended)
 
 
 class EmbeddedEngine:
@@ -66,7 +78,7 @@ class EmbeddedEngine:
             self._sampler = Sampler(model, **sampler)
         self._contract = contract
         self._version = version
-        self._running: dict[int, _Running] = {}  # by the sampler's number; belongs to the thread
+        self._running: dict[int, Running] = {}  # by the sampler's number; belongs to the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._submitted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -86,7 +98,7 @@ class EmbeddedEngine:
         started_s = time.monotonic()
         if self._pump is None:
             self._pump = asyncio.create_task(self._sample())
-        running = _Running(request.episode, asyncio.get_running_loop().create_future(), heard=request.heard)
+        running = Running(request.episode, asyncio.get_running_loop().create_future(), heard=request.heard)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
@@ -125,13 +137,13 @@ class EmbeddedEngine:
         return Health((ServerHealth(NAME, self._failure is None, self._version, repr(self._failure or "")),))
 
     async def abort(self, episode: str | None = None) -> None:
-        def stop_all() -> list[tuple[_Running, Completion | None]]:
-            chosen = [running for running in self._running.values() if episode in (None, running.episode)]
+        def stop_all() -> list[tuple[Running, Completion | None]]:
+            chosen = [running for running in self._waiting() if episode in (None, running.episode)]
             return [(running, self._stop(running)) for running in chosen]
 
         for running, completion in await self._in_thread(stop_all):
-            if completion is not None and not running.done.done():
-                running.done.set_result(completion)
+            if completion is not None:
+                running.hear(completion)
 
     async def close(self) -> None:
         await self.abort()
@@ -144,40 +156,45 @@ class EmbeddedEngine:
         """Steps the sampler whenever there is something to sample."""
         try:
             while True:
-                await self._submitted.wait()
+                await self._wanted()
                 self._submitted.clear()
-                while finished := await self._in_thread(self._step):
+                finished = await self._in_thread(self._step)
+                while finished or self._sampler.busy:
                     for running, completion in finished:
-                        if running.heard is not None:
-                            running.heard(running.sampled if completion is None else completion.ids)
-                        if completion is not None and not running.done.done():
-                            running.done.set_result(completion)
+                        running.hear(completion)
+                    finished = await self._in_thread(self._step)
         except Exception as problem:  # nothing can be sampled any more, and whoever waits must hear of it
             self._failure = problem
-            for running in self._running.values():
-                if not running.done.done():
-                    running.done.set_exception(problem)
+            for running in self._waiting():
+                running.hear(problem)
+
+    async def _wanted(self) -> None:
+        """Returns when there may be something to sample."""
+        await self._submitted.wait()
+
+    def _waiting(self) -> list[Running]:
+        return list(self._running.values())
 
     # In the thread
 
-    def _step(self) -> list[tuple[_Running, Completion | None]]:
+    def _step(self) -> Sequence[tuple[Running, Completion | Exception | None]]:
         """What is running, with the completions of those that ended in this step; nothing when nothing runs."""
         was_running = dict(self._running)
-        finished = self._sampler.step() if was_running else {}
+        finished = self._sampler.step() if self._sampler.busy else {}
         for number in finished:
-            del self._running[number]
+            self._running.pop(number, None)
         for number, running in self._running.items():
             if running.heard is not None:
                 running.sampled = self._sampler.sampled(number)
         return [(running, finished.get(number)) for number, running in was_running.items()]
 
-    def _stop(self, running: _Running) -> Completion | None:
+    def _stop(self, running: Running) -> Completion | None:
         """Ends a request that still runs; one that was cancelled on its way here has no number."""
         if running.number is None or self._running.pop(running.number, None) is None:
             return None
         return self._sampler.abort(running.number)
 
-    def _submit(self, request: Request, running: _Running) -> None:
+    def _submit(self, request: Request, running: Running) -> None:
         sampling = request.sampling
         if sampling.top_p != 1 or sampling.top_k > 0:
             raise RequestRejected(
@@ -213,7 +230,7 @@ class EmbeddedEngine:
         _forget_oldest(self._frames, KEPT_FRAMES)
         return frame
 
-    def _versions(self, running: _Running, num_tokens: int) -> np.ndarray:
+    def _versions(self, running: Running, num_tokens: int) -> np.ndarray:
         versions = np.full(num_tokens, self._version, np.int32)
         for until, version in reversed(running.changes):
             versions[:until] = version

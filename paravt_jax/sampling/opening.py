@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from model_port.config import config_from_hf, read_hf_config
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
+from paravt_jax.sampling.shared import SharedEngine
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
@@ -31,6 +34,7 @@ async def open_engine(
     max_pixels: int,
     trainable_vision: bool = False,
     gpus: Sequence[Gpus] = (),
+    hosts: Hosts = ALONE,
 ) -> Engine:
     """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture.
 
@@ -38,7 +42,8 @@ async def open_engine(
     """
     if settings.kind == "jax":
         assert model is not None
-        return EmbeddedEngine(
+        kind = EmbeddedEngine if hosts.num == 1 else partial(SharedEngine, hosts=hosts)
+        return kind(
             model,
             replace(policy.contract, max_pixels=max_pixels),
             version,
@@ -56,6 +61,8 @@ async def open_engine(
     )
     if settings.urls:
         return await SGLangEngine.connect(settings.urls, sglang)
+    if settings.urls_file:
+        return await SGLangEngine.follow(settings.urls_file, sglang)
     if is_checkpoint(policy.source):
         raise ValueError(
             f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
@@ -29,6 +30,8 @@ from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucke
 from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders, settled_size
+from model_port.sharding import everywhere, on_mesh
+from paravt_jax.run.hosts import Hosts
 from paravt_jax.sampling.frames import frame_of
 from rollout.check import Scored, ScoreRequest
 from rollout.picture import Picture
@@ -41,8 +44,8 @@ FRAME_BUCKET = 8
 class LearnerScorer:
     """Scores dialogues one by one, each alone in its row."""
 
-    def __init__(self, model: Qwen3VL, contract: VisionContract):
-        self._config, self._contract = model.config, contract
+    def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None = None):
+        self._config, self._contract, self._mesh = model.config, contract, mesh
         graphdef, self._params = nnx.split(model)
         self._score = jax.jit(partial(_score, graphdef))
 
@@ -64,8 +67,30 @@ class LearnerScorer:
             )
         row = RowSequence(Tokens(ids, tuple(range(len(frames)))))
         text = pack_text([[row]], frames, first_rows, self._config, bucket(len(ids), TOKEN_BUCKET))
-        logp = np.asarray(self._score(self._params, text, vision, np.float32(request.temperature)))
+        with on_mesh(self._mesh):
+            logp = np.asarray(self._score(self._params, text, vision, np.float32(request.temperature)))
         return Scored(ids.astype(np.int32), logp[: len(ids)])
+
+
+class SharedScorer(LearnerScorer):
+    """The same on the devices of several hosts: who asks tells the others, who compute with it."""
+
+    def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None, hosts: Hosts, asker: int):
+        super().__init__(model, contract, mesh)
+        self._hosts, self._asker = hosts, asker
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
+        self._hosts.gather("score", requests)
+        return super().score(requests)
+
+    def follow(self) -> None:
+        """Computes until the asker is done."""
+        while asked := self._hosts.gather("score", None)[self._asker]:
+            super().score(asked)
+
+    def done(self) -> None:
+        """Nothing more is asked."""
+        self._hosts.gather("score", None)
 
 
 def _score(
@@ -79,7 +104,7 @@ def _score(
     logits = nnx.merge(graphdef, params)(text, vision)[0].astype(jnp.float32) / temperature
     following: Int[Array, " T"] = jnp.asarray(text.tokens)[0, 1:]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1], axis=-1), following[:, None], axis=1)[:, 0]
-    return jnp.concatenate([jnp.zeros(1), chosen])
+    return everywhere(jnp.concatenate([jnp.zeros(1), chosen]))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from model_port.adapters import merged_tensors
 from model_port.model import Qwen3VL
 from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
+from model_port.sharding import on_host
 from model_port.weights import num_params, rules
 
 
@@ -40,7 +41,7 @@ class ModelWeights:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in merged_tensors(self.model):
-            yield name, np.asarray(tensor.astype(self.dtype))  # cast before it travels
+            yield name, on_host(tensor.astype(self.dtype))  # cast before it travels
 
     def write(self, directory: Path) -> None:
         table = rules(self.model.config)
