@@ -8,14 +8,15 @@ import asyncio
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
 
 
-async def sft(config: SftConfig, *, allow_changes: bool = False) -> None:
+async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> None:
     """Trains a run to its end, or until it is told to stop."""
     from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, allow_changes=allow_changes) as run:
+    async with opened(config, allow_changes=allow_changes, hosts=hosts) as run:
         await run.validate_if_due()
         while (batch := await run.next_batch()) is not None:
             metrics = await run.imitate(batch)
@@ -43,7 +44,8 @@ def main() -> None:
 
     claim_memory()
     use_compilation_cache()
-    asyncio.run(sft(config, allow_changes=args.allow_changes))
+    with joined(config.hosts) as hosts:
+        asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
 
 
 if __name__ == "__main__":

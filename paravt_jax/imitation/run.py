@@ -1,4 +1,7 @@
-"""Everything that is open while a policy learns from traces, and what a step asks of it: rl/run.py's counterpart."""
+"""Everything that is open while a policy learns from traces, and what a step asks of it: rl/run.py's counterpart.
+
+Of several hosts each renders and packs all traces, and gives the rows of its own: which traces fit is known no earlier.
+"""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -6,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import jax
 import numpy as np
 
 from paravt_jax.config import DataConfig, SftConfig, to_record
@@ -17,9 +19,10 @@ from paravt_jax.imitation.batches import TraceBatch, TraceBatches
 from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.packing import used_frac
+from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.run.policy import policy_of
+from paravt_jax.run.hosts import ALONE, Hosts, sum_of
+from paravt_jax.run.policy import policy_of, sum_of_files
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader
@@ -31,6 +34,7 @@ class SftRun:
 
     config: SftConfig
     training: Training
+    hosts: Hosts
     batches: TraceBatches
     held_out: Sequence[Trace]
     num_traces: int  # of an epoch
@@ -47,7 +51,12 @@ class SftRun:
             training.log.say(f"left out: {problem}")
         training.log.phase("update")
         begun_s = time.monotonic()
-        metrics = await in_thread(lambda: training.learner.imitate(batch.batches, float(batch.num_loss_tokens)))
+        self.hosts.check_same(
+            {"data.train": (batch.num_traces, batch.num_loss_tokens, batch.next)},
+            "all hosts must be able to show the same traces",
+        )
+        own = [self._own(packed) for packed in batch.batches]
+        metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
         training.step += 1
         self.next_visit = batch.next
         return metrics | {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
@@ -71,10 +80,11 @@ class SftRun:
         training.log.phase("validation")
         total, num_tokens = 0.0, 0
         async for batches in self.batches.of(self.held_out):
-            for batch in batches:
+            for batch in map(self._own, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
+        total, num_tokens = map(sum, zip(*self.hosts.gather("validation", (total, num_tokens)), strict=True))
         if not num_tokens:
             raise RuntimeError(f"not one trace of data.validation={self.config.data.validation} can be shown")
         metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}
@@ -83,25 +93,32 @@ class SftRun:
     async def save_if_due(self) -> None:
         await self.training.save_if_due(self.progress)
 
+    def _own(self, batch: TrainBatch) -> TrainBatch:
+        return rows_of_host(batch, self.hosts.index, self.hosts.num)
+
     def progress(self) -> Progress:
         """What a checkpoint carries beside the learner."""
         return {"next_visit": self.next_visit}
 
 
 @asynccontextmanager
-async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIterator[SftRun]:
+async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> AsyncIterator[SftRun]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
 
     `allow_changes`: also with another model, seed or data than it began with.
     """
     async with AsyncExitStack() as stack:
         directory = RunDirectory.enter(
-            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes
+            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes, hosts
         )
         remarks: list[str] = []
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
-        policy = await policy_of(config, directory.path)
+        policy = await policy_of(config, directory.path, hosts)
+        hosts.check_same(
+            {"data.train": sum_of(train), "data.validation": sum_of(held_out), "model.path": sum_of_files(policy)},
+            "give all hosts the same data and the same model",
+        )
         remarks.append(policy.attention(config.pack.row_tokens))
         learner = Learner(
             await in_thread(policy.load),
@@ -111,7 +128,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )
-        visits = Visits(train, config.seed, jax.process_index(), jax.process_count())
+        visits = Visits(train, config.seed)
         training = await Training.resume(
             directory,
             policy,
@@ -139,7 +156,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False) -> AsyncIter
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)
-        run = SftRun(config, training, batches, held_out, visits.num_items, next_visit)
+        run = SftRun(config, training, hosts, batches, held_out, visits.num_items, next_visit)
         yield run
         await training.finish(run.progress())
 

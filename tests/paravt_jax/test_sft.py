@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import forked
+import hosts as several
 import pytest
 from agents import FakeFrames
 from training import ROOT, arrays_of, metrics_of
@@ -178,3 +179,16 @@ def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(tiny_h
 def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(tiny_hf):
     with pytest.raises(RuntimeError, match="not one of 2 traces"):
         take(batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
+
+
+@pytest.mark.slow
+def test_two_hosts_imitate_what_one_does(world, tmp_path):
+    for num in (1, 2):
+        told = arguments(world, tmp_path / str(num), "sft.num_steps=2", "mesh.fsdp=2")
+        ended = several.start_command(tmp_path / f"said{num}", "paravt_jax.sft", told, num, devices=2 // num).ended()
+        assert [one.code for one in ended] == [0] * num, "\n\n".join(one.said[-3000:] for one in ended)
+    for ours, theirs in zip(metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2"), strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-4)
+    losses = [(tmp_path / str(num) / "validation.jsonl").read_text() for num in (1, 2)]
+    one, two = (json.loads(text.splitlines()[-1])["validation/loss"] for text in losses)
+    assert two == pytest.approx(one, rel=1e-4)
