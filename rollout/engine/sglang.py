@@ -105,6 +105,13 @@ class SGLangEngine:
         return await cls._begin(servers, settings or SGLangSettings())
 
     @classmethod
+    async def follow(cls, file: str | Path, settings: SGLangSettings | None = None) -> "SGLangEngine":
+        """To the servers that a file lists, a URL on each line, also when it changes: they may come and go."""
+        engine = await cls.connect(listed_urls(file), settings)
+        engine._keepers.append(asyncio.create_task(engine._heed(Path(file))))
+        return engine
+
+    @classmethod
     async def launch(
         cls,
         servers: Sequence[ServerSettings],
@@ -193,6 +200,19 @@ class SGLangEngine:
             await self._wait_until_up(time.monotonic() + self.settings.load_deadline_s)
         except EngineError:
             raise EngineError(f"no server took the weights of version {version}: {self._problems()}") from None
+
+    async def adopt(self, version: int) -> None:
+        """Another process has published this version: whichever server has it is used, the others when they have."""
+        async with self._publishing:
+            self._published, self._version = None, version
+            for server in self._servers:
+                if server.up:
+                    try:
+                        await self._settle_version(server)
+                        await self._identify(server)
+                    except EngineError as problem:
+                        self._eject(server, str(problem))
+        await self._wait_until_up(time.monotonic() + self.settings.load_deadline_s)
 
     async def health(self) -> Health:
         return Health(
@@ -367,6 +387,23 @@ class SGLangEngine:
                 async with asyncio.timeout(self.settings.probe_every_s):
                     await server.suspected.wait()
 
+    async def _heed(self, file: Path) -> None:
+        """Takes on the servers that are new in the list, and lets go of those that are no longer there."""
+        while True:
+            await asyncio.sleep(self.settings.probe_every_s)
+            try:
+                urls = listed_urls(file)
+            except (OSError, ValueError):  # it is being written, or gone for a moment: the servers are as they were
+                continue
+            for server in [server for server in self._servers if server.url not in urls]:
+                self._servers.remove(server)
+                server.given_up = True
+                self._eject(server, f"{file} lists it no more")
+            known = {server.url for server in self._servers}
+            for server in [_Server(url) for url in urls if url not in known]:
+                self._servers.append(server)
+                self._keepers.append(asyncio.create_task(self._keep(server)))
+
     async def _look_after(self, server: _Server) -> None:
         problem = await self._probe(server)
         while problem and not server.given_up:
@@ -481,6 +518,17 @@ class SGLangEngine:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def listed_urls(file: str | Path) -> list[str]:
+    """Of a file with a URL on each line; empty lines and those that begin with # say nothing."""
+    lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    urls = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
+    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
+        raise ValueError(f"{file}: {wrong[0]!r} is no URL, such as http://10.0.0.2:30000")
+    if not urls:
+        raise ValueError(f"{file} lists no server; write the URL of each on a line of its own")
+    return list(dict.fromkeys(urls))
 
 
 def _loop_time(monotonic_s: float) -> float:

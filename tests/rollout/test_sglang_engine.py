@@ -79,6 +79,53 @@ def test_an_answer_becomes_a_generation():
     with_servers(1, work)
 
 
+def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path):
+    file = tmp_path / "servers"
+
+    async def body():
+        async with FakeServer() as first, FakeServer() as second:
+            file.write_text(f"# of today\n{first.url}/\n")
+            engine = await SGLangEngine.follow(file, QUICK)
+            await engine.publish(NoWeights(), 1)
+            file.write_text("")  # while somebody writes it
+            await asyncio.sleep(3 * QUICK.probe_every_s)
+            assert engine.urls == [first.url]
+            file.write_text(f"{second.url}\n")
+            await until(lambda: engine.urls == [second.url] and engine._servers[0].up)
+            found = await engine.generate(request(version=1))
+            assert found.server == second.url and second.version == "1"
+            await engine.close()
+
+    asyncio.run(body())
+
+
+def test_an_engine_adopts_what_another_one_has_published():
+    async def work(engine, first, second):
+        other = await SGLangEngine.connect(engine.urls, QUICK)
+        await until(lambda: all(server.up for server in other._servers))
+        await engine.publish(NoWeights(), 1)
+        second.version = "0"  # as a server that was started again in between
+        await other.adopt(1)
+        assert [server.up for server in other._servers] == [True, False]
+        assert "weights of version 0" in other._servers[1].problem
+        found = await other.generate(request(version=1))
+        assert found.server == first.url and set(found.versions.tolist()) == {1}
+        second.version = "1"  # the engine that publishes has given it the weights
+        await until(lambda: other._servers[1].up)
+        await other.close()
+
+    with_servers(2, work)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "'10.0.0.2:30000' is no URL")]
+)
+def test_a_file_that_lists_no_servers_is_refused(text, said, tmp_path):
+    (tmp_path / "servers").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
+
+
 def test_who_wants_to_hears_of_every_token():
     async def work(engine, server):
         heard = []
