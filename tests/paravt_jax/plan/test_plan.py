@@ -38,7 +38,7 @@ CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
     if path.stem not in ("sft_8b", "eval_8b")
-    and path.parent.name not in ("miniature", "reproduce")
+    and path.parent.name not in ("miniature", "reproduce", "launch")
     and not path.stem[0].isdigit()  # test_machines.py
 ]
 H100, CPU = DEVICES["h100"], DEVICES["cpu"]

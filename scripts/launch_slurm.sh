@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains on all nodes of a Slurm job, one process on each; begun again where it was when a node is lost.
+#   sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sh train --config configs/8b_8x80gb_embedded.yaml …
+# The command is train or sft; run_dir must be on a file system that all nodes see. RESTARTS=3 says how often it is begun
+# again, PORT which port of the first node the others meet at.
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:TERM@300
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+command=$1
+shift
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+for attempt in $(seq 0 "${RESTARTS:-3}"); do
+    srun --kill-on-bad-exit=0 --ntasks-per-node=1 bash -c 'exec .venv/bin/python -m "paravt_jax.$0" "$@" \
+        hosts.num="$SLURM_NTASKS" hosts.index="$SLURM_PROCID"' "$command" "$@" hosts.coordinator="$first:$port" &
+    job=$!
+    trap 'trap "" TERM; kill -TERM $job' TERM # which srun passes on: every host saves, and ends well
+    status=0
+    wait $job || status=$?
+    while kill -0 $job 2> /dev/null; do wait $job || status=$?; done
+    [ $status -eq 0 ] && exit 0
+    echo "attempt $attempt ended with exit code $status" >&2
+done
+exit $status
