@@ -96,9 +96,9 @@ def on_host(array: jax.Array) -> np.ndarray:
     """The whole array in this host's memory. Where hosts share it, all of them must ask for it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    mesh = array.sharding.mesh
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(array).addressable_data(0))
+    assert isinstance(array.sharding, NamedSharding)
+    whole = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(array).addressable_data(0))
 
 
 def num_row_parts(mesh: Mesh | None) -> int:

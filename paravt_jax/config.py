@@ -74,7 +74,7 @@ class HostsConfig:
     """The hosts that train together, one process each: same settings but for index, and all see run_dir."""
 
     coordinator: str = ""  # ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes say; empty: one host
-    num: int = 1
+    num: int = 1  # how many there are
     index: int = 0  # of this host, counted from 0
 
     def __post_init__(self) -> None:

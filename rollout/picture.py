@@ -18,6 +18,8 @@ PNG_EFFORT = 1  # of 9: lossless either way, and the time to encode matters more
 
 @dataclass(frozen=True, eq=False)
 class Picture:
+    """Pixels, and the name that says which they are; of one that is elsewhere the name and the size alone."""
+
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only
 

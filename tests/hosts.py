@@ -86,15 +86,15 @@ def start_command(
     num: int = 2,
     *,
     devices: int = 1,
-    own: Sequence[Sequence[str]] = (),
+    own: Sequence[dict[str, str]] = (),
 ) -> Started:
-    """A command on each host; `own` are more arguments of each one."""
-    own = own or [()] * num
+    """A command on each host; `own` are more variables of the environment of each one."""
     told = [
-        [*arguments, f"hosts.coordinator={one.coordinator}", f"hosts.num={num}", f"hosts.index={one.index}", *more]
-        for one, more in zip(settings(num), own, strict=True)
+        [*arguments, f"hosts.coordinator={one.coordinator}", f"hosts.num={num}", f"hosts.index={one.index}"]
+        for one in settings(num)
     ]
-    return Started(folder, num, devices, _command, [(module, words) for words in told])
+    each = [(module, words, more) for words, more in zip(told, own or [{}] * num, strict=True)]
+    return Started(folder, num, devices, command, each)
 
 
 def free_port() -> int:
@@ -112,7 +112,8 @@ def answer(config: HostsConfig) -> None:
     print(hosts._answered(config.coordinator, config.num, config.index), flush=True)
 
 
-def _command(module: str, arguments: Sequence[str]) -> None:
+def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     training.make_plots = lambda run_dir: []
     sys.argv = [module, *arguments]
     run_cli(importlib.import_module(module).main)

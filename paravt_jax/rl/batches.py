@@ -97,7 +97,8 @@ class PolicyUpdate:
         for own in self._in_parts(dialogues, part_of):
             num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in own)
             of_hosts = np.array(self._hosts.gather("dialogues", (num_tokens, len(own))))
-            counts = StepCounts(*map(float, of_hosts.sum(axis=0)), max_tokens / train.updates_per_step)
+            all_tokens, all_dialogues = map(float, of_hosts.sum(axis=0))
+            counts = StepCounts(all_tokens, all_dialogues, max_tokens / train.updates_per_step)
             first = int(of_hosts[: self._hosts.index, 1].sum())
             parts.append(StepPart(pack(own, frames, model, shape, first_number=first, agreed=self._agreed), counts))
             first_numbers.append(first)

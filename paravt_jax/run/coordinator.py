@@ -7,11 +7,13 @@ jax then ends all others at once with a stack trace, before one of them could sa
 they have left, or for LINGER_S.
 """
 
+import importlib
 import json
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 LINGER_S = 60.0  # after host 0: longer than the others take to notice
 HEARTBEAT_S, SHUTDOWN_S = 120, 30  # jax's own, which only counts where ours does not get to a host
@@ -20,14 +22,13 @@ READY, DONE, HELLO, GO = "ready", "done", "paravt", "go"
 
 
 def main() -> None:
-    from jaxlib import _jax  # late: a trainer imports this module for its words
-
+    jaxlib: Any = importlib.import_module("jaxlib._jax")  # late: a trainer imports this module for its words
     port, num_hosts = map(int, sys.argv[1:3])
     with socket.create_server(("", port), backlog=num_hosts) as server:
         print(READY, flush=True)
         if call_roll(server, num_hosts, float(sys.argv[3])):
             return
-    service = _jax.get_distributed_runtime_service(
+    service = jaxlib.get_distributed_runtime_service(
         f"[::]:{port}", num_hosts, heartbeat_timeout=HEARTBEAT_S, shutdown_timeout=SHUTDOWN_S
     )
     give_up_s = time.monotonic() + LINGER_S if sys.stdin.readline().strip() != DONE else 0.0

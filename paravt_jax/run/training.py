@@ -34,7 +34,7 @@ INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validat
 
 def told_to_all(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that all hosts must have alike."""
-    return {key: value for key, value in flat(settings).items() if key != OWN_SETTING}
+    return {key: value for key, value in flat(dict(settings)).items() if key != OWN_SETTING}
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,16 +98,17 @@ class EmbeddedEngine:
         started_s = time.monotonic()
         if self._pump is None:
             self._pump = asyncio.create_task(self._sample())
-        running = Running(request.episode, asyncio.get_running_loop().create_future(), heard=request.heard)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        running = Running(request.episode, done, heard=request.heard)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
                 self._submitted.set()
-                completion = await running.done
+                completion = await done
         except TimeoutError:
             raise DeadlineExceeded(f"the embedded engine did not finish a request in {request.deadline_s} s") from None
         finally:
-            if not running.done.done() or running.done.cancelled():
+            if not done.done() or done.cancelled():
                 await asyncio.shield(self._in_thread(lambda: self._stop(running)))
         assert completion.finish != "running"
         return Generation(

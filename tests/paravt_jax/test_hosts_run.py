@@ -9,6 +9,8 @@ import hosts as several
 import pytest
 from training import QUICK, arguments, episodes_of, metrics_of
 
+from model_port.tiny import make_tiny
+
 pytestmark = pytest.mark.slow
 
 STEPS = [
@@ -45,6 +47,29 @@ def send(started, host, number, after, deadline_s=200):
 
 def saved(run_dir):
     return sorted(int(entry.name) for entry in (run_dir / "checkpoints").iterdir() if entry.name.isdecimal())
+
+
+def test_hosts_with_other_settings_end_with_one_sentence_before_anything_is_made(tmp_path):
+    joint = [*STEPS, f"hosts.coordinator=127.0.0.1:{several.free_port()}", "hosts.num=2"]
+    own = [[f"hosts.index={host}", f"train.max_missing_frac=0.{1 + host}"] for host in range(2)]
+    each = [("paravt_jax.train", arguments(tmp_path / "run", *joint, *more), {}) for more in own]
+    for ended in several.Started(tmp_path / "said", 2, 1, several.command, each).ended(100):
+        assert ended.code == 1 and ended.said.count("error:") == 1
+        assert "train.max_missing_frac is 0.2 there and 0.1 here; start all hosts with the same settings" in ended.last
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [("nowhere", "nowhere"), ("other", "; give all hosts the same data and the same model")],
+)
+def test_a_host_with_another_model_or_none_ends_all_before_anything_is_trained(theirs, said, tiny_hf, tmp_path):
+    make_tiny(tmp_path / "other", 1)
+    models = [{"MODEL": str(tiny_hf)}, {"MODEL": str(tmp_path / theirs)}]
+    told = arguments(tmp_path / "run", *STEPS, "model.path=${oc.env:MODEL}")
+    for ended in several.start_command(tmp_path / "said", "paravt_jax.train", told, own=models).ended(100):
+        assert ended.code == 1 and ended.said.count("error:") == 1 and said in ended.last
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from paravt_jax.rl import opening
+from paravt_jax.run.hosts import ALONE
 from rollout.engine.protocol import EngineError
 
 
@@ -21,11 +22,11 @@ def gate(monkeypatch, servers):
 
     monkeypatch.setattr(opening, "check", check)
     monkeypatch.setattr(opening, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
-    monkeypatch.setattr(opening, "LearnerScorer", lambda *_: None)
+    monkeypatch.setattr(opening, "SharedScorer", lambda *_: SimpleNamespace(done=lambda: None))
     log = SimpleNamespace(say=said.append, phase=lambda text: None)
-    learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None)
-    run = SimpleNamespace(training=SimpleNamespace(log=log, learner=learner), policy=policy)
-    asyncio.run(opening._check_parity(SimpleNamespace(urls=list(servers)), run))  # type: ignore[arg-type]
+    learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None, mesh=None)
+    run = SimpleNamespace(training=SimpleNamespace(log=log, learner=learner), policy=policy, hosts=ALONE)
+    asyncio.run(opening._check_parity(SimpleNamespace(urls=list(servers)), run, 0))  # type: ignore[arg-type]
     return said
 
 

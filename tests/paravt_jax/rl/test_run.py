@@ -12,8 +12,9 @@ from paravt_jax.config import LogConfig, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl.rollouts import Player
 from paravt_jax.rl.run import Run
+from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import RunLog
-from paravt_jax.run.training import Training
+from paravt_jax.run.training import RunDirectory, Training
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -36,10 +37,10 @@ def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -
     training: Any = object.__new__(Training)
     training.step, training.num_steps = 0, 5
     training.log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=5, first_step=0, settings={})
-    training.directory = SimpleNamespace(stopping=stopping)
+    training.directory = RunDirectory(run_dir, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
     run: Any = object.__new__(Run)
-    run.config, run.held_out, run.training = config, HELD_OUT, training
+    run.config, run.held_out, run.training, run.hosts = config, HELD_OUT, training, ALONE
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
     run.greedy = Player(agent, config.reward, None, 0)
     asyncio.run(run.validate_if_due())
