@@ -21,8 +21,8 @@ from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.run.hosts import ALONE, Hosts, sum_of
-from paravt_jax.run.policy import policy_of, sum_of_files
+from paravt_jax.run.hosts import ALONE, Hosts
+from paravt_jax.run.policy import check_sources, policy_of
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader
@@ -52,7 +52,7 @@ class SftRun:
         training.log.phase("update")
         begun_s = time.monotonic()
         self.hosts.check_same(
-            {"data.train": (batch.num_traces, batch.num_loss_tokens, batch.next)},
+            lambda: {"data.train": (batch.num_traces, batch.num_loss_tokens, batch.next)},
             "all hosts must be able to show the same traces",
         )
         own = [self._own(packed) for packed in batch.batches]
@@ -115,10 +115,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
         policy = await policy_of(config, directory.path, hosts)
-        hosts.check_same(
-            {"data.train": sum_of(train), "data.validation": sum_of(held_out), "model.path": sum_of_files(policy)},
-            "give all hosts the same data and the same model",
-        )
+        check_sources(hosts, train, held_out, policy)
         remarks.append(policy.attention(config.pack.row_tokens))
         learner = Learner(
             await in_thread(policy.load),

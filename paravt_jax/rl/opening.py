@@ -18,9 +18,9 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
-from paravt_jax.run.hosts import ALONE, Hosts, sum_of
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus, place_servers
-from paravt_jax.run.policy import Policy, policy_of, sum_of_files
+from paravt_jax.run.policy import Policy, check_sources, policy_of
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine
@@ -57,10 +57,7 @@ async def opened(
         train, held_out, remarks = hosts.first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)
         policy = await policy_of(config, directory.path, hosts)
-        hosts.check_same(
-            {"data.train": sum_of(train), "data.validation": sum_of(held_out), "model.path": sum_of_files(policy)},
-            "give all hosts the same data and the same model",
-        )
+        check_sources(hosts, train, held_out, policy)
         remarks.append(policy.attention(config.pack.row_tokens))
         visits = Visits(train, config.seed)
         training = await _resume(config, directory, policy, visits, log, remarks, stack)

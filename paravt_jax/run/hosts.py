@@ -15,12 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
-
-import xxhash
 
 from model_port.cli import DEBUG_FLAG, FAILED, one_line
 from paravt_jax.config import AUTO, HostsConfig
@@ -45,13 +43,11 @@ class Hosts:
     def __init__(self, index: int = 0, num: int = 1, store: Any = None):
         """`store` is the client of jax's coordinator; one host needs none."""
         self.index, self.num, self.store = index, num, store
-        self.names = [socket.gethostname()]
+        self.names: list[str] = []
         self._turns: dict[str, int] = {}
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="hosts")
         self._on_stop: Callable[[], object] = lambda: None
         self.stopped = False  # somebody asked all hosts to stop
-        if store is not None:
-            self.names = self.gather("names", self.names[0])
 
     @property
     def leads(self) -> bool:
@@ -89,9 +85,11 @@ class Hosts:
         self.gather("first", None)
         return done[0] if done else work()
 
-    def check_same(self, what: Mapping[str, Any], mend: str) -> None:
+    def check_same(self, what: Callable[[], Mapping[str, Any]], mend: str) -> None:
         """Raises on every host where two of them have something else by one name; `mend` says what to do."""
-        ours, *others = self.gather("same", dict(what))
+        if self.num == 1:
+            return
+        ours, *others = self.gather("same", dict(what()))
         for host, theirs in enumerate(others, 1):
             differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
             if differ:
@@ -136,14 +134,6 @@ class Hosts:
 ALONE = Hosts()
 
 
-def sum_of(values: Iterable[Any]) -> str:
-    """Of what they say of themselves: equal for equal rows of data."""
-    found = xxhash.xxh3_128()
-    for value in values:
-        found.update(repr(value).encode())
-    return found.hexdigest()
-
-
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[Hosts]:
     """The hosts of a run, joined until the body ends. An error of one host is said by it, and ends all of them.
@@ -163,6 +153,7 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
         hosts = Hosts(index, num, _connected(address, num, index))
         watch = threading.Thread(target=_watch, args=(hosts, left), name="watch over hosts", daemon=True)
         watch.start()
+        hosts.names = hosts.gather("names", socket.gethostname())
         yield hosts
         hosts.gather("end", None)
     except BaseException as problem:
@@ -291,13 +282,14 @@ def _end(hosts: Hosts | None, problem: BaseException) -> NoReturn:
     """Says what went wrong, to the other hosts too, and ends the process: jax would wait for the others first."""
     if DEBUG_FLAG in sys.argv[1:]:
         traceback.print_exception(problem)
+    while isinstance(problem, BaseExceptionGroup):
+        problem = problem.exceptions[0]
     if hosts is not None and type(problem).__name__ == "JaxRuntimeError":
         time.sleep(LOST_S + OWN_WORDS_S)  # a collective fails first where another host is lost: the watch says which
     sentence = one_line(problem)
     if hosts is not None:
         try:
             hosts.store.key_value_set(f"ended/{hosts.index}", sentence, allow_overwrite=True)
-            time.sleep(BEAT_S)  # host 0 takes the coordinator with it
         except RuntimeError:
             sentence += "; the other hosts could not be told"
     _exit(sentence)

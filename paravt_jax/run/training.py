@@ -65,7 +65,8 @@ class RunDirectory:
         that have others, or other code, or see another directory.
         """
         hosts.check_same(
-            {**told_to_all(settings), **flat(versions())}, "start all hosts with the same settings and the same code"
+            lambda: {**told_to_all(settings), **flat(versions())},
+            "start all hosts with the same settings and the same code",
         )
         path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
         stopping = asyncio.Event()

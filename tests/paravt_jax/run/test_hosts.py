@@ -10,6 +10,7 @@ from dataclasses import replace
 import hosts as several
 import pytest
 
+from model_port.sharding import make_mesh
 from paravt_jax.config import HostsConfig
 from paravt_jax.run.hosts import ALONE
 
@@ -21,8 +22,14 @@ def meet(hosts):
 
     for turn in range(3):
         assert hosts.gather("turns", (turn, hosts.index)) == [(turn, host) for host in range(hosts.num)]
-    hosts.check_same({"seed": 3}, "set it back")
+    hosts.check_same(lambda: {"seed": 3}, "set it back")
     assert jax.process_count() == hosts.num and jax.device_count() == 2 * hosts.num
+    own = make_mesh(data=1, fsdp=2, tensor=2).devices[0, hosts.index]
+    assert {device.process_index for device in own} == {hosts.index}
+    with pytest.raises(ValueError, match="tensor=4 stays within a host"):
+        make_mesh(tensor=4)
+    with pytest.raises(ValueError, match="must be all 4 devices of the 2 hosts"):
+        make_mesh(fsdp=2)
 
 
 def test_hosts_meet_and_hear_each_other_in_order(tmp_path):
@@ -32,11 +39,11 @@ def test_hosts_meet_and_hear_each_other_in_order(tmp_path):
 def test_one_host_hears_itself_and_costs_nothing():
     assert ALONE.gather("anything", {"a": 1}) == [{"a": 1}] and ALONE.leads
     assert ALONE.first(lambda: 5) == 5
-    ALONE.check_same({"seed": 1}, "")
+    ALONE.check_same(lambda: 1 / 0, "")
 
 
 def differ(hosts):
-    hosts.check_same({"train.num_steps": 5 + hosts.index, "seed": 0}, "start all hosts with the same settings")
+    hosts.check_same(lambda: {"train.num_steps": 5 + hosts.index, "seed": 0}, "start all with the same settings")
 
 
 def test_what_two_hosts_have_otherwise_ends_both_with_one_sentence(tmp_path):
