@@ -99,8 +99,9 @@ class Run:
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
         step = self.training.step
-        rows = records(groups, step, self.policy.chat, self.config.train.anchor_tokens)
-        self.training.log.step(step, metrics, rows)
+        if self.hosts.leads:
+            rows = records(groups, step, self.policy.chat, self.config.train.anchor_tokens)
+            self.training.log.step(step, metrics, rows)
 
     async def validate_if_due(self) -> None:
         """What is stopped is not logged, and made when the run goes on."""
