@@ -123,8 +123,7 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
                 assert store is not None
                 chunk = _stored_chunk_shape(store)
                 for block in grid_of(box, chunk):
-                    own = cast(values[index_of(block, origin=box)], store.dtype.numpy_dtype, path)
-                    copies.append(pool.submit(_write_block, store, block, own))
+                    copies.append(pool.submit(_write_block, store, block, values[index_of(block, origin=box)], path))
                     number = (start // size for (start, _), size in zip(block, chunk, strict=True))
                     files.append(params_dir / path / ".".join(map(str, number)))
         for copy in copies:
@@ -132,7 +131,8 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
     return files
 
 
-def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray) -> None:
+def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray, name: str) -> None:
+    values = cast(values, store.dtype.numpy_dtype, name)
     store[index_of(block)].write(values, can_reference_source_data_indefinitely=True).result()
 
 

@@ -10,7 +10,7 @@ import copyreg
 import io
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from model_port.inputs import Frame
 from model_port.sampler import Completion
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.sampling.embedded import EmbeddedEngine, Running
-from rollout.engine.protocol import EngineError, Request, RequestRejected
+from rollout.engine.protocol import Request, RequestRejected
 from rollout.picture import Picture
 
 IDLE_S = 0.05  # between two turns in which nothing is sampled
@@ -69,7 +69,8 @@ class SharedEngine(EmbeddedEngine):
 
     def _step(self) -> list[tuple[Running, Completion | Exception | None]]:
         orders, self._orders = self._orders, []
-        told = map(pickle.loads, self._hosts.gather("sampler", self._told(orders), self._leaving))
+        told = [pickle.loads(said) for said in self._hosts.gather("sampler", self._told(orders), self._leaving)]
+        self._keep_frames_of(order.request for of_host in told for order in of_host)
         ended = [self._carry_out(host, order) for host, of_host in enumerate(told) for order in of_host]
         ended += super()._step()
         own = [(running, completion) for running, completion in ended if running.done is not None]
@@ -121,7 +122,12 @@ class SharedEngine(EmbeddedEngine):
         pickler.dump(list(orders))
         return file.getvalue()
 
+    def _keep_frames_of(self, requests: Iterable[Request | None]) -> None:
+        """What was told by name must not be forgotten for what comes with it."""
+        for key in [picture.key for request in requests if request is not None for picture in request.pictures]:
+            if key in self._frames:
+                self._frames.move_to_end(key)
+
     def _frame(self, picture: Picture) -> Frame:
-        if picture.key not in self._frames and not picture.is_here:
-            raise EngineError("the frames of a request were forgotten before it was begun; lower engine.max_rows")
+        assert picture.key in self._frames or picture.is_here, "a frame was forgotten before it was shown"
         return super()._frame(picture)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import model_port
+from model_port.export import export
 from model_port.sharding import make_mesh
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
@@ -88,14 +89,15 @@ def of_two(tiny_hf, tmp_path_factory):
     return folder / "checkpoints"
 
 
-def test_what_two_hosts_wrote_is_whole_and_one_host_reads_it_on_another_mesh(of_two, tiny_hf):
+def test_what_two_hosts_wrote_is_whole_and_one_host_reads_it_on_another_mesh(of_two, tiny_hf, tmp_path):
     assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")]
     restore(ALONE, of_two, tiny_hf, ONE, 2)
-    model = model_port.load(of_two / "2")
-    bits = np.asarray(model.text.layers.mlp.up_kernel_fd[...]).tobytes()
+    export(of_two / "2", tmp_path / "hf")
     expected = learner_on(tiny_hf, ONE)
     expected.state = drawn(expected, 2)
-    assert np.asarray(expected.model.text.layers.mlp.up_kernel_fd[...]).tobytes() == bits
+    for model in (model_port.load(of_two / "2"), model_port.load(tmp_path / "hf")):
+        bits, wanted = (np.asarray(one.text.layers.mlp.up_kernel_fd[...]) for one in (model, expected.model))
+        assert bits.tobytes() == wanted.tobytes()
 
 
 def test_what_one_host_wrote_two_read_and_damage_that_one_of_them_sees_sets_it_aside_for_both(tiny_hf, tmp_path):
