@@ -218,8 +218,11 @@ class Checkpoints:
         except Exception as problem:
             failed = problem
         said = self._hosts.gather("checkpoint", (result, failed and _words(failed)))
-        if failed is not None:
-            raise failed
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback knows this frame, and both would hold the arrays
         for host, (_, words) in enumerate(said):
             if words is not None:
                 raise ValueError(f"{self._hosts.name_of(host)}: {words}")
