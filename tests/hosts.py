@@ -125,7 +125,7 @@ def _host(output: str, devices: int, work: Callable[..., Any], arguments: tuple[
     for number in (0, 1, 2):
         os.dup2(file, number)
     os.environ["XLA_FLAGS"] = _with_devices(os.environ["XLA_FLAGS"], devices)
-    hosts.JOIN_S, hosts.PORT_S, hosts.LOST_S, hosts.BEAT_S, hosts.OWN_WORDS_S = 60.0, 2.0, 12.0, 0.3, 2.0
+    hosts.JOIN_S, hosts.PORT_S, hosts.LOST_S, hosts.BEAT_S, hosts.OWN_WORDS_S = 60.0, 2.0, 15.0, 0.3, 2.0
     work(*arguments)
 
 

@@ -12,6 +12,7 @@ import json
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def main() -> None:
 
 def call_roll(server: socket.socket, num_hosts: int, join_s: float) -> str:
     """Waits for every host, and tells all of them to go on, or what is wrong; that, or nothing."""
-    there: dict[int, socket.socket] = {}
+    there: set[int] = set()
+    hosts: list[socket.socket] = []
     give_up_s, problem = time.monotonic() + join_s, ""
     while len(there) < num_hosts and not problem:
         server.settimeout(max(0.01, give_up_s - time.monotonic()))
@@ -56,10 +58,11 @@ def call_roll(server: socket.socket, num_hosts: int, join_s: float) -> str:
                 problem = f"host {index} has hosts.num={num}, host 0 has {num_hosts}; give both the same"
             elif index in there:
                 problem = f"two hosts have hosts.index={index}; give each its own"
-            there[len(there) if problem else index] = host
-    for host in there.values():
-        host.sendall(f"{problem or GO}\n".encode())
-        host.close()
+            there.add(index)
+            hosts.append(host)
+    for host in hosts:
+        with host, suppress(OSError):  # one that has gone in the meantime is missed by jax
+            host.sendall(f"{problem or GO}\n".encode())
     return problem
 
 
