@@ -47,8 +47,8 @@ def test_chunks_cover_every_element_once_and_waste_little(shape, block_bytes, la
         patch.setattr(checkpoint, "MIN_LAYER_BYTES", layer_bytes)
         chunk_shape = checkpoint._chunk_shape(shape, 2)
     times_covered = np.zeros(shape, int)
-    for box in checkpoint._grid(shape, chunk_shape):
-        times_covered[checkpoint._index(box)] += 1
+    for box in checkpoint.grid_of(checkpoint.box_of(None, shape), chunk_shape):
+        times_covered[checkpoint.index_of(box)] += 1
     assert (times_covered == 1).all()
     for length, step in zip(shape, chunk_shape, strict=True):
         assert -length % step < -(-length // step)  # less than one row a chunk
@@ -73,7 +73,8 @@ def test_no_published_size_has_a_large_block_or_many_files(name, itemsize):
     abstract = abstract_params(abstract_model(preset(name)), "float32")
     chunks = {path: checkpoint._chunk_shape(leaf.shape, itemsize) for path, leaf in abstract.items()}
     assert max(map(math.prod, chunks.values())) * itemsize <= checkpoint.BLOCK_BYTES
-    num_files = sum(len(list(checkpoint._grid(abstract[path].shape, chunk))) for path, chunk in chunks.items())
+    wholes = {path: checkpoint.box_of(None, abstract[path].shape) for path in chunks}
+    num_files = sum(len(list(checkpoint.grid_of(wholes[path], chunk))) for path, chunk in chunks.items())
     num_bytes = sum(math.prod(leaf.shape) for leaf in abstract.values()) * itemsize
     assert num_bytes / num_files > 10 * 2**20
 
