@@ -45,19 +45,6 @@ def form_of(form: Form, num_tokens: int, platform: str) -> Form:
     return "kernel" if platform in KERNEL_PLATFORMS else "scanned"
 
 
-def _program(form: Form, platform: str) -> Attention:
-    if form != "kernel":
-        return FORMS[form]
-    # Loaded where it runs: a CPU needs nothing of Pallas.
-    if platform == "tpu":
-        from model_port.attention.tpu import tpu_attention
-
-        return tpu_attention
-    from model_port.attention.gpu import gpu_attention
-
-    return gpu_attention
-
-
 def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: str) -> int:
     """Pairs of tokens of a full causal row whose scores are computed: blocks are computed whole."""
     form = form_of(form, num_tokens, platform)
@@ -65,21 +52,25 @@ def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: 
         return num_tokens**2
     if form == "blocked":
         return sum((block.stop - block.start) * end for block, end in score_blocks(num_tokens, num_tokens, True))
-    size = _blocks_of(form, platform)(num_tokens, queries_per_key)
+    block_tokens = scanned.block_tokens if form == "scanned" else _kernel(platform)[1]
+    size = block_tokens(num_tokens, queries_per_key)
     blocks = -(-num_tokens // size)
     return size**2 * blocks * (blocks + 1) // 2
 
 
-def _blocks_of(form: Form, platform: str) -> Callable[[int, int], int]:
-    if form == "scanned":
-        return scanned.block_tokens
+def _program(form: Form, platform: str) -> Attention:
+    return _kernel(platform)[0] if form == "kernel" else FORMS[form]
+
+
+def _kernel(platform: str) -> tuple[Attention, Callable[[int, int], int]]:
+    """And the tokens of its blocks. Loaded where it is wanted: a CPU needs nothing of Pallas."""
     if platform == "tpu":
-        from model_port.attention import tpu_walk
+        from model_port.attention.tpu import block_tokens, tpu_attention
 
-        return tpu_walk.block_tokens
-    from model_port.attention import gpu
+        return tpu_attention, block_tokens
+    from model_port.attention.gpu import block_tokens, gpu_attention
 
-    return gpu.block_tokens
+    return gpu_attention, block_tokens
 
 
 def _of_rows(attend: Callable[..., Array]) -> Attention:

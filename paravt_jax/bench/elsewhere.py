@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from model_port.config import ModelConfig
 from paravt_jax.bench.mesh import config_of, model_of, name_of, settings_of, shapes_of, table_of, title_of
-from paravt_jax.config import Config, SftConfig, load_config
-from paravt_jax.plan.meshes import MeshEstimate, Shape, config_on, estimate
-from paravt_jax.plan.plan import assumed_of_seconds, model_config
+from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
+from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
+from paravt_jax.plan.plan import assumed_of_seconds, config_on, model_config
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.topology import Topology, topology
 from paravt_jax.plan.workload import full_step, largest_batch, typical_step
@@ -86,7 +86,7 @@ def _row(
             own = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
             step = full_step(largest_batch(own, model))
         else:
-            own = config_on(config, shape)
+            own = config_on(config, MeshConfig(*shape))
             step = typical_step(own, model)
         num_rows = own.pack.num_rows
         found = estimate(own, model, step, place.device, devices)

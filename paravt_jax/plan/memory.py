@@ -19,7 +19,6 @@ from flax import nnx
 
 from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import Form, form_of, scanned
-from model_port.attention.blocked import score_blocks
 from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
@@ -28,7 +27,7 @@ from model_port.sharding import check_divisible, param_spec
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import Config, MeshConfig, SftConfig
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.workload import reads_reference
+from paravt_jax.plan.workload import reads_reference, row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of Adam
@@ -293,9 +292,8 @@ class Share:
         if form == "scanned":
             pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
             return heads * SCANNED_ARRAYS * pair + of_queries  # of which every block of keys adds to the gradient
-        blocks = score_blocks(row_tokens, row_tokens, True)
-        arrays = BLOCKED_ARRAYS.get(self.platform, 2)
-        return heads * arrays * sum((block.stop - block.start) * end for block, end in blocks)
+        pairs = row_pairs(self.config, self.model, row_tokens, self.platform)
+        return heads * BLOCKED_ARRAYS.get(self.platform, 2) * pairs
 
     def head(self) -> Parts:
         actions = self.batch.row_actions

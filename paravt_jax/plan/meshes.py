@@ -12,7 +12,7 @@ from typing import Any
 
 from model_port.config import ModelConfig
 from model_port.sharding import make_mesh
-from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.ahead import NoRoom, Program, compiled_update
 from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec
@@ -50,17 +50,6 @@ def mesh_shapes(num_devices: int) -> Iterator[Shape]:
         for data in range(1, num_devices // tensor + 1):
             if num_devices % (data * tensor) == 0:
                 yield data, num_devices // (data * tensor), tensor
-
-
-def config_on(config: Config | SftConfig, shape: Shape) -> Any:
-    """The same run on another mesh, with as many rows more as it takes to give each part the same."""
-    mesh = MeshConfig(*shape)
-    num_rows = -(-config.pack.num_rows // mesh.num_row_parts) * mesh.num_row_parts
-    changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
-    if isinstance(config, SftConfig):
-        rows_per_step = -(-config.sft.rows_per_step // num_rows) * num_rows
-        changed["sft"] = replace(config.sft, rows_per_step=rows_per_step)
-    return replace(config, **changed)
 
 
 def estimate(

@@ -116,6 +116,16 @@ def planned_memory(config: Config | SftConfig, model: ModelConfig, device: Devic
     return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
 
 
+def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
+    """The same run on another mesh, with as many rows more as it takes to give each part the same."""
+    num_rows = -(-config.pack.num_rows // mesh.num_row_parts) * mesh.num_row_parts
+    changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
+    if isinstance(config, SftConfig):
+        rows_per_step = -(-config.sft.rows_per_step // num_rows) * num_rows
+        changed["sft"] = replace(config.sft, rows_per_step=rows_per_step)
+    return replace(config, **changed)
+
+
 def param_counts(config: Config | SftConfig, model: ModelConfig) -> ParamCounts:
     shapes = param_shapes(model)
     text, vision = (

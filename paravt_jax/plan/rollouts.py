@@ -5,7 +5,7 @@ loses least time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from model_port.config import ModelConfig
 from paravt_jax.config import Config, MeshConfig
 from paravt_jax.plan.devices import MEMORY_FRAC, DeviceSpec
 from paravt_jax.plan.memory import MOMENTS, param_shapes, shard_values
-from paravt_jax.plan.plan import Plan, make_plan
+from paravt_jax.plan.plan import Plan, config_on, make_plan
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
 from paravt_jax.plan.workload import Workload, layer_params
@@ -132,10 +132,8 @@ def _on_mesh(config: Config, model: ModelConfig, plan: Plan, mesh: MeshConfig) -
     masters = plan.memory.resident["masters, float32"] * _num_shards(plan.mesh) / _num_shards(mesh)
     if (1 + MOMENTS) * masters > plan.device.usable_bytes:
         return None
-    num_rows = mesh.num_row_parts * -(-config.pack.num_rows // mesh.num_row_parts)
-    changed = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=num_rows))
     try:
-        return make_plan(changed, model, device=plan.device)
+        return make_plan(config_on(config, mesh), model, device=plan.device)
     except ValueError:  # the mesh does not divide the model
         return None
 

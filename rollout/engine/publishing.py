@@ -1,10 +1,10 @@
 """New weights for running servers, by one of two routes.
 
 `disk`: written once as safetensors, to memory-backed /dev/shm where they fit or to a directory that servers of other
-hosts see too, and read by every server. `tensors`: sent
-in buckets by a small process in the servers' own environment, since the servers take torch tensors and this package
-has none; on a GPU the bucket's memory is shared, so nothing crosses HTTP. Neither route touches the KV cache or the
-version label: `SGLangEngine` pauses before, and flushes, labels and continues after.
+hosts see too, and read by every server. `tensors`: sent in buckets by a small process in the servers' own environment,
+since the servers take torch tensors and this package has none; on a GPU the bucket's memory is shared, so nothing
+crosses HTTP. Neither route touches the KV cache or the version label: `SGLangEngine` pauses before, and flushes,
+labels and continues after.
 """
 
 import asyncio
