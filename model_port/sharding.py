@@ -67,6 +67,14 @@ def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {num_devices} devices of the {num_hosts} "
             f"hosts: each of them computes a part"
         )
+    over_data, over_fsdp = over_hosts(data, fsdp, tensor, num_hosts)
+    within = (data // over_data, fsdp // over_fsdp, tensor)
+    devices = mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), process_is_granule=True)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def over_hosts(data: int, fsdp: int, tensor: int, num_hosts: int) -> tuple[int, int]:
+    """Into how many parts hosts split data, and fsdp; a mesh that they do not split is refused."""
     over_data = math.gcd(data, num_hosts)
     over_fsdp = num_hosts // over_data
     if fsdp % over_fsdp:
@@ -74,9 +82,7 @@ def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
             f"mesh data={data} x fsdp={fsdp} does not split over {num_hosts} hosts: each has rows of its own, and "
             f"tensor={tensor} stays within a host"
         )
-    within = (data // over_data, fsdp // over_fsdp, tensor)
-    devices = mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), process_is_granule=True)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return over_data, over_fsdp
 
 
 def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

@@ -46,7 +46,7 @@ class PositionTable(nnx.Module):
         self.table_sd = normal(rngs, (config.num_positions, config.width), scale)
 
     def __call__(self, index: Int[Array, "B P 4"], weight: Float[Array, "B P 4"]) -> Float[Array, "B P D"]:
-        table = at_least_float32(self.table_sd[...])
+        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # whole: patches look up all of its width
         weight = weight.astype(table.dtype)
         return sum(table[index[..., corner]] * weight[..., corner, None] for corner in range(4))  # pyright: ignore
 

@@ -37,6 +37,7 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "topology": args.topology,
         "device": place.device.name,
         "num_devices": place.num_devices,
+        "num_hosts": place.num_hosts,
         "price": args.price,
         "assumed": [*remarks, *assumed_of_seconds(place.device, dtype), *_unknowns(rows)],
         "rows": sorted(rows, key=_order),
@@ -47,7 +48,8 @@ def estimated_lines(result: dict[str, Any]) -> Iterator[str]:
     """Meshes that fit, the fastest first; the others with what refuses them; what was assumed; which to take."""
     fitting = [row for row in result["rows"] if row["fits"]]
     head = ["data x fsdp x tensor", "rows", "GiB", "compile s", "step s", *StepSeconds._fields, "tokens/s a device"]
-    yield f"{result['title']}, {result['num_devices']} x {result['device']}"
+    hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
+    yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
     yield ""
     yield from table_of(head + ["price of 1M tokens"] * bool(result["price"]), [_cells(row, result) for row in fitting])
     yield ""

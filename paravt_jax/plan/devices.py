@@ -13,6 +13,7 @@ from paravt_jax.run.process import RESERVE_FRAC
 
 GIB = 2**30
 DEVICES_OF_A_HOST = 8  # GPUs
+CHIPS_OF_A_HOST = 4  # TPUs of a slice, by their compiler
 
 PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet: what large products and transfers reach
 
@@ -54,6 +55,11 @@ class DeviceSpec:
             LINK_FRAC * 1e9 * self.link_gb_per_s,
             LINK_FRAC * 1e9 * self.network_gb_per_s,
         )
+
+    def num_hosts(self, num_devices: int) -> int:
+        """That so many of them are of, where a host has as many as usual."""
+        of_a_host = {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, num_devices)
+        return -(-num_devices // of_a_host)
 
     @property
     def usable_bytes(self) -> float:

@@ -13,11 +13,13 @@ from typing import Any
 
 from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read_hf_config
 from model_port.layout import hf_files_of
+from model_port.sharding import over_hosts
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, Config, MeshConfig, SftConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
+from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.workload import (
@@ -56,6 +58,7 @@ class Fit:
 class Plan:
     mesh: MeshConfig
     device: DeviceSpec
+    host: HostPart
     params: ParamCounts
     batch: BatchShape
     memory: Memory
@@ -89,11 +92,12 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
     workload = workload_of(config, model)
     flops = flops_of(config, model, workload, device.platform)
-    memory = planned_memory(config, model, device)
+    memory, params = planned_memory(config, model, device), param_counts(config, model)
     return Plan(
         mesh=config.mesh,
         device=device,
-        params=param_counts(config, model),
+        host=host_part(config, workload, num_hosts(config, device), params.text + params.vision, params.trainable),
+        params=params,
         batch=largest_batch(config, model),
         memory=memory,
         workload=workload,
@@ -105,6 +109,8 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
 
 
 def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
+    """A mesh that does not divide the model, or that its hosts do not split, is refused."""
+    over_hosts(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_hosts(config, device))
     sampler = None
     if isinstance(config, Config) and config.engine.kind == "jax":
         sampler = SamplerShape(

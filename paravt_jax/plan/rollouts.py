@@ -27,6 +27,7 @@ MAX_RUNNING = 256  # of a server, whatever its memory
 TABLE_STRIDE = 8  # tokens that are simulated together: few enough for what a table knows
 WEIGHTS_FRAC = 0.6  # of a server's device, at most: the rest is for keys and values
 TENSOR_SIZES = (1, 2, 4, 8)
+MAX_SPLITS = 8  # of the devices of many hosts
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,20 @@ def _split(config: Config, service: ServiceTimes, devices: int, plan: Plan, num_
 
 def _learners(config: Config, model: ModelConfig, plan: Plan, total: int, server_devices: int) -> Iterator[Plan]:
     """The plan of a learner for every number of devices that it fits, as the config has it or on the first mesh."""
-    for num_devices in range(1, total - server_devices + 1):
+    unit = _unit(plan.device, total)
+    for num_devices in sorted({plan.mesh.num_devices, *range(unit, total - server_devices + 1, unit)}):
         others = (_on_mesh(config, model, plan, mesh) for mesh in _meshes(num_devices))
         fitting = (other for other in others if other and other.memory.peak_bytes <= plan.device.usable_bytes)
         if num_devices == plan.mesh.num_devices:
             yield plan
         elif learner := next(fitting, None):
             yield learner
+
+
+def _unit(device: DeviceSpec, total: int) -> int:
+    """Devices that a split gives together: of more than two hosts, so many whole ones that there are few splits."""
+    num_hosts = device.num_hosts(total)
+    return 1 if num_hosts <= 2 else total // num_hosts * -(-num_hosts // MAX_SPLITS)
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paravt_jax.config import Config, MeshConfig, SftConfig
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
+from paravt_jax.plan.hosts import HostPart, num_hosts
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Plan, make_plan, model_config
@@ -59,10 +60,11 @@ def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) 
 def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
     """For a terminal of 100 columns."""
     blocks = [
-        [_title(plan.mesh, plan.device)],
+        [_title(plan.mesh, plan.device, plan.host.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         _step_lines(plan),
+        *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
         _simulated_lines(plan, rollouts),
         ["what fits", *_wrapped(_fit_lines(plan))],
         ["assumed", *_wrapped(plan.assumptions)],
@@ -82,7 +84,7 @@ def render_imitation(plan: ImitationPlan) -> str:
     verdict = {None: "is not judged", True: "fits", False: "DOES NOT FIT"}[plan.fits]
     peak_gib, usable_gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
     blocks = [
-        [_title(plan.config.mesh, plan.device)],
+        [_title(plan.config.mesh, plan.device, num_hosts(plan.config, plan.device))],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         ["a step by its rows", *_aligned(rows)],
@@ -95,9 +97,10 @@ def render_imitation(plan: ImitationPlan) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
-def _title(mesh: MeshConfig, device: DeviceSpec) -> str:
+def _title(mesh: MeshConfig, device: DeviceSpec, hosts: int) -> str:
     devices = f"{mesh.num_devices} x {device.name}" + (f" of {device.memory_gib} GiB" if device.memory_gib else "")
-    return f"{devices}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    places = f"{devices} on {hosts} hosts" if hosts > 1 else devices
+    return f"{places}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -151,6 +154,17 @@ def _step_lines(plan: Plan) -> list[str]:
         *([f"  {part}", _seconds(value)] for part, value in (plan.update._asdict() if plan.update else {}).items()),
     ]
     return ["a typical step", *_aligned(rows)]
+
+
+def _host_lines(host: HostPart) -> list[str]:
+    rows = [
+        ["rows of a batch", f"{host.rows:,}"],
+        ["visits of a step, at most", f"{host.visits:,}"],
+        ["frames that it decodes for them", f"{host.frames:,}"],
+        ["GiB of a checkpoint", f"{host.checkpoint_bytes / GIB:.1f}"],
+        ["MB that it hears of the others", f"{host.heard_bytes / 1e6:.1f}"],
+    ]
+    return [f"each of {host.num_hosts} hosts", *_aligned(rows)]
 
 
 def _simulated_lines(plan: Plan, rollouts: RolloutPlan | None) -> list[str]:

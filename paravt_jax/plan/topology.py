@@ -81,8 +81,7 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """Of GPUs."""
-        return -(-self.num_devices // DEVICES_OF_A_HOST)
+        return self.device.num_hosts(self.num_devices)
 
     def devices(self) -> Any:
         """For a mesh to compile for; nothing can run on them."""

@@ -1,0 +1,48 @@
+"""What one of several hosts has of a run: of a step, of a checkpoint, and what it hears of the others."""
+
+from dataclasses import dataclass
+
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.plan.devices import DeviceSpec
+from paravt_jax.plan.workload import FRAME_TEXT_TOKENS, PROMPT_TEXT_TOKENS, Workload
+
+MASTER_BYTES, TRAINED_BYTES = 4, 12  # of a parameter in a checkpoint; of a trained one, with its moments
+SHOWN_BYTES, SAMPLED_BYTES = 4, 8  # of a token that hosts tell each other: its id; and its log-prob
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """The most that a host has; of a step all that it does for rollouts."""
+
+    num_hosts: int
+    rows: int  # of a batch
+    visits: int
+    frames: int  # decoded: overviews once for a group, and the windows of calls
+    checkpoint_bytes: int
+    heard_bytes: int  # what the episodes of all others are, without pixels
+
+
+def num_hosts(config: Config | SftConfig, device: DeviceSpec) -> int:
+    """As many as the config says; else as hosts of such devices usually have."""
+    return config.hosts.num if config.hosts.num > 1 else device.num_hosts(config.mesh.num_devices)
+
+
+def host_part(config: Config, work: Workload, hosts: int, num_params: int, num_trainable: int) -> HostPart:
+    visits = -(-work.num_groups // hosts)
+    checkpoint_bytes = MASTER_BYTES * (0 if config.lora.rank else num_params - num_trainable)
+    checkpoint_bytes += TRAINED_BYTES * num_trainable
+    return HostPart(
+        num_hosts=hosts,
+        rows=work.batch_rows // hosts,
+        visits=visits,
+        frames=round(visits * (work.frames + work.group_size * work.calls * work.call_frames)),
+        checkpoint_bytes=checkpoint_bytes // hosts,
+        heard_bytes=(work.num_groups - work.num_groups // hosts) * _told_bytes(work),
+    )
+
+
+def _told_bytes(work: Workload) -> int:
+    """Of a group. Each of its episodes says its whole prompt; a picture is one token of it."""
+    text = work.prompt_tokens - round(work.frames * (work.frame_tokens - FRAME_TEXT_TOKENS - 1))
+    calls = work.calls * (PROMPT_TEXT_TOKENS * SHOWN_BYTES + work.report_tokens * SAMPLED_BYTES)
+    return work.group_size * (text * SHOWN_BYTES + work.response_tokens * SAMPLED_BYTES + calls)
