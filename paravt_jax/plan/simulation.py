@@ -6,15 +6,19 @@ begin as many steps early as staleness allows (`rl.rollouts`), weights for which
 take is a model: see `plan.service`.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from operator import itemgetter
+from typing import Any
 
 from paravt_jax.plan.service import ServiceTimes
 from rollout.engine.sglang import MAX_IMBALANCE
 
+SAME_S = 1e-9  # apart is at the same time, but for rounding
 COUNTED_STEPS = 4  # whose mean counts, after those that fill the pipeline
 
 
@@ -74,11 +78,11 @@ class Signal:
         self.waiting: list[Process] = []
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Work:
-    """Seconds of computing, and the share that it takes of what the learner computes on."""
+    """Computing, and the share that it takes of what the learner computes on."""
 
-    left_s: float
+    seconds: float
     share: float = 0.0
 
 
@@ -86,13 +90,20 @@ Process = Generator[Signal | Work, None, None]
 
 
 class Clock:
-    """Lets processes wait for signals and work. Work that shares goes slower as long as all of it wants more than 1."""
+    """Lets processes wait for signals and work. Work that shares goes slower as long as all of it wants more than 1.
+
+    What shares has a clock of its own, which goes slower by as much: so of all work it is known from its beginning when
+    it ends, and what ends next is the top of one of two heaps.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._ready: deque[tuple[Process, Signal]] = deque()
         self._ends: dict[Process, Signal] = {}
-        self._working: dict[Process, Work] = {}
+        self._alone: list[tuple[float, int, Process]] = []  # by their end
+        self._sharing: list[tuple[float, int, Process, float]] = []  # by their end on the clock of what shares
+        self._shared_now_s = 0.0
+        self._numbers = count()
 
     def start(self, process: Process) -> Signal:
         """Fires at the end of the process."""
@@ -109,7 +120,7 @@ class Clock:
         while not until.fired:
             if self._ready:
                 self._advance(*self._ready.popleft())
-            elif self._working:
+            elif self._alone or self._sharing:
                 self._let_work()
             else:
                 raise RuntimeError("the simulation stands still: everything waits")
@@ -117,7 +128,7 @@ class Clock:
     def _advance(self, process: Process, ended: Signal) -> None:
         for wanted in process:
             if isinstance(wanted, Work):
-                self._working[process] = wanted
+                self._begin(process, wanted)
                 return
             if not wanted.fired:
                 wanted.waiting.append(process)
@@ -125,18 +136,29 @@ class Clock:
         del self._ends[process]
         self.fire(ended)
 
+    def _begin(self, process: Process, work: Work) -> None:
+        if work.share:
+            end_s = self._shared_now_s + work.seconds
+            heappush(self._sharing, (end_s, next(self._numbers), process, work.share))
+        else:
+            heappush(self._alone, (self.now_s + work.seconds, next(self._numbers), process))
+
     def _let_work(self) -> None:
         """Until the next work is done."""
-        slowdown = max(1.0, sum(work.share for work in self._working.values()))
-        seconds_of = {one: work.left_s * (slowdown if work.share else 1) for one, work in self._working.items()}
-        seconds = min(seconds_of.values())
+        slowdown = max(1.0, sum(share for *_, share in self._sharing))
+        alone_s = self._alone[0][0] - self.now_s if self._alone else math.inf
+        shared_s = slowdown * (self._sharing[0][0] - self._shared_now_s) if self._sharing else math.inf
+        seconds = max(0.0, min(alone_s, shared_s))
         self.now_s += seconds
-        for process, work in list(self._working.items()):
-            if seconds_of[process] == seconds:
-                del self._working[process]
-                self._ready.append((process, self._ends[process]))
-            else:
-                work.left_s = max(0.0, work.left_s - seconds / (slowdown if work.share else 1))
+        self._shared_now_s += seconds / slowdown
+        done = [*_until(self._alone, self.now_s), *_until(self._sharing, self._shared_now_s)]
+        self._ready.extend((process, self._ends[process]) for _, _, process, *_ in sorted(done, key=itemgetter(1)))
+
+
+def _until(ends: list[Any], now_s: float) -> Iterator[Any]:
+    """What has ended, off the heap."""
+    while ends and ends[0][0] - now_s < SAME_S:
+        yield heappop(ends)
 
 
 @dataclass(eq=False)
@@ -163,8 +185,9 @@ class _Request:
 class SimulatedServer:
     """One server: reads what waits, one request after another, and decodes for all that it has read."""
 
-    def __init__(self, clock: Clock, service: ServiceTimes) -> None:
-        self.service = service
+    def __init__(self, clock: Clock, service: ServiceTimes, counted: "Callable[[SimulatedServer], object]") -> None:
+        """`counted` is told whenever it has more or fewer requests."""
+        self.service, self._counted = service, counted
         self.read_tokens = self.sampled_tokens = 0
         self.busy_s = 0.0
         self._clock = clock
@@ -186,6 +209,7 @@ class SimulatedServer:
 
     def ask(self, request: _Request) -> Signal:
         self._waiting.append(request)
+        self._counted(self)
         self._clock.fire(self._asked)
         return request.answered
 
@@ -263,6 +287,7 @@ class SimulatedServer:
     def _answer(self) -> None:
         while self._running and self._running[0][0] <= self._decoded:
             *_, request = heappop(self._running)
+            self._counted(self)
             total = request.context_tokens + request.sampled_tokens
             self._context_tokens -= total
             self._known[request.dialogue] = total - request.prompt_tokens
@@ -281,7 +306,9 @@ class World:
         if num_servers < 1:
             raise ValueError(f"{num_servers} servers can answer nobody; at least 1 is needed")
         self.clock, self.service = Clock(), service
-        self.servers = [SimulatedServer(self.clock, service) for _ in range(num_servers)]
+        self.servers = [SimulatedServer(self.clock, service, self._counted) for _ in range(num_servers)]
+        self._places = {server: place for place, server in enumerate(self.servers)}
+        self._loads = [(0, place) for place in range(num_servers)]  # a heap; the newest of a server counts
         self._homes: dict[str, SimulatedServer] = {}
         self._videos: dict[str, Signal] = {}  # frames that somebody has asked for
 
@@ -328,9 +355,17 @@ class World:
 
     def _ask(self, request: _Request) -> Signal:
         """Of the server that knows the prompt, or of the idlest one."""
-        idlest = min(self.servers, key=lambda server: server.num_requests)
+        idlest = self._idlest()
         home = self._homes.setdefault(request.prompt, idlest)
         return (home if home.num_requests <= idlest.num_requests + MAX_IMBALANCE else idlest).ask(request)
+
+    def _idlest(self) -> SimulatedServer:
+        while (server := self.servers[self._loads[0][1]]).num_requests != self._loads[0][0]:
+            heappop(self._loads)
+        return server
+
+    def _counted(self, server: SimulatedServer) -> None:
+        heappush(self._loads, (server.num_requests, self._places[server]))
 
 
 @dataclass(frozen=True)
