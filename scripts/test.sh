@@ -1,27 +1,30 @@
 #!/usr/bin/env bash
 # Fresh machine -> the test suite: setup, lint, types, tests.
-#   bash scripts/test.sh [quick] [model|rollout|train] [pytest arguments…]
+#   bash scripts/test.sh [quick] [model|rollout|train|ahead] [pytest arguments…]
 # "quick" leaves out the tests marked slow, and with them the SGLang sidecar; a part's name leaves out the other parts:
-# model is model_port, rollout is rollout, train is paravt_jax. The ten slowest tests are listed at the end.
+# model is model_port, rollout is rollout, train is paravt_jax. "ahead" installs the compilers of GPUs and TPUs, and runs
+# what skips without: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu" workers=3 tests=()
+select="not gpu" workers=3 tests=() compilers=
 while [ $# -gt 0 ]; do
   case "$1" in
     quick) select="not gpu and not slow" workers=2 ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
     train) tests+=(tests/paravt_jax) ;;
-    -h | --help) sed -n '2,6s/^# //p' scripts/test.sh; exit 0 ;;
+    ahead) compilers=yes tests+=(tests/paravt_jax/plan tests/paravt_jax/bench/test_mesh.py) ;;
+    -h | --help) sed -n '2,7s/^# //p' scripts/test.sh; exit 0 ;;
     *) break ;;
   esac
   shift
 done
 # Side by side, and types are checked meanwhile: installing is half waiting and half unpacking.
 sidecar=
-if [ "$select" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
+if [ "$select$compilers" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
 trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
+[ -z "$compilers" ] || .venv/bin/python -m pip install --quiet --no-compile --editable ".[dev,aot-gpu,aot-tpu]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 types=$(mktemp)

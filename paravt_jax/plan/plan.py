@@ -110,7 +110,6 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
 
 def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
     """A mesh that does not divide the model, or that its hosts do not split, is refused."""
-    over_hosts(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_hosts(config, device))
     sampler = None
     if isinstance(config, Config) and config.engine.kind == "jax":
         sampler = SamplerShape(
@@ -119,7 +118,9 @@ def planned_memory(config: Config | SftConfig, model: ModelConfig, device: Devic
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
         )
-    return memory_of(config, model, largest_batch(config, model), sampler, device.platform)
+    memory = memory_of(config, model, largest_batch(config, model), sampler, device.platform)
+    over_hosts(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_hosts(config, device))
+    return memory
 
 
 def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:

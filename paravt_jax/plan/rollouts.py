@@ -17,7 +17,7 @@ from paravt_jax.plan.memory import MOMENTS, param_shapes, shard_values
 from paravt_jax.plan.plan import Plan, config_on, make_plan
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
-from paravt_jax.plan.workload import Workload, layer_params
+from paravt_jax.plan.workload import Workload, frame_flops, layer_params, row_patches, token_flops
 
 LENGTH_SPREAD = 0.5  # of turns and reports: the standard deviation of the logarithm of their length
 ITEM_BYTES = 2  # of a weight and of a key, in bfloat16
@@ -211,9 +211,9 @@ def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, 
     room = server_devices(config, model, plan.device) * config.engine.memory_frac * plan.device.memory_gib * 2**30
     return ServiceTimes(
         request_s=REQUEST_S,
-        token_s=_token_flops(model, context) / flops_per_s,
+        token_s=token_flops(model, context) / flops_per_s,
         shown_s=SHOWN_S,
-        frame_s=_frame_flops(config, model) / flops_per_s,
+        frame_s=frame_flops(model, row_patches(config, model)) / flops_per_s,
         step_s=ITEM_BYTES * _decoded_params(model) / bytes_per_s,
         row_s=2 * _decoded_params(model) / flops_per_s,
         context_token_s=_cached_bytes(model) / bytes_per_s,
@@ -228,9 +228,9 @@ def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float
     slots = config.engine.max_rows * config.rollout.max_context_tokens / plan.mesh.num_row_parts
     return ServiceTimes(
         request_s=0.0,
-        token_s=_token_flops(model, _context_tokens(plan)) / flops_per_s,
+        token_s=token_flops(model, _context_tokens(plan)) / flops_per_s,
         shown_s=0.0,
-        frame_s=_frame_flops(config, model) / flops_per_s,
+        frame_s=frame_flops(model, row_patches(config, model)) / flops_per_s,
         step_s=(ITEM_BYTES * _decoded_params(model) + slots * _cached_bytes(model)) / bytes_per_s,
         row_s=0.0,
         context_token_s=0.0,
@@ -243,17 +243,6 @@ def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float
 
 def _context_tokens(plan: Plan) -> int:
     return plan.workload.prompt_tokens + plan.workload.response_tokens
-
-
-def _token_flops(model: ModelConfig, context: int) -> int:
-    """Of a token that is read; it attends to half of the context, on average."""
-    text = model.text
-    return 2 * layer_params(model) + 2 * text.num_layers * text.num_heads * text.head_dim * context
-
-
-def _frame_flops(config: Config, model: ModelConfig) -> int:
-    """At most: every patch with every parameter of the tower."""
-    return 2 * (config.video.max_pixels // model.vision.patch_px**2) * _num_params(model, "vision.")
 
 
 def _decoded_params(model: ModelConfig) -> int:

@@ -144,7 +144,7 @@ def typical_step(config: Config | SftConfig, model: ModelConfig) -> Step:
         row_tokens=work.row_tokens,
         row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
         num_frame_rows=num_parts * -(-round(work.num_groups * work.frames / work.num_batches) // num_parts),
-        row_patches=_row_patches(config, model),
+        row_patches=row_patches(config, model),
         num_parts=num_parts,
     )
     return Step(shape, work.num_batches, config.train.updates_per_step, work.shared_tokens)
@@ -172,7 +172,7 @@ def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
         row_tokens=pack.row_tokens,
         row_actions=min(pack.row_tokens, actions),
         num_frame_rows=num_parts * stepped(-(-min(frames, room) // num_parts), FRAME_ROW_STEP),
-        row_patches=_row_patches(config, model),
+        row_patches=row_patches(config, model),
         num_parts=num_parts,
     )
 
@@ -182,7 +182,7 @@ def tokens_per_frame(config: Config | SftConfig, model: ModelConfig) -> int:
     return config.video.max_pixels // (model.vision.patch_px * model.vision.merge) ** 2 + FRAME_TEXT_TOKENS
 
 
-def _row_patches(config: Config | SftConfig, model: ModelConfig) -> int:
+def row_patches(config: Config | SftConfig, model: ModelConfig) -> int:
     return max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2)
 
 
@@ -228,7 +228,7 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
     num_frames = work.frames * (work.num_groups + again) + work.call_frames * work.num_calls
     context = config.rollout.max_context_tokens if embedded else dialogue  # ours attends to every slot of the cache
     return {
-        "rollout, frames": num_frames * _frame_flops(model, _row_patches(config, model)),
+        "rollout, frames": num_frames * frame_flops(model, row_patches(config, model)),
         "rollout, reading": sum(
             count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2)) for length, count in reads
         ),
@@ -255,7 +255,7 @@ def batch_flops(config: Config | SftConfig, model: ModelConfig, shape: BatchShap
     last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
     saved = attention if remat == "attention" and form != "xla" else 0.0
     again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
-    seen = shape.num_frame_rows * _frame_flops(model, shape.row_patches)
+    seen = shape.num_frame_rows * frame_flops(model, shape.row_patches)
     before, trained = scores_before(config), config.optim.train_vision
     passes = {"update, frames": seen * (1 + before)}
     if reads_reference(config):
@@ -275,7 +275,7 @@ def needed_flops(config: Config | SftConfig, model: ModelConfig, step: Step) -> 
     causal = times * shape.num_rows * shape.row_tokens * (shape.row_tokens + 1) // 2
     weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
     forward = weights + 2.0 * adapter_params(config, model) * step.num_tokens + _attention_flops(model, causal)
-    seen = times * shape.num_frame_rows * _frame_flops(model, shape.row_patches)
+    seen = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
     others = reads_reference(config) + scores_before(config)
     frozen = weights if config.lora.rank else 0.0  # has no gradients of its own
     return (3 + others) * forward - frozen + (3 if config.optim.train_vision else 1) * seen
@@ -285,6 +285,11 @@ def row_pairs(config: Config | SftConfig, model: ModelConfig, row_tokens: int, p
     """Pairs of tokens of a full causal row whose scores are computed, for one head."""
     queries_per_key = model.text.num_heads // model.text.num_kv_heads
     return computed_pairs(config.model.attention, row_tokens, queries_per_key, platform)
+
+
+def token_flops(model: ModelConfig, context: int) -> float:
+    """Of a token that is read; it attends to half of the context, on average."""
+    return _product_flops(model, 1) + _attention_flops(model, context // 2)
 
 
 def _product_flops(model: ModelConfig, num_tokens: int) -> float:
@@ -300,7 +305,7 @@ def _head_flops(model: ModelConfig, num_tokens: int) -> float:
     return 2.0 * model.text.vocab_size * model.text.width * num_tokens
 
 
-def _frame_flops(model: ModelConfig, patches: int) -> float:
+def frame_flops(model: ModelConfig, patches: int) -> float:
     """Of a frame, at most: every row of patches is computed whole."""
     vision = model.vision
     block = 4 * vision.width**2 + 2 * vision.width * vision.ffn_width + 2 * patches * vision.width
