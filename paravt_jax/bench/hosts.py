@@ -100,7 +100,7 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         settings += [f"engine.kind={args.engine}", f"engine.urls=[{','.join(urls)}]"]
         settings += [f"model.path={folder / 'tiny'}"]
         for num in args.processes:
-            _say(f"a run on {num} processes")
+            _say(f"a run on {num} process{'es' * (num > 1)}")
             run_dir, replay_dir = folder / f"of{num}", folder / f"replay{num}"
             peaks_mib = trained(trainer_command(run_dir, settings), run_dir, num, num_devices)
             if real:
@@ -137,7 +137,8 @@ async def _publish(urls: Sequence[str], num: int, weights: ModelWeights, repeats
 def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
     """The URLs of so many real servers on the CPU, of a model that is made there."""
     make_tiny(model, config=config)
-    _say(f"{num} real servers")
+    if num:
+        _say(f"starting {num} real servers")
     settings = [ServerSettings(model, context_length=2048)] * num
     servers = asyncio.run(_all(Server.start(one, deadline_s=START_S) for one in settings))
     try:

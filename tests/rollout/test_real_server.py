@@ -186,7 +186,7 @@ def router(routed, model):
     while num_behind(routed.url) < 2:
         assert time.monotonic() < give_up_s and routed.process.poll() is None
         time.sleep(0.1)
-    on(routed, ready)
+    on(routed, ready, probe_every_s=0.5)
     return routed
 
 
@@ -342,7 +342,9 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
     return run()
 
 
-@pytest.mark.parametrize("route", ["disk", "tensors"])
+@pytest.mark.parametrize(
+    ("route", "front"), [("disk", "server"), ("tensors", "server"), ("disk", "router")], indirect=["front"]
+)
 def test_after_publishing_the_server_samples_from_the_learners_weights(route, front, model, other, contract, chat):
     async def work(engine):
         begin = engine.version
