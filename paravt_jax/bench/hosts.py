@@ -29,17 +29,28 @@ from model_port.config import ModelConfig
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.bench.checkpoint import sized_model
 from paravt_jax.bench.publishing import publish_times, receivers
-from paravt_jax.bench.smoke_run import ROOT, trainer_command
+from paravt_jax.bench.smoke_run import CONFIG, ROOT
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.server import Server, ServerSettings
 
-SETTINGS = (
+SETTINGS = (  # short rows: an update of the smoke run takes ten times as long as its rollout
+    "rollout.prompts.system=Call crop_video.",
+    "rollout.prompts.system_has_tools=true",
+    "rollout.prompts.with_tool=Look, or answer.",
+    "rollout.max_new_tokens=16",
+    "video.frame_budgets=[3,4]",
+    "video.max_pixels=6144",
+    "pack.sizes_per_doubling=1",
     "train.prompts_per_step=4",
-    "rollout.max_context_tokens=2048",
+    "train.group_size=4",
+    "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "data.validation=",
     "checkpoint.every_steps=1000000",  # but the last one
     "log.tensorboard=false",
 )
+TRAIN = (sys.executable, "-m", "paravt_jax.train")
+ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
 FIRST_STEPS = 2  # of a run, which do not count: they compile
 TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
 ABOUT_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
@@ -102,7 +113,7 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for num in args.processes:
             _say(f"a run on {num} process{'es' * (num > 1)}")
             run_dir, replay_dir = folder / f"of{num}", folder / f"replay{num}"
-            peaks_mib = trained(trainer_command(run_dir, settings), run_dir, num, num_devices)
+            peaks_mib = trained(train_command(run_dir, settings), run_dir, num, num_devices)
             if real:
                 _say("its replay on one")
                 trained(replay_command(run_dir, replay_dir), replay_dir, 1, num_devices)
@@ -176,10 +187,13 @@ def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -
     return peaks_mib
 
 
+def train_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
+    return [*TRAIN, "--config", str(CONFIG), f"run_dir={run_dir}", *settings]
+
+
 def replay_command(run_dir: Path, replay_dir: Path) -> list[str]:
     """The episodes of a run, learnt from once more by one process."""
-    alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
-    return [sys.executable, "-m", "paravt_jax.train", "--replay", str(run_dir), f"run_dir={replay_dir}", *alone]
+    return [*TRAIN, "--replay", str(run_dir), f"run_dir={replay_dir}", *ALONE]
 
 
 def found_in(run_dir: Path, reference: Path) -> dict[str, Any]:
