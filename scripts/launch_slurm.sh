@@ -11,14 +11,19 @@ command=$1
 shift
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+stopping=
 for attempt in $(seq 0 "${RESTARTS:-3}"); do
     srun --kill-on-bad-exit=0 --ntasks-per-node=1 bash -c 'exec .venv/bin/python -m "paravt_jax.$0" "$@" \
         hosts.num="$SLURM_NTASKS" hosts.index="$SLURM_PROCID"' "$command" "$@" hosts.coordinator="$first:$port" &
     job=$!
-    trap 'trap "" TERM; kill -TERM $job' TERM # which srun passes on: every host saves, and ends well
+    trap 'stopping=1; trap "" TERM; kill -TERM $job' TERM # which srun passes on: every host saves, and ends well
     status=0
     wait $job || status=$?
-    while kill -0 $job 2> /dev/null; do wait $job || status=$?; done
+    if [ -n "$stopping" ]; then # it only interrupted the wait
+        status=0
+        wait $job || status=$?
+        exit $status
+    fi
     [ $status -eq 0 ] && exit 0
     echo "attempt $attempt ended with exit code $status" >&2
 done

@@ -38,7 +38,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
 NEEDS = "# needs "
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-ELSEWHERE = {"hf", "find", "export", ".venv/bin/pre-commit", ".venv/bin/python"}  # programs that are not ours
+ELSEWHERE = {  # programs that are not ours
+    *("hf", "find", "export", "sglang-router"),
+    *(".venv/bin/pre-commit", ".venv/bin/python"),
+}
 RUN_BY_CONFIG = {"paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"}
 SHORTER = [*QUICK, "train.num_steps=1"]  # where a page trains for four steps
 MAX_README_BYTES, MAX_PICTURE_BYTES = 8_000, 200_000

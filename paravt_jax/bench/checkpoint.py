@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         directory, hf = Path(folder) / "checkpoints", Path(folder) / "hf"
         make_tiny(hf)
-        learner = make_learner(config_of((1, 1, 1), rows=1, row_tokens=256), _model(args.gib), None)
+        learner = make_learner(
+            config_of((1, 1, 1), rows=1, row_tokens=256), sized_model(args.gib * 2**30 / BYTES_PER_PARAM), None
+        )
         checkpoints = Checkpoints(directory, hf, CheckpointConfig(), lambda text: print(text, file=sys.stderr))
         begun_s = time.perf_counter()
         checkpoints.save(learner, {})
@@ -103,9 +105,10 @@ def _read(directory: Path) -> None:
                     pass
 
 
-def _model(gib: float) -> ModelConfig:
+def sized_model(num_params: float) -> ModelConfig:
+    """One of about so many, but at least of a vocabulary and a layer."""
     fixed = 2 * VOCABULARY * WIDTH
-    num_layers = max(1, round((gib * 2**30 / BYTES_PER_PARAM - fixed) / LAYER_PARAMS))
+    num_layers = max(1, round((num_params - fixed) / LAYER_PARAMS))
     text = TextConfig(
         num_layers,
         WIDTH,

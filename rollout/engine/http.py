@@ -16,6 +16,7 @@ SHOWN_CHARS = 300  # of what a server said, in an error
 MAX_ANSWER_BYTES = 2**24  # where the question does not bound it
 KEPT_S = 2.0  # an idle connection: SGLang closes its side after 5 s, and what is sent just then is lost
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # of a stream of messages
+ROUTING_KEY = "X-SMG-Routing-Key"  # requests with one key should go to one server, says this to an sglang-router
 MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
 
 
@@ -43,30 +44,37 @@ class HttpClient:
     async def get(self, url: str, deadline_s: float) -> Any:
         return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES)
 
-    async def post(self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
+    async def post(
+        self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES, routing_key: str = ""
+    ) -> Any:
         """The answer as JSON, or None where it is not JSON, which no answer that matters to us is."""
         # In a thread: the pictures of an overview are megabytes of JSON.
-        return await self._call("POST", url, await asyncio.to_thread(_encoded, body), deadline_s, max_bytes)
+        data = await asyncio.to_thread(_encoded, body)
+        return await self._call("POST", url, data, deadline_s, max_bytes, routing_key)
 
-    async def stream(self, url: str, body: Any, deadline_s: float, max_bytes: int) -> AsyncGenerator[Any]:
+    async def stream(
+        self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""
+    ) -> AsyncGenerator[Any]:
         """The messages of an answer as they come, each of at most `max_bytes`; all of them within the deadline."""
         data = await asyncio.to_thread(_encoded, body)
-        async with self._answer("POST", url, data, deadline_s) as response:
+        async with self._answer("POST", url, data, deadline_s, routing_key) as response:
             async for line in _lines(response, max_bytes):
                 if line.startswith(EVENT) and not line.endswith(LAST_EVENT):
                     yield _parsed(line.removeprefix(EVENT))
 
-    async def _call(self, method: str, url: str, data: bytes | None, deadline_s: float, max_bytes: int) -> Any:
-        async with self._answer(method, url, data, deadline_s) as response:
+    async def _call(
+        self, method: str, url: str, data: bytes | None, deadline_s: float, max_bytes: int, routing_key: str = ""
+    ) -> Any:
+        async with self._answer(method, url, data, deadline_s, routing_key) as response:
             return _parsed(await _read(response, max_bytes))
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, url: str, data: bytes | None, deadline_s: float
+        self, method: str, url: str, data: bytes | None, deadline_s: float, routing_key: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that is not an error; whatever goes wrong while it is read is told apart as well."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | ({ROUTING_KEY: routing_key} if routing_key else {})
         try:
             async with self.session.request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False

@@ -4,10 +4,14 @@ Each server has a keeper that probes it. A server that stops answering is ejecte
 given to others, and it comes back only after it holds the current weights. Servers that this engine started are
 restarted. A request is sent again only after the server that had it is known not to answer it, and its first answer is
 the only one used, so nothing is lost or counted twice.
+
+Behind an sglang-router the servers are those that it lists. Requests go to the router, everything else to each server,
+since a router passes on neither weights nor labels nor aborts.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import time
 import uuid
@@ -20,6 +24,7 @@ import numpy as np
 
 from rollout.engine.answers import Fingerprint, answer_bytes, generation_of, ids_so_far, probe_body
 from rollout.engine.http import HttpClient, ServerUnavailable, ServerUnreachable
+from rollout.engine.listing import listed_urls, router_among, urls_behind
 from rollout.engine.protocol import (
     DeadlineExceeded,
     EngineError,
@@ -82,9 +87,11 @@ class _Server:
 class SGLangEngine:
     """Use `await SGLangEngine.connect(urls)` or `.launch(settings)`, and `close` in the end."""
 
-    def __init__(self, servers: Sequence[_Server], settings: SGLangSettings, client: HttpClient):
+    def __init__(self, servers: Sequence[_Server], settings: SGLangSettings, client: HttpClient, router: str = ""):
         self.settings = settings
         self._servers = list(servers)
+        self._router = _Server(router, up=True) if router else None
+        self._asked = [self._router] if self._router else self._servers  # for samples
         self._client = client
         self._version: int | None = None  # until the first server says
         self._published: Weights | None = None
@@ -98,17 +105,29 @@ class SGLangEngine:
 
     @classmethod
     async def connect(cls, urls: Sequence[str], settings: SGLangSettings | None = None) -> "SGLangEngine":
-        """To servers that somebody else runs, at the version that their weights have. At least one must answer."""
-        servers = [_Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
-        if not servers:
+        """To servers that somebody else runs, at the version that their weights have. At least one must answer.
+
+        Or to an sglang-router, and the servers behind it, which may come and go.
+        """
+        urls = list(dict.fromkeys(url.rstrip("/") for url in urls))
+        if not urls:
             raise ValueError("engine.urls is empty; give the URL of at least one SGLang server")
-        return await cls._begin(servers, settings or SGLangSettings())
+        settings = settings or SGLangSettings()
+        router, urls = await router_among(urls, settings.probe_deadline_s)
+        engine = await cls._begin([_Server(url) for url in urls], settings, router)
+        if router:
+            engine._heed(router, lambda: urls_behind(engine._client, router, settings.control_deadline_s))
+        return engine
 
     @classmethod
     async def follow(cls, file: str | Path, settings: SGLangSettings | None = None) -> "SGLangEngine":
         """To the servers that a file lists, a URL on each line, also when it changes: they may come and go."""
-        engine = await cls.connect(listed_urls(file), settings)
-        engine._keepers.append(asyncio.create_task(engine._heed(Path(file))))
+        settings = settings or SGLangSettings()
+        router, urls = await router_among(listed_urls(file), settings.probe_deadline_s)
+        if router:
+            raise ValueError(f"{file} lists {router}, which is an sglang-router; name it in engine.urls")
+        engine = await cls._begin([_Server(url) for url in urls], settings)
+        engine._heed(str(file), lambda: asyncio.to_thread(listed_urls, file))
         return engine
 
     @classmethod
@@ -133,8 +152,8 @@ class SGLangEngine:
         return await cls._begin([_Server(server.url, server) for server in up], settings)
 
     @classmethod
-    async def _begin(cls, servers: Sequence[_Server], settings: SGLangSettings) -> "SGLangEngine":
-        engine = cls(servers, settings, HttpClient.make())
+    async def _begin(cls, servers: Sequence[_Server], settings: SGLangSettings, router: str = "") -> "SGLangEngine":
+        engine = cls(servers, settings, HttpClient.make(), router)
         try:
             await engine._wait_until_up(time.monotonic() + settings.probe_deadline_s + settings.control_deadline_s)
         except BaseException:
@@ -191,11 +210,10 @@ class SGLangEngine:
         """
         async with self._publishing:
             self._published, self._version = weights, version
-            servers = [server for server in self._servers if server.up]
+            # A router asks also those of which this engine knows nothing yet.
+            servers = [one for one in self._servers if one.up or (self._router and not one.missed_probes)]
             await self._load(servers)
-            for server in servers:
-                if server.up:
-                    await self._identify(server)
+            await self._identify_up(servers)
         try:
             await self._wait_until_up(time.monotonic() + self.settings.load_deadline_s)
         except EngineError:
@@ -205,13 +223,8 @@ class SGLangEngine:
         """Another process has published this version: whichever server has it is used, the others when they have."""
         async with self._publishing:
             self._published, self._version = None, version
-            for server in self._servers:
-                if server.up:
-                    try:
-                        await self._settle_version(server)
-                        await self._identify(server)
-                    except EngineError as problem:
-                        self._eject(server, str(problem))
+            await asyncio.gather(*(self._adopt(server) for server in self._servers if server.up))
+            await self._identify_up(self._servers)
         await self._wait_until_up(time.monotonic() + self.settings.load_deadline_s)
 
     async def health(self) -> Health:
@@ -223,12 +236,12 @@ class SGLangEngine:
         await asyncio.gather(
             *(
                 self._abort(server, [rid for rid, of in server.running.items() if episode in (None, of)])
-                for server in self._servers
+                for server in self._asked
             )
         )
 
     async def close(self) -> None:
-        tasks = [*self._keepers, *(task for server in self._servers for task in server.calls)]
+        tasks = [*self._keepers, *(task for server in self._asked for task in server.calls)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -247,7 +260,7 @@ class SGLangEngine:
             if keeper.done() and (problem := keeper.exception()) is not None:
                 raise problem
         await self._wait_until_up(deadline_s)
-        up = [server for server in self._servers if server.up]
+        up = [server for server in self._asked if server.up]
         up = [server for server in up if server.url not in tried] or up
         idlest = min(up, key=lambda server: len(server.running))
         home = self._homes.pop(affinity, None)
@@ -301,10 +314,11 @@ class SGLangEngine:
 
     async def _sample(self, server: _Server, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
         url, heard, max_bytes = f"{server.url}/generate", request.heard, answer_bytes(request.sampling)
+        key = routing_key(request.affinity or request.episode)
         if heard is None:
-            return await self._client.post(url, body, deadline_s, max_bytes)
+            return await self._client.post(url, body, deadline_s, max_bytes, key)
         answer, ids = None, []
-        messages = self._client.stream(url, body | {"stream": True}, deadline_s, max_bytes)
+        messages = self._client.stream(url, body | {"stream": True}, deadline_s, max_bytes, key)
         async with contextlib.aclosing(messages):
             async for answer in messages:
                 ids = ids_so_far(answer, ids, server.url)
@@ -318,9 +332,14 @@ class SGLangEngine:
             server.abandoned.append(rid)
 
     async def _abort(self, server: _Server, rids: Sequence[str]) -> None:
-        for rid in rids:
+        """A router says nobody where it sent a request, so all servers are told."""
+        urls = self.urls if server is self._router else [server.url]
+
+        async def end(url: str, rid: str) -> None:
             with contextlib.suppress(EngineError):  # it ends by its max_new_tokens, or with the server
-                await self._client.post(f"{server.url}/abort_request", {"rid": rid}, self.settings.control_deadline_s)
+                await self._client.post(f"{url}/abort_request", {"rid": rid}, self.settings.control_deadline_s)
+
+        await asyncio.gather(*(end(url, rid) for rid in rids for url in urls))
 
     # Weights
 
@@ -387,22 +406,27 @@ class SGLangEngine:
                 async with asyncio.timeout(self.settings.probe_every_s):
                     await server.suspected.wait()
 
-    async def _heed(self, file: Path) -> None:
-        """Takes on the servers that are new in the list, and lets go of those that are no longer there."""
-        while True:
-            await asyncio.sleep(self.settings.probe_every_s)
-            try:
-                urls = listed_urls(file)
-            except (OSError, ValueError):  # it is being written, or gone for a moment: the servers are as they were
-                continue
-            for server in [server for server in self._servers if server.url not in urls]:
-                self._servers.remove(server)
-                server.given_up = True
-                self._eject(server, f"{file} lists it no more")
-            known = {server.url for server in self._servers}
-            for server in [_Server(url) for url in urls if url not in known]:
-                self._servers.append(server)
-                self._keepers.append(asyncio.create_task(self._keep(server)))
+    def _heed(self, name: str, listed: Callable[[], Coroutine[Any, Any, list[str]]]) -> None:
+        """Asks from now on which servers there are."""
+
+        async def heed() -> None:
+            while True:
+                await asyncio.sleep(self.settings.probe_every_s)
+                with contextlib.suppress(OSError, ValueError, EngineError):  # it is being written, or gone for a moment
+                    self._keep_only(await listed(), name)
+
+        self._keepers.append(asyncio.create_task(heed()))
+
+    def _keep_only(self, urls: Sequence[str], name: str) -> None:
+        """Takes on the servers that are new in a list, and lets go of those that are no longer there."""
+        for server in [server for server in self._servers if server.url not in urls]:
+            self._servers.remove(server)
+            server.given_up = True
+            self._eject(server, f"{name} lists it no more")
+        known = {server.url for server in self._servers}
+        for server in [_Server(url) for url in urls if url not in known]:
+            self._servers.append(server)
+            self._keepers.append(asyncio.create_task(self._keep(server)))
 
     async def _look_after(self, server: _Server) -> None:
         problem = await self._probe(server)
@@ -445,6 +469,18 @@ class SGLangEngine:
                     self._changed.set()
         except EngineError as problem:
             server.problem = str(problem)
+
+    async def _adopt(self, server: _Server) -> None:
+        try:
+            await self._settle_version(server)
+        except EngineError as problem:
+            self._eject(server, str(problem))
+
+    async def _identify_up(self, servers: Sequence[_Server]) -> None:
+        """All at the same time, but for the one that they are held to."""
+        up = [server for server in servers if server.up]
+        for some in (up[:1], up[1:]):
+            await asyncio.gather(*map(self._identify, some))
 
     async def _identify(self, server: _Server) -> bool:
         """Whether a server computes what the others did with the weights of this version; else it is ejected.
@@ -520,15 +556,9 @@ class SGLangEngine:
         task.add_done_callback(self._background.discard)
 
 
-def listed_urls(file: str | Path) -> list[str]:
-    """Of a file with a URL on each line; empty lines and those that begin with # say nothing."""
-    lines = [line.strip() for line in Path(file).read_text().splitlines()]
-    urls = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
-    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
-        raise ValueError(f"{file}: {wrong[0]!r} is no URL, such as http://10.0.0.2:30000")
-    if not urls:
-        raise ValueError(f"{file} lists no server; write the URL of each on a line of its own")
-    return list(dict.fromkeys(urls))
+def routing_key(affinity: str) -> str:
+    """For a router, which keeps requests of one key on one server; a header takes no text of a data set."""
+    return hashlib.blake2s(affinity.encode(), digest_size=8).hexdigest()
 
 
 def _loop_time(monotonic_s: float) -> float:

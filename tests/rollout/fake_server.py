@@ -58,7 +58,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class FakeServer:
-    """`mode` is how /generate behaves; every path that was asked for is counted."""
+    """`mode` is how /generate behaves; every path that was asked for is counted. With some `behind` it is a router."""
 
     def __init__(self) -> None:
         self.mode = "ok"
@@ -67,6 +67,7 @@ class FakeServer:
         self.delay_s = 0.0
         self.model = 0.0  # another number is another model
         self.fail_paths: set[str] = set()
+        self.behind: list[FakeServer] = []
         self.asked: Counter[str] = Counter()
         self.bodies: dict[str, list[Any]] = {}
         self.running = 0
@@ -89,11 +90,13 @@ class FakeServer:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json() if request.can_read_body else None
+    async def _answer(self, request: web.Request, passed_on: Any = None) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else passed_on
         path = "/probe" if body and "text" in body else request.path
         self.asked[path] += 1
         self.bodies.setdefault(path, []).append(body)
+        if self.behind:
+            return await self._route(request, body)
         if path in self.fail_paths:
             return web.json_response({"success": False, "message": "no"}, status=400)
         if path == "/health":
@@ -116,6 +119,15 @@ class FakeServer:
             return await self._generate(request, body)
         finally:
             self.running -= 1
+
+    async def _route(self, request: web.Request, body: Any) -> web.StreamResponse:
+        """As an sglang-router: it lists its servers and passes requests on, by their key, and nothing else."""
+        if request.path == "/workers":
+            return web.json_response({"workers": [{"url": server.url} for server in self.behind]})
+        if request.path != "/generate":
+            return web.json_response({"error": "no route"}, status=404)
+        key = int(request.headers["X-SMG-Routing-Key"], 16)
+        return await self.behind[key % len(self.behind)]._answer(request, body)
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(self.delay_s)

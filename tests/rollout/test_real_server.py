@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hosts as several
 import numpy as np
 import psutil
 import pytest
@@ -29,6 +31,7 @@ from PIL import Image
 from processes import all_gone, ended, family, serve, start
 from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
+from training import QUICK, arguments, episodes_of, metrics_of
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import model_port
@@ -39,6 +42,7 @@ from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import ModelWeights
+from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check
@@ -55,6 +59,8 @@ CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_to
 SMALL = dict(context_length=4096, max_total_tokens=16_384)
 RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
 START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
+# So that it keeps what belongs together on one server, as we do, and soon sees that one is gone.
+ROUTING = ("--policy", "manual", "--assignment-mode", "min_load", "--health-check-interval-secs", "5")
 BOUND = gate.BOUNDS["float32"].max
 
 
@@ -114,6 +120,14 @@ class Served:
     pid: int
 
 
+@dataclass(frozen=True)
+class Routed:
+    """A router, and the servers behind it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 def served(settings: ServerSettings, *options: str) -> Iterator[Served]:
     command = serve(settings, "--context-length", "4096", "--max-total-tokens", "16384", "--json", *options)
     try:
@@ -134,6 +148,52 @@ def server(sglang_python, tiny_hf_published):
 def second(sglang_python, tiny_hf):
     """A server for a vision tower that trains: it does not remember pictures."""
     yield from served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision")
+
+
+@pytest.fixture(scope="module")
+def routed(server, second, tmp_path_factory):
+    """The real sglang-router before both servers."""
+    pytest.importorskip("sglang_router", reason="sglang-router is not installed; bash scripts/setup.sh dev does that")
+    port, of_metrics = several.free_port(), several.free_port()
+    command = [sys.executable, "-m", "sglang_router", "launch", "--worker-urls", server.url, second.url, *ROUTING]
+    command += ["--host", "127.0.0.1", "--port", port, "--prometheus-port", of_metrics]
+    with (tmp_path_factory.mktemp("router") / "log").open("w") as log:
+        process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
+    try:
+        yield Routed(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def num_behind(router: str) -> int:
+    """So far."""
+    try:
+        with urllib.request.urlopen(f"{router}/workers", timeout=5) as reply:
+            return json.load(reply)["total"]
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def router(routed, model):
+    """Once it has both servers, and these have the same weights by the same name."""
+
+    async def ready(engine):
+        await all_up(engine, model)
+
+    give_up_s = time.monotonic() + START_DEADLINE_S
+    while num_behind(routed.url) < 2:
+        assert time.monotonic() < give_up_s and routed.process.poll() is None
+        time.sleep(0.1)
+    on(routed, ready, probe_every_s=0.5)
+    return routed
+
+
+@pytest.fixture(params=["server", "router"])
+def front(request):
+    """What a run may be given: a server, or an sglang-router before two."""
+    return request.getfixturevalue(request.param)
 
 
 def generate(url, model, height, width):
@@ -248,12 +308,12 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
 
 
-def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_saw(server, chat):
+def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_saw(front, chat):
     async def work(engine):
         guided = Guided(engine, chat, TURNS)
         return guided, await play(guided, chat, FakeFrames(size_px=(64, 96)), 16)
 
-    guided, episodes = on(server, work)
+    guided, episodes = on(front, work)
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
     assert len(guided.requests) == 16 * 5
     for episode in episodes:
@@ -282,8 +342,10 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
     return run()
 
 
-@pytest.mark.parametrize("route", ["disk", "tensors"])
-def test_after_publishing_the_server_samples_from_the_learners_weights(route, server, model, other, contract, chat):
+@pytest.mark.parametrize(
+    ("route", "front"), [("disk", "server"), ("tensors", "server"), ("disk", "router")], indirect=["front"]
+)
+def test_after_publishing_the_server_samples_from_the_learners_weights(route, front, model, other, contract, chat):
     async def work(engine):
         begin = engine.version
         before, _ = await sampled_against_learner(engine, chat, other, contract)
@@ -294,7 +356,7 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(route, se
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return before, worst, back
 
-    before, worst, back = on(server, work, route=route)
+    before, worst, back = on(front, work, route=route)
     assert before > 100 * BOUND  # the two models can be told apart
     assert worst < BOUND
     assert back < BOUND
@@ -319,7 +381,7 @@ def long_request(chat, episode, num_tokens=2000) -> Request:
     return Request(ids, (), Sampling(num_tokens, temperature=1.0), episode, 120)
 
 
-def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions(server, model, other, chat):
+def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions(front, model, other, chat):
     async def work(engine):
         begin = engine.version
         task = asyncio.create_task(engine.generate(long_request(chat, "e")))
@@ -331,13 +393,13 @@ def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions
         await engine.publish(ModelWeights(model, FLOAT32), begin + 2)
         return begin, found
 
-    begin, found = on(server, work)
+    begin, found = on(front, work)
     assert sorted(set(found.versions.tolist())) == [begin, begin + 1]
     assert (np.diff(found.versions) >= 0).all()
     assert found.finish == "abort"
 
 
-def test_abort_ends_one_episode_and_leaves_the_others(server, chat):
+def test_abort_ends_one_episode_and_leaves_the_others(front, chat):
     async def work(engine):
         kept = asyncio.create_task(engine.generate(long_request(chat, "kept", 400)))
         ended = asyncio.create_task(engine.generate(long_request(chat, "ended")))
@@ -345,7 +407,7 @@ def test_abort_ends_one_episode_and_leaves_the_others(server, chat):
         await engine.abort("ended")
         return await ended, await kept
 
-    ended, kept = on(server, work)
+    ended, kept = on(front, work)
     assert (ended.finish, kept.finish) == ("abort", "length")
     assert 0 < len(ended.ids) < 2000
     assert len(kept.ids) == 400
@@ -461,6 +523,22 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
     asyncio.run(run_eval(config))
     lines = map(json.loads, (run_dir / "samples_none_2.jsonl").read_text().splitlines())
     return {line["id"]: [turn["text"] for turn in line["episodes"][0]["turns"]] for line in lines}
+
+
+def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes(server, model, tiny_hf, tmp_path):
+    run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
+    settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
+    settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
+    ended = several.start_command(tmp_path / "said", "paravt_jax.train", arguments(run_dir, *settings)).ended(280)
+    assert [one.code for one in ended] == [0, 0], "\n\n".join(one.said[-3000:] for one in ended)
+    alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0", f"run_dir={replay_dir}")
+    asyncio.run(train(load_config(run_dir / "config.json", *alone), replay=run_dir))
+    for ours, theirs in zip(metrics_of(replay_dir), metrics_of(run_dir), strict=True):
+        assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)  # sums of floats are added up in another order
+    for episode in episodes_of(run_dir):
+        sampled = [segment for segment in episode["segments"] if segment["kind"] == "sampled"]
+        assert {segment["version"] for segment in sampled} == {episode["step"] - 1}
+    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), engine.version + 1))
 
 
 def test_the_real_server_stops_with_nothing_left(server):

@@ -117,6 +117,69 @@ def test_an_engine_adopts_what_another_one_has_published():
     with_servers(2, work)
 
 
+def behind_a_router(work):
+    """`work` with an engine that was given the URL of a router, before two servers."""
+
+    async def body():
+        async with FakeServer() as router, FakeServer() as first, FakeServer() as second:
+            router.behind = [first, second]
+            engine = await SGLangEngine.connect([router.url], QUICK)
+            try:
+                return await work(engine, router)
+            finally:
+                await engine.close()
+
+    return asyncio.run(body())
+
+
+def test_behind_a_router_requests_go_through_it_and_weights_to_every_server():
+    async def work(engine, router):
+        assert engine.urls == [server.url for server in router.behind]
+        await engine.publish(NoWeights(), 1)
+        assert [server.version for server in router.behind] == ["1", "1"]
+        found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
+        assert {one.server for one in found} == {router.url} and router.asked["/generate"] == 32
+        shares = [server.asked["/generate"] for server in router.behind]
+        assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
+
+    behind_a_router(work)
+
+
+def test_behind_a_router_every_server_is_told_to_end_a_request():
+    async def work(engine, router):
+        for server in router.behind:
+            server.delay_s = 30
+        with pytest.raises(DeadlineExceeded):
+            await engine.generate(request(deadline_s=0.2))
+        await until(lambda: all(server.asked["/abort_request"] == 1 for server in router.behind))
+        sent = router.bodies["/generate"][0]["rid"]
+        assert [server.bodies["/abort_request"] for server in router.behind] == [[{"rid": sent}]] * 2
+
+    behind_a_router(work)
+
+
+def test_servers_come_and_go_behind_a_router():
+    async def work(engine, router):
+        await engine.publish(NoWeights(), 1)
+        gone = router.behind[0]
+        async with FakeServer() as new:
+            router.behind = [router.behind[1], new]
+            await until(lambda: gone.url not in engine.urls and new.version == "1")
+
+    behind_a_router(work)
+
+
+def test_a_router_that_is_not_named_alone_in_urls_is_refused(tmp_path):
+    async def work(engine, router):
+        (tmp_path / "servers").write_text(router.url)
+        with pytest.raises(ValueError, match=f"{router.url} is an sglang-router"):
+            await SGLangEngine.connect([router.url, *engine.urls], QUICK)
+        with pytest.raises(ValueError, match=f"{router.url}, which is an sglang-router"):
+            await SGLangEngine.follow(tmp_path / "servers", QUICK)
+
+    behind_a_router(work)
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "'10.0.0.2:30000' is no URL")]
 )

@@ -32,25 +32,76 @@ def meet(hosts):
         make_mesh(fsdp=2)
 
 
-def test_hosts_meet_and_hear_each_other_in_order(tmp_path):
-    several.run_work(tmp_path, meet, 2, devices=2)
+def late(hosts):
+    several.hosts.LATE_S = 1.0
+    if hosts.index == 1:
+        time.sleep(4)
+    hosts.gather("rollouts", None)
 
 
-def test_one_host_hears_itself_and_costs_nothing():
-    assert ALONE.gather("anything", {"a": 1}) == [{"a": 1}] and ALONE.leads
-    assert ALONE.first(lambda: 5) == 5
-    ALONE.check_same(lambda: 1 / 0, "")
+def stopped(hosts):
+    heard = threading.Event()
+    hosts.when_stopped(heard.set)
+    if hosts.index == 1:
+        hosts.stop_all()
+    assert heard.wait(20)
 
 
 def differ(hosts):
     hosts.check_same(lambda: {"train.num_steps": 5 + hosts.index, "seed": 0}, "start all with the same settings")
 
 
-def test_what_two_hosts_have_otherwise_ends_both_with_one_sentence(tmp_path):
-    for ended in several.start_work(tmp_path, differ).ended(60):
-        assert ended.code == 1
-        assert ended.said.count("error:") == 1
-        assert "is not as host 0" in ended.last and "train.num_steps is 6 there and 5 here" in ended.last
+def started_by_slurm(rank, job):
+    """As srun starts a task: what auto finds is in the environment. The last thing that the hosts do ends them."""
+    os.environ |= {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost,node[002-004]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+    }
+    several._joined(_all, HostsConfig("auto"))
+
+
+def _all(hosts):
+    for work in (meet, late, stopped, differ):
+        work(hosts)
+        print(f"done: {work.__name__}", flush=True)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How two hosts ended that did all this one after another: to start them takes longer."""
+    job = os.getpid()  # of which jax makes the port
+    each = [(rank, job) for rank in range(2)]
+    return several.Started(tmp_path_factory.mktemp("all"), 2, 2, started_by_slurm, each).ended(60)
+
+
+def test_hosts_that_slurm_starts_meet_and_hear_each_other_in_order(ended):
+    assert all("done: meet" in one.said for one in ended), [one.said[-2000:] for one in ended]
+
+
+def test_a_slow_host_is_named(ended):
+    first, second = (one.said for one in ended)
+    assert "host 1 (" in first and "later than this one at 'rollouts'" in first
+    assert "later than" not in second
+
+
+def test_what_one_host_is_told_to_stop_all_stop(ended):
+    assert all("done: stopped" in one.said for one in ended)
+
+
+def test_what_two_hosts_have_otherwise_ends_both_with_one_sentence(ended):
+    for one in ended:
+        assert one.code == 1 and one.said.count("error:") == 1
+        assert "is not as host 0" in one.last and "train.num_steps is 6 there and 5 here" in one.last
+
+
+def test_one_host_hears_itself_and_costs_nothing():
+    assert ALONE.gather("anything", {"a": 1}) == [{"a": 1}] and ALONE.leads
+    assert ALONE.first(lambda: 5) == 5
+    ALONE.check_same(lambda: 1 / 0, "")
 
 
 def fail_alone(hosts):
@@ -119,6 +170,13 @@ def test_hosts_that_cannot_be_those_of_one_run_are_told_so(tmp_path):
         assert said in leader.ended(60)[0].last and said in guest.ended(60)[0].said
 
 
+def test_where_nobody_says_which_hosts_there_are_auto_is_refused(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="neither Slurm nor a TPU pod nor Kubernetes says which hosts there are"):
+        several.hosts._place(HostsConfig("auto"))
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -131,28 +189,3 @@ def test_hosts_that_cannot_be_those_of_one_run_are_told_so(tmp_path):
 def test_settings_of_hosts_that_mean_nothing_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         HostsConfig(**settings)
-
-
-def late(hosts):
-    several.hosts.LATE_S = 1.0
-    if hosts.index == 1:
-        time.sleep(4)
-    hosts.gather("rollouts", None)
-
-
-def test_a_slow_host_is_named(tmp_path):
-    first, second = several.run_work(tmp_path, late)
-    assert "host 1 (" in first and "later than this one at 'rollouts'" in first
-    assert not second
-
-
-def stopped(hosts):
-    heard = threading.Event()
-    hosts.when_stopped(heard.set)
-    if hosts.index == 1:
-        hosts.stop_all()
-    assert heard.wait(20)
-
-
-def test_what_one_host_is_told_to_stop_all_stop(tmp_path):
-    several.run_work(tmp_path, stopped)

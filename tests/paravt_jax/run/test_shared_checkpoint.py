@@ -79,51 +79,9 @@ def restore(hosts, directory, tiny_hf, axes, step, broken=()):
 ONE, TWO = {"fsdp": 4}, {"data": 2, "fsdp": 1, "tensor": 2}
 
 
-@pytest.fixture(scope="module")
-def of_two(tiny_hf, tmp_path_factory):
-    """Checkpoints 1 and 2, written by two hosts with two devices each."""
-    folder = tmp_path_factory.mktemp("shared")
-    several.run_work(
-        folder / "said", save, 2, folder / "checkpoints", tiny_hf, {"fsdp": 2, "tensor": 2}, (1, 2), devices=2
-    )
-    return folder / "checkpoints"
-
-
-def test_what_two_hosts_wrote_is_whole_and_one_host_reads_it_on_another_mesh(of_two, tiny_hf, tmp_path):
-    assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")]
-    restore(ALONE, of_two, tiny_hf, ONE, 2)
-    export(of_two / "2", tmp_path / "hf")
-    expected = learner_on(tiny_hf, ONE)
-    expected.state = drawn(expected, 2)
-    for model in (model_port.load(of_two / "2"), model_port.load(tmp_path / "hf")):
-        bits, wanted = (np.asarray(one.text.layers.mlp.up_kernel_fd[...]) for one in (model, expected.model))
-        assert bits.tobytes() == wanted.tobytes()
-
-
-def test_what_one_host_wrote_two_read_and_damage_that_one_of_them_sees_sets_it_aside_for_both(tiny_hf, tmp_path):
-    run = tmp_path / "checkpoints"
-    save(ALONE, run, tiny_hf, ONE, (1, 2))
-    file = max((run / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    several.run_work(tmp_path / "said", restore, 2, run, tiny_hf, TWO, 1, ("2",), devices=2)
-    assert sorted(entry.name for entry in run.iterdir()) == ["1", "2.broken"]
-
-
-def test_a_host_lost_while_writing_leaves_the_checkpoint_before_it(of_two, tiny_hf, tmp_path):
-    run = shutil.copytree(of_two, tmp_path / "checkpoints")
-    started = several.start_work(tmp_path / "said", save, 2, run, tiny_hf, {"fsdp": 2}, (3,), 1, devices=1)
-    first, second = started.ended(120)
-    assert second.code == -signal.SIGKILL and first.code == 1 and "host 1 (" in first.last and "is lost" in first.last
-    assert any(entry.name.startswith(".3.") for entry in run.iterdir())
-    restore(ALONE, run, tiny_hf, ONE, 2)
-    assert sorted(entry.name for entry in run.iterdir()) == ["1", "2"]
-
-
 def failing(hosts, directory, tiny_hf):
     """The disk of host 1 is full."""
-    learner, said = learner_on(tiny_hf, {"fsdp": 2}), []
+    learner, said = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
     checkpoints = open_on(hosts, directory, tiny_hf, said)
 
     def full(*_):
@@ -141,5 +99,58 @@ def failing(hosts, directory, tiny_hf):
         assert not list(directory.iterdir())
 
 
-def test_what_one_host_cannot_write_is_said_by_all_and_training_goes_on(tiny_hf, tmp_path):
-    several.run_work(tmp_path / "said", failing, 2, tmp_path / "checkpoints", tiny_hf)
+def _all(hosts, folder, tiny_hf):
+    save(hosts, folder / "of two", tiny_hf, {"fsdp": 2, "tensor": 2}, (1, 2))
+    restore(hosts, folder / "of one", tiny_hf, TWO, 1, ("2",))
+    failing(hosts, folder / "nowhere", tiny_hf)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_hf, tmp_path_factory):
+    """What two hosts with two devices each did one after another: to start them takes longer.
+
+    They wrote checkpoints 1 and 2, read of those that one host wrote, the second of which is damaged, and could not
+    write for want of a disk.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    save(ALONE, folder / "of one", tiny_hf, ONE, (1, 2))
+    file = max((folder / "of one" / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    several.run_work(folder / "said", _all, 2, folder, tiny_hf, devices=2)
+    return folder
+
+
+@pytest.fixture
+def of_two(shared):
+    return shared / "of two"
+
+
+def test_what_two_hosts_wrote_is_whole_and_one_host_reads_it_on_another_mesh(of_two, tiny_hf, tmp_path):
+    assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")]
+    restore(ALONE, of_two, tiny_hf, ONE, 2)
+    export(of_two / "2", tmp_path / "hf")
+    expected = learner_on(tiny_hf, ONE)
+    expected.state = drawn(expected, 2)
+    for model in (model_port.load(of_two / "2"), model_port.load(tmp_path / "hf")):
+        bits, wanted = (np.asarray(one.text.layers.mlp.up_kernel_fd[...]) for one in (model, expected.model))
+        assert bits.tobytes() == wanted.tobytes()
+
+
+def test_what_one_host_wrote_two_read_and_damage_that_one_of_them_sees_sets_it_aside_for_both(shared):
+    assert sorted(entry.name for entry in (shared / "of one").iterdir()) == ["1", "2.broken"]
+
+
+def test_what_one_host_cannot_write_is_said_by_all_and_training_goes_on(shared):
+    assert not list((shared / "nowhere").iterdir())
+
+
+def test_a_host_lost_while_writing_leaves_the_checkpoint_before_it(of_two, tiny_hf, tmp_path):
+    run = shutil.copytree(of_two, tmp_path / "checkpoints")
+    started = several.start_work(tmp_path / "said", save, 2, run, tiny_hf, {"fsdp": 2}, (3,), 1, devices=1)
+    first, second = started.ended(120)
+    assert second.code == -signal.SIGKILL and first.code == 1 and "host 1 (" in first.last and "is lost" in first.last
+    assert any(entry.name.startswith(".3.") for entry in run.iterdir())
+    restore(ALONE, run, tiny_hf, ONE, 2)
+    assert sorted(entry.name for entry in run.iterdir()) == ["1", "2"]

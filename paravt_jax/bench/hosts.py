@@ -1,0 +1,244 @@
+"""One run on 1, 2 and 4 processes of this machine; and new weights to 1, 2 and 4 servers, beside a copy of their bytes.
+
+All runs have the same settings, seed and devices: what differs is how many processes hold these devices. With --engine
+jax the learner samples, so every run plays the same episodes, and is compared with the first. With --engine sglang real
+servers, which all processes share, sample at random, so every run is compared with one process that replays its
+episodes. Then weights go to those that merely receive them, or to real servers.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import model_port
+from model_port.config import ModelConfig
+from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.bench.checkpoint import sized_model
+from paravt_jax.bench.publishing import publish_times, receivers
+from paravt_jax.bench.smoke_run import CONFIG, ROOT
+from paravt_jax.run.log import METRICS_FILE, load_jsonl
+from paravt_jax.sampling.weights import ModelWeights
+from rollout.server import Server, ServerSettings
+
+SETTINGS = (  # short rows: an update of the smoke run takes ten times as long as its rollout
+    "rollout.prompts.system=Call crop_video.",
+    "rollout.prompts.system_has_tools=true",
+    "rollout.prompts.with_tool=Look, or answer.",
+    "rollout.max_new_tokens=16",
+    "video.frame_budgets=[3,4]",
+    "video.max_pixels=6144",
+    "pack.sizes_per_doubling=1",
+    "train.prompts_per_step=4",
+    "train.group_size=4",
+    "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "data.validation=",
+    "checkpoint.every_steps=1000000",  # but the last one
+    "log.tensorboard=false",
+)
+TRAIN = (sys.executable, "-m", "paravt_jax.train")
+ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
+FIRST_STEPS = 2  # of a run, which do not count: they compile
+TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
+ABOUT_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
+SMALL = 1e-3  # metrics below it are compared absolutely
+LOOK_EVERY_S = 0.2
+SHOWN_LINES = 15  # of a run that failed
+START_S, STOP_S = 600.0, 10.0  # of a server
+FLOAT32 = np.dtype(np.float32)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--engine", choices=["jax", "sglang"], default="jax", help="what samples, and real servers or not (default jax)"
+    )
+    add("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="of a run each (default 1 2 4)")
+    add("--steps", type=int, default=4, help=f"of each run, after {FIRST_STEPS} that compile (default 4)")
+    add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="that get weights (default 1 2 4)")
+    add("--mib", type=int, default=320, help="of weights, about (default 320)")
+    add("--repeats", type=int, default=5, help="of each publish; the median counts")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("processes", "steps", "servers", "mib", "repeats"):
+        if np.min(getattr(args, name)) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    with tempfile.TemporaryDirectory() as folder:
+        return {"engine": args.engine, "runs": _runs(args, Path(folder)), "publishes": _publishes(args, Path(folder))}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as two Markdown tables."""
+    head = "| processes | step s | rollout s | update s | publish s | most memory of each, MiB | metrics differ by |"
+    lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
+    lines += ["| servers | MiB | publish s | copy s | publish / copy |", "|---" * 5 + "|"]
+    return "\n".join([*lines, *map(_publish_line, result["publishes"])])
+
+
+def _run_line(row: Mapping[str, Any]) -> str:
+    times = " | ".join(f"{row[name]:.2f}" for name in TIMES)
+    return (
+        f"| {row['processes']} | {times} | {max(row['peaks_mib']):.0f} | {row['differ_by']:.1e}, {row['differ_in']} |"
+    )
+
+
+def _publish_line(row: Mapping[str, Any]) -> str:
+    publish_s, copy_s = row["publish_s"], row["copy_s"]
+    return f"| {row['servers']} | {row['mib']} | {publish_s:.2f} | {copy_s:.2f} | {publish_s / copy_s:.2f} |"
+
+
+def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Every number of processes in turn, with as many devices in all as can be dealt out to each number."""
+    num_devices, rows = math.lcm(*args.processes), []
+    settings = [*SETTINGS, f"mesh.fsdp={num_devices}", f"pack.num_rows={num_devices}"]
+    settings.append(f"train.num_steps={FIRST_STEPS + args.steps}")
+    real = args.engine == "sglang"
+    with served(folder / "tiny", tiny_config(), max(args.servers) if real else 0) as urls:
+        settings += [f"engine.kind={args.engine}", f"engine.urls=[{','.join(urls)}]"]
+        settings += [f"model.path={folder / 'tiny'}"]
+        for num in args.processes:
+            _say(f"a run on {num} process{'es' * (num > 1)}")
+            run_dir, replay_dir = folder / f"of{num}", folder / f"replay{num}"
+            peaks_mib = trained(train_command(run_dir, settings), run_dir, num, num_devices)
+            if real:
+                _say("its replay on one")
+                trained(replay_command(run_dir, replay_dir), replay_dir, 1, num_devices)
+            reference = replay_dir if real else folder / f"of{args.processes[0]}"
+            rows.append({"processes": num, "peaks_mib": peaks_mib, **found_in(run_dir, reference)})
+            _say(_run_line(rows[-1]))
+    return rows
+
+
+def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The weights of one model to every number of servers in turn."""
+    config = sized_model(args.mib * 2**20 / FLOAT32.itemsize)
+    real = args.engine == "sglang"
+    rows = []
+    with served(folder / "large", config, max(args.servers) if real else 0) as urls:
+        weights = ModelWeights(model_port.load(folder / "large", "float32"), FLOAT32)
+        for num in args.servers:
+            times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
+            rows.append({"servers": num, "mib": weights.num_bytes // 2**20, **times})
+            _say(_publish_line(rows[-1]))
+    return rows
+
+
+async def _publish(urls: Sequence[str], num: int, weights: ModelWeights, repeats: int) -> dict[str, float]:
+    if urls:
+        return await publish_times(urls, weights, repeats)
+    async with receivers(num, weights.num_bytes) as pretended:
+        return await publish_times(pretended, weights, repeats)
+
+
+@contextmanager
+def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
+    """The URLs of so many real servers on the CPU, of a model that is made there."""
+    make_tiny(model, config=config)
+    if num:
+        _say(f"starting {num} real servers")
+    settings = [ServerSettings(model, context_length=2048)] * num
+    servers = asyncio.run(_all(Server.start(one, deadline_s=START_S) for one in settings))
+    try:
+        yield [server.url for server in servers]
+    finally:
+        asyncio.run(_all(server.stop(STOP_S) for server in servers))
+
+
+async def _all(work: Iterator[Any]) -> list[Any]:
+    return await asyncio.gather(*work)
+
+
+def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -> list[float]:
+    """A run on so many processes, to its end; the most memory that each of them had, MiB."""
+    joint = [f"hosts.coordinator=127.0.0.1:{_free_port()}", f"hosts.num={num}"] if num > 1 else []
+    each = [[*command, *joint, *([f"hosts.index={index}"] * (num > 1))] for index in range(num)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _with_devices(num_devices // num)}
+    log, peaks_mib = run_dir.with_suffix(".log"), [0.0] * num
+    with log.open("wb") as output:
+        processes = [
+            subprocess.Popen(one, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            for one in each
+        ]
+    try:
+        while (codes := [process.poll() for process in processes]) != [0] * num:
+            if any(codes):
+                said = " | ".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+                raise RuntimeError(f"{run_dir.name}: processes ended with exit codes {codes}: {said}")
+            peaks_mib = [max(*both) for both in zip(peaks_mib, map(_peak_mib, processes), strict=True)]
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return peaks_mib
+
+
+def train_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
+    return [*TRAIN, "--config", str(CONFIG), f"run_dir={run_dir}", *settings]
+
+
+def replay_command(run_dir: Path, replay_dir: Path) -> list[str]:
+    """The episodes of a run, learnt from once more by one process."""
+    return [*TRAIN, "--replay", str(run_dir), f"run_dir={replay_dir}", *ALONE]
+
+
+def found_in(run_dir: Path, reference: Path) -> dict[str, Any]:
+    """Median times of the steps of a run, and how far its metrics are from those of another one."""
+    steps, others = (list(load_jsonl(directory / METRICS_FILE)) for directory in (run_dir, reference))
+    times = {name: statistics.median(step[f"time/{name}"] for step in steps[FIRST_STEPS:]) for name in TIMES}
+    differ_by, differ_in = largest_difference(steps, others)
+    return {**times, "differ_by": differ_by, "differ_in": differ_in}
+
+
+def largest_difference(steps: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """Between the metrics of two runs, relative to the larger, and which it is."""
+    found = (0.0, "none")
+    for ours, theirs in zip(steps, others, strict=True):
+        for key in sorted({*ours, *theirs}):
+            if not key.startswith(ABOUT_THE_MACHINE):
+                found = max(found, (_difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
+    return found
+
+
+def _difference(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    return abs(one - other) / max(abs(one), abs(other), SMALL)
+
+
+def _peak_mib(process: subprocess.Popen[bytes]) -> float:
+    """So far; of one that has ended, nothing."""
+    try:
+        said = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", said, re.MULTILINE)
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def _with_devices(num: int) -> str:
+    own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    return " ".join([*own, f"--xla_force_host_platform_device_count={num}"])
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""The bench of hosts: runs compared by what they learnt, and weights timed beside a copy that is one."""
+
+import asyncio
+import json
+import math
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+import model_port
+from paravt_jax.bench import hosts
+from paravt_jax.bench.publishing import copied_s, publish_times, receivers
+from paravt_jax.sampling.weights import ModelWeights
+
+
+def test_the_largest_difference_is_relative_and_of_what_two_runs_share():
+    steps = [{"step": 1, "loss/policy": 2.0, "loss/kl": 1e-7, "time/step_s": 3.0}, {"step": 2, "loss/policy": 4.0}]
+    others = [{"step": 1, "loss/policy": 2.0, "loss/kl": 2e-7, "time/step_s": 9.0}, {"step": 2, "loss/policy": 3.0}]
+    assert hosts.largest_difference(steps, steps) == (0.0, "none")
+    assert hosts.largest_difference(steps[:1], others[:1]) == (pytest.approx(1e-4), "loss/kl")
+    assert hosts.largest_difference(steps, others) == (0.25, "loss/policy")
+    del others[1]["loss/policy"]
+    assert hosts.largest_difference(steps, others) == (math.inf, "loss/policy")
+
+
+def test_the_times_of_a_run_are_medians_of_the_steps_that_compile_nothing(tmp_path):
+    seconds = [90.0, 80.0, 1.0, 2.0, 4.0]
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+        rows = [{"step": n, **{f"time/{time}": s for time in hosts.TIMES}} for n, s in enumerate(seconds, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = hosts.found_in(tmp_path / "run", tmp_path / "other")
+    assert found == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
+    runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **found}]
+    publishes = [{"servers": 4, "mib": 320, "publish_s": 3.0, "copy_s": 2.0}]
+    lines = hosts.table({"runs": runs, "publishes": publishes}).splitlines()
+    assert lines[2] == "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 640 | 0.0e+00, none |"
+    assert lines[-1] == "| 4 | 320 | 3.00 | 2.00 | 1.50 |"
+
+
+def test_receivers_take_the_weights_that_are_published(tiny_hf):
+    weights = ModelWeights(model_port.load(tiny_hf), np.dtype(np.float32))
+
+    async def work():
+        async with receivers(2, weights.num_bytes) as urls:
+            return await publish_times(urls, weights, 1)
+
+    assert all(seconds > 0 for seconds in asyncio.run(work()).values())
+
+
+def test_a_copy_is_whole_in_every_place():
+    source = np.random.default_rng(0).integers(0, 256, 5_000_011, np.uint8)
+    targets = [np.zeros_like(source) for _ in range(3)]
+    assert copied_s(source, targets) > 0
+    assert all(np.array_equal(source, target) for target in targets)
+
+
+def test_a_number_that_is_none_is_refused_before_anything_is_started():
+    numbers = dict(engine="jax", processes=[1, 0], steps=1, servers=[1], mib=1, repeats=1)
+    with pytest.raises(ValueError, match=r"^--processes \[1, 0\] must be at least 1$"):
+        hosts.run(Namespace(**numbers))

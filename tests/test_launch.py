@@ -1,0 +1,138 @@
+"""What starts a run on several hosts: the script for Slurm, whose srun and scontrol are played here, and job files."""
+
+import importlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from string import Template
+
+import pytest
+import yaml
+
+from paravt_jax.config import load_config
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = ROOT / "configs" / "launch"
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+echo "${*: -2}" >> srun
+trap 'again=1; kill -TERM $tasks' TERM
+for rank in 0 1; do SLURM_NTASKS=2 SLURM_PROCID=$rank "$@" & tasks="$tasks $!"; done
+status=0
+for task in $tasks; do
+    again=1
+    while [ $again ]; do again=; code=0; wait $task || code=$?; done
+    [ $code -eq 0 ] || status=$code
+done
+exit $status
+"""
+TASK = """#!{python}
+import signal, sys, threading
+from pathlib import Path
+
+index = int(sys.argv[-1].removeprefix("hosts.index="))
+with Path(f"task{{index}}").open("a") as said:
+    print(*sys.argv[1:], file=said)
+if len(Path("srun").read_text().splitlines()) == 1:
+    sys.exit(7 * index)
+
+sys.path.insert(0, "{root}")
+from paravt_jax.config import HostsConfig
+from paravt_jax.run.hosts import joined
+
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
+settings = dict(word.split("=") for word in sys.argv if word.startswith("hosts."))
+with joined(HostsConfig(settings["hosts.coordinator"], int(settings["hosts.num"]), index)) as hosts:
+    assert hosts.gather("there", index) == [0, 1]
+    Path(f"joined{{index}}").touch()
+    assert told.wait(30)
+"""
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of two nodes, submitted from a directory with an environment whose Python only meets the other task."""
+    program(tmp_path / "bin" / "srun", SRUN)
+    program(tmp_path / "bin" / "scontrol", "#!/bin/sh\nprintf 'localhost\\nnode002\\n'\n")
+    program(tmp_path / ".venv" / "bin" / "python", TASK.format(python=sys.executable, root=ROOT))
+    return os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost,node002",
+    }
+
+
+def until(condition, deadline_s=60):
+    give_up_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_begins_again_after_a_failure_meets_and_saves_when_told_to_stop(job, tmp_path):
+    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "--config", "run.yaml", "seed=3"]
+    script = subprocess.Popen(command, env=job, stderr=subprocess.PIPE, text=True)
+    until(lambda: all((tmp_path / f"joined{rank}").exists() for rank in range(2)) or script.poll() is not None)
+    script.send_signal(signal.SIGTERM)  # as sbatch --signal=B:TERM does before the end of the time
+    _, said = script.communicate(timeout=60)
+    assert script.returncode == 0, said
+    assert "attempt 0 ended with exit code 7" in said and "attempt 1" not in said
+    for rank in range(2):
+        words = (tmp_path / f"task{rank}").read_text().splitlines()
+        assert len(words) == 2 and words[0] == words[1]
+        assert words[0].startswith("-m paravt_jax.train --config run.yaml seed=3 hosts.coordinator=localhost:")
+        assert words[0].endswith(f"hosts.num=2 hosts.index={rank}")
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_fails_every_time_ends_with_its_exit_code(job, tmp_path):
+    program(tmp_path / ".venv" / "bin" / "python", "#!/bin/sh\nexit 7\n")
+    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "sft"]
+    done = subprocess.run(command, env=job | {"RESTARTS": "2"}, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 7 and done.stderr.count("ended with exit code 7") == 3
+
+
+def gke_tpu():
+    """What each container runs, on how many hosts, with how many devices; and where host 0 is called."""
+    service, job = yaml.safe_load_all((LAUNCH / "gke_tpu.yaml").read_text())
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert spec["subdomain"] == service["metadata"]["name"]
+    called = f"{job['metadata']['name']}-0.{spec['subdomain']}:{container['ports'][0]['containerPort']}"
+    devices = container["resources"]["limits"]["google.com/tpu"]
+    return container["args"][0].removeprefix("exec "), job["spec"]["completions"], devices, called
+
+
+def two_gpu_nodes():
+    (service,) = yaml.safe_load((LAUNCH / "two_gpu_nodes.yaml").read_text())["services"].values()
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    return service["command"], 2, devices["count"], "FIRST:8476"
+
+
+@pytest.mark.parametrize("read", [gke_tpu, two_gpu_nodes])
+def test_each_host_of_a_job_file_has_a_command_that_loads_and_its_part_of_the_mesh(read, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command, num, devices, called = read()
+    for index in range(num):
+        words = shlex.split(Template(command).substitute(JOB_COMPLETION_INDEX=index, HOST=index))
+        assert words[:2] == ["python", "-m"]
+        monkeypatch.setattr(sys, "argv", [*words[2:], "--show"])
+        importlib.import_module(words[2]).main()
+        config = load_config(words[4], *words[5:])
+        assert (config.hosts.num, config.hosts.index, config.hosts.coordinator) == (num, index, called)
+        assert config.mesh.num_devices == num * devices and config.pack.num_rows % num == 0
+    assert {path.stem for path in LAUNCH.iterdir()} == {"gke_tpu", "two_gpu_nodes"}
