@@ -40,6 +40,7 @@ def outputs(attend, row=ROWS, values=None):
     return np.asarray(mixed)[np.asarray(row.segment_ids) != 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
 def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim, kv_heads, causal):
     shape = {"head_dim": head_dim, "kv_heads": kv_heads}
@@ -48,6 +49,7 @@ def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
 def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_dim, kv_heads, causal):
     for ours, of_oracle in bfloat16_errors(attention(kernel), causal, head_dim=head_dim, kv_heads=kv_heads):
