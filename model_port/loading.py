@@ -1,7 +1,7 @@
 """From a path to a model in memory, and from one sequence to its logits."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -37,7 +37,13 @@ TOKEN_BUCKET = 64  # sequences up to this much longer share one compiled program
 
 def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> Qwen3VL:
     """A model of shapes only: costs no memory at any size."""
-    return nnx.eval_shape(lambda: Qwen3VL(config, compute=compute, rngs=nnx.Rngs(0)))
+    return nnx.merge(*_abstract(config, compute))
+
+
+@cache
+def _abstract(config: ModelConfig, compute: Compute) -> tuple[nnx.GraphDef[Qwen3VL], nnx.State]:
+    """Its parts, from which models of their own are made: to trace the drawing of all weights takes a while."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen3VL(config, compute=compute, rngs=nnx.Rngs(0))))
 
 
 def abstract_params(model: Qwen3VL, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:

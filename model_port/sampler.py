@@ -2,7 +2,8 @@
 
 Every shape is fixed by the sampler's settings and, in a prefill, by the bucket of the prompt's own length, never by
 what else is being sampled. Together with a random stream per request (its seed and the token's number) that makes a
-request's tokens independent of the batch it happens to run in. Requests that share a prompt object share its prefill.
+request's tokens independent of the batch it happens to run in. Requests that share a prompt object share its prefill,
+samplers of one model and one size their programs.
 """
 
 from collections import deque
@@ -19,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from model_port.attention import Layout, attention_of, blocked_attention
+from model_port.config import TextConfig
 from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Index
 from model_port.model import Qwen3VL, row_layout
@@ -113,13 +115,9 @@ class Sampler:
         self.max_rows = max_rows
         self.max_context_tokens = max_context_tokens
         self.token_bucket, self.patch_bucket, self.frame_bucket = token_bucket, patch_bucket, frame_bucket
-        graphdef, self.params = nnx.split(model)
-        self._see = jax.jit(partial(_see, graphdef))
-        self._prefill = jax.jit(partial(_prefill, graphdef))
-        self._admit = jax.jit(_admit, donate_argnums=0)
-        self._decode = jax.jit(partial(_decode, graphdef, tokens_per_step), donate_argnums=1)
-        self._stop = jax.jit(_stop, donate_argnums=0)
-        self._rows: Rows = jax.jit(partial(_empty_rows, model, max_rows, max_context_tokens))()
+        self._graphdef, self.params = nnx.split(model)
+        self._tokens_per_step = tokens_per_step
+        self._rows: Rows = _empty_rows(model.config.text, model.compute.dtype, max_rows, max_context_tokens)
         self._occupants: list[int | None] = [None] * max_rows
         self._waiting: deque[int] = deque()
         self._requests: dict[int, SamplerRequest] = {}
@@ -166,7 +164,7 @@ class Sampler:
         finished = self._fill_rows()
         if not any(number is not None for number in self._occupants):
             return finished
-        self._rows, sampled, logp, was_running = self._decode(self.params, self._rows)
+        self._rows, sampled, logp, was_running = decode(self._graphdef, self._tokens_per_step, self.params, self._rows)
         sampled, logp, was_running, running = jax.device_get((sampled, logp, was_running, self._rows.running))
         for row, number in enumerate(self._occupants):
             if number is not None:
@@ -182,7 +180,7 @@ class Sampler:
             self._waiting.remove(number)
         elif number in self._occupants:
             row = self._occupants.index(number)
-            self._rows = self._stop(self._rows, row)
+            self._rows = stop(self._rows, row)
             self._occupants[row] = None
         else:
             raise ValueError(f"request {number} is not running")
@@ -218,7 +216,7 @@ class Sampler:
             stop_ids[: len(sampling.stop_ids)] = sampling.stop_ids
             seed = np.array([sampling.seed >> 32 & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF], np.uint32)
             settings = (seed, np.int32(sampling.max_new_tokens), np.float32(sampling.temperature), stop_ids)
-            self._rows, token, logp = self._admit(self._rows, np.int32(row), prefilled, *settings)
+            self._rows, token, logp = admit(self._rows, np.int32(row), prefilled, *settings)
             token, logp, running = jax.device_get((token, logp, self._rows.running))
             self._extend(number, [int(token)], [float(logp)])
             if not running[row]:
@@ -236,14 +234,14 @@ class Sampler:
             row_patches = bucket(max(len(frame.patches) for frame in prompt.frames), self.patch_bucket)
             num_rows = bucket(len(prompt.frames), self.frame_bucket)
             vision, first_rows = pack_vision(prompt.frames, self.config.vision, row_patches, num_rows)
-            visual = self._see(self.params, vision)
+            visual = see(self._graphdef, self.params, vision)
         num_tokens = min(bucket(len(prompt.ids), self.token_bucket), self.max_context_tokens)
         sequence = RowSequence(Tokens(np.asarray(prompt.ids), tuple(range(len(prompt.frames)))))
         text = pack_text([[sequence]], prompt.frames, first_rows, self.config, num_tokens)
         last = len(prompt.ids) - 1
         # Text after a prompt goes on from the largest position of its last token, whichever axis has it.
         position = np.int32(next_position(text.positions[0, : last + 1]))
-        keys, values, logits = self._prefill(self.params, text, visual, np.int32(last))
+        keys, values, logits = prefill(self._graphdef, self.params, text, visual, np.int32(last))
         return Prefilled(keys, values, logits, np.int32(len(prompt.ids)), position)
 
     def _extend(self, number: int, ids: list[int], logp: list[float]) -> None:
@@ -266,11 +264,13 @@ def next_position(positions: Int[np.ndarray, "T 3"]) -> int:
     return int(positions.max()) + 1
 
 
-def _see(graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, vision: VisionBatch) -> Visual:
+@partial(jax.jit, static_argnums=0)
+def see(graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, vision: VisionBatch) -> Visual:
     return nnx.merge(graphdef, params).see(vision)
 
 
-def _prefill(
+@partial(jax.jit, static_argnums=0)
+def prefill(
     graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, text: TextBatch, visual: Visual | None, last: Int[Array, ""]
 ) -> tuple[Array, Array, Array]:
     """Keys and values of a whole prompt, and the logits of its last token."""
@@ -293,7 +293,8 @@ def _prefill(
     return keys, values, model.text.logits(end)[:, 0]
 
 
-def _admit(
+@partial(jax.jit, donate_argnums=0)
+def admit(
     rows: Rows,
     row: Int[Array, ""],
     prompt: Prefilled,
@@ -321,7 +322,8 @@ def _admit(
     return replace(rows, running=everywhere(rows.running)), everywhere(token[0]), everywhere(logp[0])
 
 
-def _decode(
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def decode(
     graphdef: nnx.GraphDef[Qwen3VL], num_steps: int, params: nnx.State, rows: Rows
 ) -> tuple[Rows, Int[Array, "B n"], Float[Array, "B n"], Bool[Array, "B n"]]:
     """Up to `num_steps` tokens in every running row; the flags say which of the returned tokens count."""
@@ -370,7 +372,8 @@ def _decode(
     return replace(rows, running=everywhere(rows.running)), sampled, logp, was_running
 
 
-def _stop(rows: Rows, row: Int[Array, ""]) -> Rows:
+@partial(jax.jit, donate_argnums=0)
+def stop(rows: Rows, row: Int[Array, ""]) -> Rows:
     return replace(rows, running=rows.running.at[row].set(False))
 
 
@@ -393,12 +396,12 @@ def _sample(
     return token.astype(jnp.int32), logp
 
 
-def _empty_rows(model: Qwen3VL, max_rows: int, max_context_tokens: int) -> Rows:
-    c = model.config.text
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_rows(c: TextConfig, dtype: str, max_rows: int, max_context_tokens: int) -> Rows:
     shape = (c.num_layers, max_rows, max_context_tokens, c.num_kv_heads, c.head_dim)
 
     def cache() -> Array:
-        return constrain(jnp.zeros(shape, model.compute.dtype), "lbskh")
+        return constrain(jnp.zeros(shape, dtype), "lbskh")
 
     def count() -> Array:
         return jnp.zeros(max_rows, jnp.int32)

@@ -562,11 +562,16 @@ def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
     given = cast(dict[Any, Any], OmegaConf.to_container(layer))
-    known, mappings = list(keys_of(schema)), mappings_of(schema)
+    known, mappings = _known(schema)
     for key in flat(given):
         if key not in known and key.rpartition(".")[0] not in mappings:
             said = unknown_key(key, [*known, *(entry for entries in mappings.values() for entry in entries)])
             yield ("" if place.startswith(f"{key}=") else f"{place}: ") + said
+
+
+@cache
+def _known(schema: type) -> tuple[list[str], dict[str, list[str]]]:
+    return list(keys_of(schema)), mappings_of(schema)
 
 
 def _with_value(override: str) -> str:

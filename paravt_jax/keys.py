@@ -8,6 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MAX_HINTS = 3
@@ -19,9 +20,15 @@ def section_of(kind: Any) -> type | None:
     return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
 
 
+@cache
+def types_of(schema: type) -> dict[str, Any]:
+    """Of a dataclass's fields: asking Python for them is most of reading a config."""
+    return get_type_hints(schema)
+
+
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
     """Those of settings, and of sections that may be null."""
-    hints = get_type_hints(schema)
+    hints = types_of(schema)
     for field in fields(schema):
         section = section_of(hints[field.name])
         if section is None or type(None) in get_args(hints[field.name]):
@@ -34,7 +41,7 @@ def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
     """Settings that are mappings, each with the keys of the entries that it is known to have; it may have others."""
     found: dict[str, list[str]] = {}
     for field in fields(schema):
-        key, section = prefix + field.name, section_of(get_type_hints(schema)[field.name])
+        key, section = prefix + field.name, section_of(types_of(schema)[field.name])
         if "entries" in field.metadata:
             found[key] = [f"{key}.{name}" for name in field.metadata["entries"]]
         found |= mappings_of(section, f"{key}.") if section is not None else {}
@@ -73,7 +80,7 @@ def _called(name: str, known: list[str]) -> list[str]:
 def comments_of(schema: type) -> dict[str, str]:
     """What the source says of each field of a dataclass: the values that it may have, and the comment."""
     said = {name: text for part in reversed(schema.__mro__) if is_dataclass(part) for name, text in _comments(part)}
-    hints = get_type_hints(schema)
+    hints = types_of(schema)
     return {
         field.name: "; ".join(filter(None, [_choices(hints[field.name]), said[field.name]])) for field in fields(schema)
     }

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402 (jax reads its environment when it is imported)
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / "xla"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Threads of torch and numpy wait for each other by spinning: on tiny arrays that is half of what they compute.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -59,11 +62,22 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What takes minutes begins first, so that no process is left alone with it at the end.
-LONG_FILES = ("test_real_server.py", "test_train.py", "test_chaos.py", "test_resume.py", "test_plan.py")
+LONG_FILES = (
+    *("test_real_server.py", "test_train.py", "test_chaos.py", "test_resume.py", "test_hosts_run.py", "test_sft.py"),
+    *("test_plan.py", "test_parity.py", "test_learner.py", "test_overfit.py", "test_gpu_check.py", "test_packing.py"),
+    *("test_docs.py", "test_fuzz.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="so long for each target of test_fuzz.py")
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: garbage is looked for among the rest, and less often, as JAX does so each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

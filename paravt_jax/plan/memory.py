@@ -130,6 +130,12 @@ def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
     return total
 
 
+@cache
+def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
+    """Values on one device of the model's parameters whose paths begin so."""
+    return shard_values({path: shape for path, shape in param_shapes(model).items() if path.startswith(prefix)}, mesh)
+
+
 def share_of(config: Config | SftConfig, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
     return Share(config, model, batch, _local(model, config.mesh.tensor), platform)
 
@@ -156,7 +162,7 @@ class Share:
 
     @property
     def num_params(self) -> int:
-        return shard_values(param_shapes(self.model), self.config.mesh)
+        return values_on(self.config.mesh, self.model)
 
     @property
     def adapted(self) -> bool:
@@ -165,8 +171,7 @@ class Share:
 
     @property
     def num_text(self) -> int:
-        shapes = {path: shape for path, shape in param_shapes(self.model).items() if path.startswith("text.")}
-        return shard_values(shapes, self.config.mesh)
+        return values_on(self.config.mesh, self.model, "text.")
 
     @property
     def num_trainable(self) -> int:
@@ -177,8 +182,7 @@ class Share:
     @property
     def vision_values(self) -> int:
         """Of the vision tower as it is computed: whole over fsdp."""
-        shapes = {path: shape for path, shape in param_shapes(self.model).items() if path.startswith("vision.")}
-        return shard_values(shapes, replace(self.config.mesh, fsdp=1))
+        return values_on(replace(self.config.mesh, fsdp=1), self.model, "vision.")
 
     @property
     def table_values(self) -> int:

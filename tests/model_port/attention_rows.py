@@ -1,5 +1,7 @@
 """Rows to compare forms of attention on: packed, branched and padded, of a length that is no multiple of anything."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ ROWS = Layout(*(jnp.concatenate(pair) for pair in zip(PACKED, OTHER, strict=True
 NUM_TOKENS = 37
 
 
-def value_and_gradients(attend, q, k, v, weight, row, causal=True):
+def value_and_gradients(attend, q, k, v, weight, row=ROWS, causal=True):
     """Of a weighted sum over all tokens that are no padding."""
 
     def objective(q, k, v):
@@ -31,23 +33,29 @@ def value_and_gradients(attend, q, k, v, weight, row, causal=True):
     return out, *gradients
 
 
-def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5):
+def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5, dtype="float32"):
+    """Queries, keys, values, and a weight for each output in no less than float32."""
     random = np.random.default_rng(3)
-    return [
+    inputs = [
         jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
         for n in (heads, kv_heads, kv_heads, heads)
     ]
+    of_weight = jnp.promote_types(dtype, "float32")
+    return [x.astype(of) for x, of in zip(inputs, (dtype, dtype, dtype, of_weight), strict=True)]
 
 
-def bfloat16_errors(attend, inputs, weight, row, causal=True):
+@cache
+def oracles(causal=True, **inputs):
+    """What every form is compared with."""
+    return [np.asarray(x) for x in value_and_gradients(attention_of("xla"), *random_inputs(**inputs), causal=causal)]
+
+
+def bfloat16_errors(attend, causal=True, **shape):
     """Of the output and each gradient, against the oracle in float32: of `attend` and of the oracle in bfloat16."""
-    exact = value_and_gradients(attention_of("xla"), *inputs, weight, row, causal)
-    short = [x.astype(jnp.bfloat16) for x in inputs]
+    exact = oracles(causal, **shape)
 
-    def errors(form):
-        return [
-            np.linalg.norm(np.asarray(got, np.float32) - want)
-            for got, want in zip(value_and_gradients(form, *short, weight, row, causal), exact, strict=True)
-        ]
+    def errors(found):
+        return [np.linalg.norm(np.asarray(got, np.float32) - want) for got, want in zip(found, exact, strict=True)]
 
-    return zip(errors(attend), errors(attention_of("xla")), strict=True)
+    ours = value_and_gradients(attend, *random_inputs(**shape, dtype="bfloat16"), causal=causal)
+    return zip(errors(ours), errors(oracles(causal, **shape, dtype="bfloat16")), strict=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_rows import NUM_TOKENS, ROWS, bfloat16_errors, layout, random_inputs, value_and_gradients
+from attention_rows import NUM_TOKENS, ROWS, bfloat16_errors, layout, oracles, random_inputs, value_and_gradients
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from model_port.attention import Layout, attention_of, blocked, blocked_attention, form_of, scanned
@@ -76,8 +76,8 @@ def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
     monkeypatch, float64, causal, form, block_tokens, max_blocks
 ):
     attend = with_blocks(monkeypatch, form, block_tokens, max_blocks)
-    expected = value_and_gradients(attention_of("xla"), *random_inputs(), ROWS, causal)
-    for got, want in zip(value_and_gradients(attend, *random_inputs(), ROWS, causal), expected, strict=True):
+    found = value_and_gradients(attend, *random_inputs(dtype="float64"), causal=causal)
+    for got, want in zip(found, oracles(causal, dtype="float64"), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
@@ -85,9 +85,8 @@ def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(72, 6), (128, 2)])
 def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, head_dim, kv_heads):
     attend = with_blocks(monkeypatch, "scanned", 8)
-    *inputs, weight = (x.astype(jnp.float32) for x in random_inputs(head_dim=head_dim, kv_heads=kv_heads))
-    for ours, oracles in bfloat16_errors(attend, inputs, weight, ROWS):
-        assert ours <= 2 * oracles
+    for ours, of_oracle in bfloat16_errors(attend, head_dim=head_dim, kv_heads=kv_heads):
+        assert ours <= 2 * of_oracle
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -119,16 +118,22 @@ def test_blocks_are_even():
     assert even_blocks(37, 512, 128) == 128
 
 
+@pytest.fixture(scope="module")
+def four_rows():
+    """Inputs of two key/value heads in four rows, and what the oracle makes of them on one device."""
+    inputs = random_inputs(4, 4, 2)
+    rows = Layout(*(jnp.concatenate([part, part]) for part in ROWS))
+    return (*inputs, rows), value_and_gradients(attention_of("xla"), *inputs, rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2), (1, 4, 1), (1, 1, 4)])
-def test_on_a_mesh_it_is_the_same(monkeypatch, mesh):
+def test_on_a_mesh_it_is_the_same(monkeypatch, four_rows, mesh):
     """Four rows over data and fsdp, two key/value heads over tensor, which four do not divide."""
     attend = with_blocks(monkeypatch, "scanned", 8)
-    inputs = [x.astype(jnp.float32) for x in random_inputs(4, 4, 2)]
-    rows = Layout(*(jnp.concatenate([part, part]) for part in ROWS))
-    expected = value_and_gradients(attention_of("xla"), *inputs, rows)
+    inputs, expected = four_rows
     with on_mesh(make_mesh(*mesh)):
-        for got, want in zip(value_and_gradients(attend, *inputs, rows), expected, strict=True):
+        for got, want in zip(value_and_gradients(attend, *inputs), expected, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 

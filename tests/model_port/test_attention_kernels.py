@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_rows import ROWS, bfloat16_errors, random_inputs, value_and_gradients
+from attention_rows import ROWS, bfloat16_errors, oracles, random_inputs, value_and_gradients
 
 from model_port.attention import attention_of, gpu, tpu, tpu_walk
 from model_port.attention.flash import flash_attention, seen_blocks
@@ -33,30 +33,27 @@ def attention(kernel):
     return flash_attention(*interpreted, kernel.block_tokens)
 
 
-def inputs(**shape):
-    return [x.astype(jnp.float32) for x in random_inputs(**shape)]
-
-
 def outputs(attend, row=ROWS, values=None):
     """Of all tokens that are no padding."""
-    q, k, v, _ = inputs(head_dim=16)
+    q, k, v, _ = random_inputs(head_dim=16)
     mixed = jax.jit(partial(attend, layout=row, causal=True))(q, k, v if values is None else values(v))
     return np.asarray(mixed)[np.asarray(row.segment_ids) != 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
 def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim, kv_heads, causal):
-    each = inputs(head_dim=head_dim, kv_heads=kv_heads)
-    expected = value_and_gradients(attention_of("xla"), *each, ROWS, causal)
-    for got, want in zip(value_and_gradients(attention(kernel), *each, ROWS, causal), expected, strict=True):
+    shape = {"head_dim": head_dim, "kv_heads": kv_heads}
+    found = value_and_gradients(attention(kernel), *random_inputs(**shape), causal=causal)
+    for got, want in zip(found, oracles(causal, **shape), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
 def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_dim, kv_heads, causal):
-    *each, weight = inputs(head_dim=head_dim, kv_heads=kv_heads)
-    for ours, oracles in bfloat16_errors(attention(kernel), each, weight, ROWS, causal):
-        assert ours <= 2 * oracles
+    for ours, of_oracle in bfloat16_errors(attention(kernel), causal, head_dim=head_dim, kv_heads=kv_heads):
+        assert ours <= 2 * of_oracle
 
 
 def test_a_pair_of_blocks_left_out_too_many_is_noticed(kernel, monkeypatch):

@@ -35,7 +35,11 @@ def one_sequence(config: ModelConfig, ids: np.ndarray, **media: np.ndarray):
 KINDS = ("text", "image", "images", "video", "mixed")
 
 
-@pytest.fixture(scope="session", params=CONFIGS)
+# The quick part has the smallest.
+SHOWN = [pytest.param(name, marks=[] if name == "one_map" else pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.fixture(scope="session", params=SHOWN)
 def pair(request, tmp_path_factory):
     """(transformers' model, ours read from the files it wrote, config)"""
     return load_pair(request.param, tmp_path_factory)

@@ -9,10 +9,11 @@ from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, sa
 
 import model_port
 from model_port.inputs import order_frames, split_frames
-from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams, decode, prefill
 from model_port.sharding import make_mesh
 
 CONFIG = CONFIGS["tied"]
+PROGRAMS = (prefill, decode)
 SETTINGS = dict(max_rows=3, max_context_tokens=192, token_bucket=32, patch_bucket=16, frame_bucket=4, tokens_per_step=5)
 
 
@@ -98,6 +99,7 @@ def test_a_request_gives_the_same_tokens_in_any_company(sampler, requests):
         np.testing.assert_allclose(first.behavior_logp, second.behavior_logp, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_tokens(sampler, requests):
     prompt = requests[0].prompt
     seeds = [
@@ -129,6 +131,7 @@ def test_sampled_frequencies_follow_the_tempered_distribution(pair):
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5
 
 
+@pytest.mark.slow
 def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
     prompt = requests[1].prompt
     [free] = sampler.generate([SamplerRequest(prompt, SamplingParams(20, seed=3))])
@@ -139,13 +142,18 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
 
 
 @pytest.mark.slow
-def test_one_compile_serves_a_bucket(pair):
-    sampler = Sampler(pair[1], **SETTINGS)
-    for length, programs in ((3, 1), (17, 1), (32, 1), (33, 2)):
-        sampler.generate([SamplerRequest(SamplerPrompt(np.arange(length)), SamplingParams(length))])
-        assert (sampler._prefill._cache_size(), sampler._decode._cache_size()) == (programs, 1)
+def test_one_compile_serves_a_bucket_and_every_sampler_of_its_model(pair):
+    settings = {**SETTINGS, "max_context_tokens": 200, "token_bucket": 40}  # nobody else's
+    before = [program._cache_size() for program in PROGRAMS]
+    for length, programs in ((3, 1), (17, 1), (40, 1), (41, 2)):
+        request = SamplerRequest(SamplerPrompt(np.arange(length)), SamplingParams(length))
+        for _ in range(2):
+            Sampler(pair[1], **settings).generate([request])
+        more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
+        assert more == [programs, 1]
 
 
+@pytest.mark.slow
 def test_abort_frees_the_row_and_leaves_the_others_alone(sampler, requests):
     expected = [sampler.generate([request])[0].ids for request in requests]
     numbers = [sampler.submit(request) for request in requests]

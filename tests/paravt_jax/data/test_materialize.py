@@ -221,6 +221,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON.filter(lambda value: not isinstance(value, str)))
 def test_messages_of_any_shape_come_back_as_they_were(value):
     assert rewritten_messages(value, lambda path: path) == value

@@ -20,6 +20,7 @@ from paravt_jax.learner.packing import (
     Dialogue,
     PackSizes,
     Shape,
+    TrainBatch,
     fitting_row_tokens,
     pack,
     rows_of_host,
@@ -93,6 +94,15 @@ def objective_and_gradient(model, batches, mesh=None):
     return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
 
 
+def packed(dialogues, frames, config: ModelConfig, shape: Shape) -> list[TrainBatch]:
+    """With room for all that is packed here, so that one program serves a shape."""
+    return pack(dialogues, frames, config, shape, agreed=lambda sizes: replace(sizes, num_actions=64, num_frame_rows=1))
+
+
+def count_tokens(batches) -> int:
+    return sum(np.count_nonzero(batch.text.segment_ids) for batch in batches)
+
+
 def alone(dialogues) -> list[Dialogue]:
     """The same dialogues, sharing nothing."""
     return [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
@@ -126,8 +136,8 @@ def test_the_entropy_of_a_token_is_that_of_the_logits_it_was_drawn_from_and_has_
 
 @pytest.mark.slow
 def test_a_shared_prompt_has_the_gradient_of_separate_rows(model, group, frames):
-    shared = pack(group, frames, model.config, SHAPE)
-    separate = pack(alone(group), frames, model.config, SMALL)
+    shared = packed(group, frames, model.config, SHAPE)
+    separate = packed(alone(group), frames, model.config, SMALL)
     assert (len(shared), len(separate)) == (1, 4)
     assert_same(objective_and_gradient(model, shared), objective_and_gradient(model, separate), 1e-5)
 
@@ -137,8 +147,8 @@ def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, floa
     graphdef, params = nnx.split(model)
     wide = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params))
     wide.compute = replace(model.compute, dtype="float64")
-    shared = pack(group, frames, model.config, SHAPE)
-    separate = pack(alone(group), frames, model.config, SMALL)
+    shared, separate = (packed(dialogues, frames, model.config, SHAPE) for dialogues in (group, alone(group)))
+    assert count_tokens(shared) < count_tokens(separate)
     assert_same(objective_and_gradient(wide, shared), objective_and_gradient(wide, separate), 1e-10)
 
 
@@ -146,9 +156,9 @@ def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, floa
 @pytest.mark.parametrize(("num_rows", "row_tokens"), [(1, 80), (3, 128)])
 def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens, model, group, frames):
     others = [dialogue(model, 7, frames=("c",), prompt_seed=1), dialogue(model, 9, frames=(), own=29, prompt_seed=2)]
-    expected = objective_and_gradient(model, pack([*group, *others], frames, model.config, SHAPE))
+    expected = objective_and_gradient(model, packed([*group, *others], frames, model.config, SHAPE))
     shape = Shape(num_rows, row_tokens, 48)
-    found = pack([*others, *reversed(group)], frames, model.config, shape)
+    found = packed([*others, *reversed(group)], frames, model.config, shape)
     assert_same(expected, objective_and_gradient(model, found), 1e-5)
 
 
@@ -284,8 +294,7 @@ def test_the_first_token_of_a_branch_is_predicted_by_the_last_of_the_prompt(mode
 def test_sharing_computes_a_prompt_once(model, group, frames):
     together = pack(group, frames, model.config, replace(SHAPE, num_rows=1))
     apart = pack(alone(group), frames, model.config, replace(SHAPE, num_rows=1))
-    tokens = [sum(np.count_nonzero(batch.text.segment_ids) for batch in batches) for batches in (together, apart)]
-    assert tokens == [31 + 64, 4 * 31 + 64]
+    assert [count_tokens(batches) for batches in (together, apart)] == [31 + 64, 4 * 31 + 64]
     assert used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
