@@ -7,7 +7,7 @@ from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import FRAME_TEXT_TOKENS, PROMPT_TEXT_TOKENS, Workload
 
 MASTER_BYTES, TRAINED_BYTES = 4, 12  # of a parameter in a checkpoint; of a trained one, with its moments
-SHOWN_BYTES, SAMPLED_BYTES = 4, 8  # of a token that hosts tell each other: its id; and its log-prob
+SHOWN_BYTES, SAMPLED_BYTES = 4, 12  # of a token that hosts tell each other: its id; and its log-prob, and its text
 
 
 @dataclass(frozen=True)
