@@ -60,6 +60,7 @@ def planned(*arguments: str) -> dict[tuple[int, int, int], dict]:
     return {tuple(row["mesh"]): row for row in found("--topology", "h100:8", "--plan-only", *arguments)["rows"]}
 
 
+@pytest.mark.slow
 def test_rows_of_any_length_have_seconds_of_their_own_in_any_dtype():
     def step_s(row_tokens: int, *arguments: str) -> float:
         options = ("--model", "2b", "--mesh", "1,8,1", "--row-tokens", str(row_tokens), *arguments)
@@ -85,6 +86,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_of_them_is_taken():
     assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in refused["refused: 1 x 1 x 16"]
 
 
+@pytest.mark.slow
 def test_fewer_rows_are_not_a_faster_mesh():
     shared, split = (next(iter(planned("--model", "2b", "--mesh", mesh).values())) for mesh in ("1,1,8", "1,8,1"))
     assert shared["est_step_s"] < split["est_step_s"]  # an eighth of the rows
@@ -96,6 +98,7 @@ def test_a_million_tokens_cost_what_the_devices_cost_meanwhile():
     assert row["price_per_mtokens"] == pytest.approx(8 * 2.5 * 1e6 / row["tokens_per_s"] / 3600)
 
 
+@pytest.mark.slow
 def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
     config = ("--config", f"{CONFIGS}/paragrpo_8b.yaml", "model.path=2b", "pack.num_rows=2")
     rows = planned(*config)

@@ -60,6 +60,11 @@ MOST = {
 }  # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it
 
 
+def is_right(rewards: list[float], arm: str) -> bool:
+    """Nearly always, for three steps of sixteen episodes."""
+    return len(rewards) >= 3 and min(rewards[-3:]) > 0.9 * MOST[arm]
+
+
 def learner_of(model, optim, loss) -> Learner:
     return Learner(model, optim, loss, temperature=ROLLOUT.temperature)
 
@@ -117,10 +122,12 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
                 update.run(groups, geometric_mask=False)
                 rollouts.cursor.done([group.visit.number for group in groups])
                 await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step)
+                if is_right(rewards, arm):
+                    break
         finally:
             await engine.close()
         return rewards
 
     rewards = asyncio.run(train())
     assert rewards[0] < 0.8 * MOST[arm]  # there is something to learn
-    assert np.mean(rewards[-3:]) > 0.9 * MOST[arm], rewards
+    assert is_right(rewards, arm), rewards

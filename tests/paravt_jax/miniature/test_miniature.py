@@ -286,6 +286,7 @@ def test_arms_come_from_one_cold_start_and_are_evaluated_as_they_were_trained(tm
     assert forced["eval para_grpo/seed0"] and forced["eval anchoring/seed1"] and forced["eval sft/forced"]
 
 
+@pytest.mark.slow
 def test_a_variant_differs_from_para_grpo_in_its_settings_alone(tmp_path):
     arms = arms_of("para_grpo,variants")
     assert arms == ["para_grpo", *VARIANTS]

@@ -1,0 +1,34 @@
+"""The checks of types that the tests ask for notice what is wrong at every call."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from typechecks import checked
+
+ROW, TABLE = np.zeros(3, np.float32), np.zeros((3, 5), np.float32)
+
+
+def outer(kind: Any, value: Any, found: Any) -> Any:
+    @jaxtyped(typechecker=checked)
+    def inner(x: kind) -> Float[np.ndarray, " n"]:
+        return found
+
+    return inner(value)
+
+
+def test_a_function_inside_another_is_checked_whenever_it_is_defined():
+    for _ in range(2):
+        assert outer(Float[np.ndarray, " n"], ROW, ROW) is ROW
+        with pytest.raises(TypeCheckError, match="parameters"):
+            outer(Float[np.ndarray, " n"], TABLE, ROW)
+        with pytest.raises(TypeCheckError, match="return value"):
+            outer(Float[np.ndarray, " n"], ROW, TABLE)
+
+
+def test_functions_of_one_name_are_told_apart_by_what_they_are_given():
+    assert outer(Float[np.ndarray, "m n"], TABLE, np.zeros(5, np.float32)) is not None
+    with pytest.raises(TypeCheckError, match="parameters"):
+        outer(Float[np.ndarray, "m n"], ROW, ROW)
+    assert outer(int, 3, ROW) is ROW
