@@ -3,6 +3,7 @@
 They compile for speed of compiling, like the tests, with which they share their programs.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ def run(
 
 def _run(module: str, arguments: list[str], output: str, errors: str, environment: dict[str, str]) -> None:
     os.setsid()
+    gc.freeze()  # garbage is looked for among what comes now
     for name, numbers in ((output, (0, 1)), (errors, (2,))):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         for number in numbers:
