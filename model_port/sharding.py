@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain, combinations
 from typing import Any
 
 import jax
@@ -83,6 +85,15 @@ def over_hosts(data: int, fsdp: int, tensor: int, num_hosts: int) -> tuple[int, 
             f"tensor={tensor} stays within a host"
         )
     return over_data, over_fsdp
+
+
+def add_up_once(mesh: Mesh) -> None:
+    """Something along every combination of axes: then all groups of devices that will compute together are known."""
+    axes = [axis for axis in MESH_AXES if mesh.shape[axis] > 1]
+    for group in chain.from_iterable(combinations(axes, number) for number in range(1, len(axes) + 1)):
+        work = partial(lambda group: jax.lax.psum(jax.lax.axis_index(group), group), group)
+        summed = jax.shard_map(work, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+        jax.block_until_ready(jax.jit(summed)())
 
 
 def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from model_port.model import Qwen3VL
 from model_port.output_dir import LIST_FILE, output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
-from model_port.sharding import make_mesh, on_mesh, platform
+from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
 from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
 from paravt_jax.run.hosts import ALONE, Hosts
@@ -85,9 +86,18 @@ async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path, host
     if hosts.num > 1:
         await in_thread(jax.devices)  # which hosts start together, or wait for each other
     policy = await in_thread(lambda: hosts.first(work))
+    if policy.mesh is not None:
+        await in_thread(partial(meet, hosts, policy.mesh))
     for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
         say(difference)
     return policy
+
+
+def meet(hosts: Hosts, mesh: Mesh) -> None:
+    """While all hosts are at it: CPUs of several give up where one comes half a minute later to their first sum."""
+    if hosts.num > 1:
+        hosts.gather("mesh", None)
+        add_up_once(mesh)
 
 
 def check_sources(hosts: Hosts, train: Iterable[object], held_out: Iterable[object], policy: Policy) -> None:

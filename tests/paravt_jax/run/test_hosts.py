@@ -8,13 +8,17 @@ import time
 from dataclasses import replace
 
 import hosts as several
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model_port.sharding import make_mesh
 from paravt_jax.config import HostsConfig
+from paravt_jax.run import policy
 from paravt_jax.run.hosts import ALONE
 
 pytestmark = pytest.mark.slow
+ONE = np.ones(1, np.float32)
 
 
 def meet(hosts):
@@ -37,6 +41,21 @@ def late(hosts):
     if hosts.index == 1:
         time.sleep(4)
     hosts.gather("rollouts", None)
+
+
+def late_at_a_sum(hosts):
+    import jax
+
+    mesh = make_mesh(fsdp=2, tensor=2)
+    policy.meet(hosts, mesh)
+    time.sleep(32 * hosts.index)
+    ones = jax.make_array_from_callback((4,), NamedSharding(mesh, PartitionSpec(("fsdp", "tensor"))), lambda _: ONE)
+    print(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(ones).addressable_data(0))
+
+
+def test_a_host_may_be_half_a_minute_late_at_the_first_sum(tmp_path):
+    """Gloo, by which CPUs of several hosts add up, waits 30 s for one that it does not know yet."""
+    assert [said.split()[-1] for said in several.run_work(tmp_path, late_at_a_sum, devices=2)] == ["4.0", "4.0"]
 
 
 def stopped(hosts):
