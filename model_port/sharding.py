@@ -91,9 +91,13 @@ def add_up_once(mesh: Mesh) -> None:
     """Something along every combination of axes: then all groups of devices that will compute together are known."""
     axes = [axis for axis in MESH_AXES if mesh.shape[axis] > 1]
     for group in chain.from_iterable(combinations(axes, number) for number in range(1, len(axes) + 1)):
-        work = partial(lambda group: jax.lax.psum(jax.lax.axis_index(group), group), group)
-        summed = jax.shard_map(work, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+        sum_of_places = partial(_sum_of_places, group)
+        summed = jax.shard_map(sum_of_places, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
         jax.block_until_ready(jax.jit(summed)())
+
+
+def _sum_of_places(axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(jax.lax.axis_index(axes), axes)
 
 
 def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

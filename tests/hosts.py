@@ -5,7 +5,6 @@ Each has CPU devices of its own, and collectives go through gloo. Their words co
 
 import importlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from forked import forks
 
 from model_port.cli import run_cli
+from paravt_jax.bench.hosts import free_port, with_devices
 from paravt_jax.config import HostsConfig
 from paravt_jax.run import hosts, training
 
@@ -97,11 +97,6 @@ def start_command(
     return Started(folder, num, devices, command, each)
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
 def _joined(work: Callable[..., Any], config: HostsConfig, *arguments: Any) -> None:
     with hosts.joined(config) as joined:
         work(joined, *arguments)
@@ -124,11 +119,6 @@ def _host(output: str, devices: int, work: Callable[..., Any], arguments: tuple[
     file = os.open(output, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for number in (0, 1, 2):
         os.dup2(file, number)
-    os.environ["XLA_FLAGS"] = _with_devices(os.environ["XLA_FLAGS"], devices)
+    os.environ["XLA_FLAGS"] = with_devices(os.environ["XLA_FLAGS"], devices)
     hosts.JOIN_S, hosts.PORT_S, hosts.LOST_S, hosts.BEAT_S, hosts.OWN_WORDS_S = 60.0, 2.0, 15.0, 0.3, 2.0
     work(*arguments)
-
-
-def _with_devices(flags: str, devices: int) -> str:
-    own = [flag for flag in flags.split() if "device_count" not in flag]
-    return " ".join([*own, f"--xla_force_host_platform_device_count={devices}"])

@@ -166,10 +166,10 @@ def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
     time.sleep(SETTLE_S)
     start_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peak_rss_bytes = 0
+    most_bytes = 0
     try:
         while process.poll() is None:
-            peak_rss_bytes = max(peak_rss_bytes, _peak_rss_bytes(process.pid))
+            most_bytes = max(most_bytes, peak_rss_bytes(process.pid))
             time.sleep(SAMPLE_EVERY_S)
     finally:
         process.terminate()
@@ -177,10 +177,10 @@ def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
     seconds = time.monotonic() - start_s
     if process.returncode != 0:
         raise RuntimeError(f"the step {name!r} failed with exit code {process.returncode}")
-    return {"name": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes}
+    return {"name": name, "seconds": seconds, "peak_rss_bytes": most_bytes}
 
 
-def _peak_rss_bytes(pid: int) -> int:
+def peak_rss_bytes(pid: int) -> int:
     """Not getrusage: its figure for a child begins with the memory of this process, from between fork and exec."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

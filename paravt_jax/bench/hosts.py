@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import math
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -28,8 +27,10 @@ import model_port
 from model_port.config import ModelConfig
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.bench.checkpoint import sized_model
+from paravt_jax.bench.convert import peak_rss_bytes
 from paravt_jax.bench.publishing import publish_times, receivers
 from paravt_jax.bench.smoke_run import CONFIG, ROOT
+from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.server import Server, ServerSettings
@@ -53,12 +54,12 @@ TRAIN = (sys.executable, "-m", "paravt_jax.train")
 ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
 FIRST_STEPS = 2  # of a run, which do not count: they compile
 TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
-ABOUT_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
 SMALL = 1e-3  # metrics below it are compared absolutely
 LOOK_EVERY_S = 0.2
 SHOWN_LINES = 15  # of a run that failed
 START_S, STOP_S = 600.0, 10.0  # of a server
 FLOAT32 = np.dtype(np.float32)
+MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,14 +126,14 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The weights of one model to every number of servers in turn."""
-    config = sized_model(args.mib * 2**20 / FLOAT32.itemsize)
+    config = sized_model(args.mib * MIB / FLOAT32.itemsize)
     real = args.engine == "sglang"
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
         weights = ModelWeights(model_port.load(folder / "large", "float32"), FLOAT32)
         for num in args.servers:
             times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
-            rows.append({"servers": num, "mib": weights.num_bytes // 2**20, **times})
+            rows.append({"servers": num, "mib": weights.num_bytes // MIB, **times})
             _say(_publish_line(rows[-1]))
     return rows
 
@@ -164,9 +165,10 @@ async def _all(work: Iterator[Any]) -> list[Any]:
 
 def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -> list[float]:
     """A run on so many processes, to its end; the most memory that each of them had, MiB."""
-    joint = [f"hosts.coordinator=127.0.0.1:{_free_port()}", f"hosts.num={num}"] if num > 1 else []
+    joint = [f"hosts.coordinator=127.0.0.1:{free_port()}", f"hosts.num={num}"] if num > 1 else []
     each = [[*command, *joint, *([f"hosts.index={index}"] * (num > 1))] for index in range(num)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _with_devices(num_devices // num)}
+    flags = with_devices(os.environ.get("XLA_FLAGS", ""), num_devices // num)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     log, peaks_mib = run_dir.with_suffix(".log"), [0.0] * num
     with log.open("wb") as output:
         processes = [
@@ -178,7 +180,8 @@ def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -
             if any(codes):
                 said = " | ".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
                 raise RuntimeError(f"{run_dir.name}: processes ended with exit codes {codes}: {said}")
-            peaks_mib = [max(*both) for both in zip(peaks_mib, map(_peak_mib, processes), strict=True)]
+            now_mib = (peak_rss_bytes(process.pid) / MIB for process in processes)
+            peaks_mib = [max(*both) for both in zip(peaks_mib, now_mib, strict=True)]
             time.sleep(LOOK_EVERY_S)
     finally:
         for process in processes:
@@ -209,7 +212,7 @@ def largest_difference(steps: Sequence[Mapping[str, Any]], others: Sequence[Mapp
     found = (0.0, "none")
     for ours, theirs in zip(steps, others, strict=True):
         for key in sorted({*ours, *theirs}):
-            if not key.startswith(ABOUT_THE_MACHINE):
+            if not key.startswith(OF_THE_MACHINE):
                 found = max(found, (_difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
     return found
 
@@ -220,22 +223,13 @@ def _difference(one: float | None, other: float | None) -> float:
     return abs(one - other) / max(abs(one), abs(other), SMALL)
 
 
-def _peak_mib(process: subprocess.Popen[bytes]) -> float:
-    """So far; of one that has ended, nothing."""
-    try:
-        said = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:
-        return 0.0
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", said, re.MULTILINE)
-    return int(found[1]) / 1024 if found else 0.0
-
-
-def _with_devices(num: int) -> str:
-    own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+def with_devices(flags: str, num: int) -> str:
+    """XLA's flags, with so many devices of a CPU."""
+    own = [flag for flag in flags.split() if "device_count" not in flag]
     return " ".join([*own, f"--xla_force_host_platform_device_count={num}"])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 

@@ -13,7 +13,7 @@ import numpy as np
 from model_port.config import ModelConfig
 from paravt_jax.config import Config, MeshConfig
 from paravt_jax.plan.devices import MEMORY_FRAC, DeviceSpec
-from paravt_jax.plan.memory import MOMENTS, param_shapes, shard_values
+from paravt_jax.plan.memory import MOMENTS, values_on
 from paravt_jax.plan.plan import Plan, config_on, make_plan
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
@@ -256,12 +256,7 @@ def _cached_bytes(model: ModelConfig) -> int:
 
 
 def _weight_bytes(model: ModelConfig) -> int:
-    return ITEM_BYTES * _num_params(model, "")
-
-
-def _num_params(model: ModelConfig, tower: str) -> int:
-    shapes = {path: shape for path, shape in param_shapes(model).items() if path.startswith(tower)}
-    return shard_values(shapes, MeshConfig())
+    return ITEM_BYTES * values_on(MeshConfig(), model)
 
 
 def _assumptions(config: Config, service: ServiceTimes, measured: bool) -> Iterator[str]:

@@ -18,6 +18,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.chat import Chat
@@ -43,7 +44,6 @@ QUICK = [  # a smaller smoke run
     "data.validation=",
     "log.tensorboard=false",
 ]
-ABOUT_THE_MACHINE = ("time/", "perf/")  # keys that no two runs share
 OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a user's run is compiled
 
 
@@ -107,8 +107,7 @@ def train_forked(run_dir: Path, *overrides: str) -> str:
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(ABOUT_THE_MACHINE)}
-        for line in lines
+        {key: value for key, value in json.loads(line).items() if not key.startswith(OF_THE_MACHINE)} for line in lines
     ]
 
 
