@@ -46,6 +46,7 @@ SETTINGS = (  # short rows: an update of the smoke run takes ten times as long a
     "train.prompts_per_step=4",
     "train.group_size=4",
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "optim.learning_rate=1e-5",  # Adam makes steps of it in the direction of noise, where no reward differs
     "data.validation=",
     "checkpoint.every_steps=1000000",  # but the last one
     "log.tensorboard=false",

@@ -78,6 +78,8 @@ class _Server:
     missed_probes: int = 0
     num_restarts: int = 0
     given_up: bool = False
+    loading: bool = False  # new weights; until then it answers nobody
+    paused: bool = True  # perhaps: by us, or by a process that was killed before it let it go on
     running: dict[str, str] = field(default_factory=dict)  # request id -> episode
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # to be given up when the server is ejected
     abandoned: list[str] = field(default_factory=list)  # request ids to abort when it answers again
@@ -369,7 +371,7 @@ class SGLangEngine:
             return [server.url for server in servers if server.url not in failed]
 
         failed: dict[str, str] = {}
-        async with self._paused(left, post, failed):
+        async with self._paused(servers, left, post, failed):
             try:
                 failed |= await self._route.send(left(), self._published, self._version, self.settings.load_deadline_s)
             except EngineError as problem:  # perhaps half-way: nobody knows what they hold now
@@ -384,13 +386,19 @@ class SGLangEngine:
                 server.version = self._version
 
     @contextlib.asynccontextmanager
-    async def _paused(self, left: Callable[[], list[str]], post: Any, failed: dict[str, str]) -> AsyncIterator[None]:
+    async def _paused(
+        self, servers: Sequence[_Server], left: Callable[[], list[str]], post: Any, failed: dict[str, str]
+    ) -> AsyncIterator[None]:
         """Running requests wait, and their keys and values are computed anew afterwards."""
-        failed |= await each(left(), post("/pause_generation", {"mode": "retract"}))
         try:
+            for server in servers:
+                server.loading = server.paused = True
+            failed |= await each(left(), post("/pause_generation", {"mode": "retract"}))
             yield
         finally:
             failed |= await each(left(), post("/continue_generation", {}))
+            for server in servers:
+                server.loading, server.paused = False, server.url in failed
 
     # Keeping servers
 
@@ -430,6 +438,10 @@ class SGLangEngine:
 
     async def _look_after(self, server: _Server) -> None:
         problem = await self._probe(server)
+        if server.loading:
+            return
+        if problem and server.paused:
+            problem = await self._let_go_on(server) or await self._probe(server)
         while problem and not server.given_up:
             server.missed_probes += 1
             if server.missed_probes >= self.settings.max_missed_probes or not server.up:
@@ -457,6 +469,14 @@ class SGLangEngine:
             return str(problem)
         return ""
 
+    async def _let_go_on(self, server: _Server) -> str:
+        """A paused server answers no probe either. What is wrong with one that cannot be told, or nothing."""
+        try:
+            await self._client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
+        except EngineError as problem:
+            return str(problem)
+        return ""
+
     async def _admit(self, server: _Server) -> None:
         """Takes a server that answers into service, with the current weights."""
         try:
@@ -465,7 +485,7 @@ class SGLangEngine:
             async with self._publishing:
                 await self._settle_version(server)
                 if server.version == self._version and await self._identify(server):
-                    server.up, server.problem, server.missed_probes = True, "", 0
+                    server.up, server.problem, server.missed_probes, server.paused = True, "", 0, False
                     self._changed.set()
         except EngineError as problem:
             server.problem = str(problem)

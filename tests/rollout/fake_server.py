@@ -64,7 +64,8 @@ class FakeServer:
         self.mode = "ok"
         self.healthy = True
         self.version = "default"
-        self.delay_s = 0.0
+        self.delay_s = self.load_s = 0.0  # of a sample, and of new weights
+        self.paused = False
         self.model = 0.0  # another number is another model
         self.fail_paths: set[str] = set()
         self.behind: list[FakeServer] = []
@@ -99,6 +100,12 @@ class FakeServer:
             return await self._route(request, body)
         if path in self.fail_paths:
             return web.json_response({"success": False, "message": "no"}, status=400)
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+        if path == "/update_weights_from_disk":
+            await asyncio.sleep(self.load_s)
+        while self.paused and path in ("/health", "/probe", "/generate"):
+            await asyncio.sleep(0.01)
         if path == "/health":
             if self.mode == "hung":
                 await asyncio.sleep(60)

@@ -525,11 +525,25 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
     return {line["id"]: [turn["text"] for turn in line["episodes"][0]["turns"]] for line in lines}
 
 
+def train_and_find_servers_late(arguments: list[str]) -> None:
+    admit = SGLangEngine._admit
+
+    async def late(engine: SGLangEngine, server: _Server) -> None:
+        await asyncio.sleep(4 * ("hosts.index=1" in arguments))
+        await admit(engine, server)
+
+    SGLangEngine._admit = late
+    several.command("paravt_jax.train", arguments, {})
+
+
 def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes(server, model, tiny_hf, tmp_path):
+    """Also where one finds the server later than the other, which must not pause it before."""
     run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
     settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
     settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
-    ended = several.start_command(tmp_path / "said", "paravt_jax.train", arguments(run_dir, *settings)).ended(280)
+    joint = [*arguments(run_dir, *settings), f"hosts.coordinator=127.0.0.1:{several.free_port()}", "hosts.num=2"]
+    each = [([*joint, f"hosts.index={host}"],) for host in range(2)]
+    ended = several.Started(tmp_path / "said", 2, 1, train_and_find_servers_late, each).ended(280)
     assert [one.code for one in ended] == [0, 0], "\n\n".join(one.said[-3000:] for one in ended)
     alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0", f"run_dir={replay_dir}")
     asyncio.run(train(load_config(run_dir / "config.json", *alone), replay=run_dir))
@@ -539,6 +553,17 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
         sampled = [segment for segment in episode["segments"] if segment["kind"] == "sampled"]
         assert {segment["version"] for segment in sampled} == {episode["step"] - 1}
     on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), engine.version + 1))
+
+
+def test_a_server_that_a_killed_run_left_paused_is_let_go_on(server):
+    body = json.dumps({"mode": "retract"}).encode()
+    request = urllib.request.Request(f"{server.url}/pause_generation", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=10).close()
+
+    async def answers(engine):
+        return await engine.generate(Request(np.arange(5, dtype=np.int32), (), Sampling(2), "e", 30.0))
+
+    assert len(on(server, answers, probe_deadline_s=2.0).ids) == 2
 
 
 def test_the_real_server_stops_with_nothing_left(server):

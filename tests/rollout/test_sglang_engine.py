@@ -402,6 +402,33 @@ def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(path)
     with_servers(2, work)
 
 
+def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on():
+    async def body():
+        async with FakeServer() as server:
+            server.paused = True
+            engine = await SGLangEngine.connect([server.url], QUICK)
+            assert len((await engine.generate(request())).ids) == 4
+            await engine.close()
+
+    asyncio.run(body())
+
+
+def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_requests():
+    async def work(engine, server):
+        server.load_s, server.delay_s = 5 * QUICK.probe_deadline_s, 0.1
+        running = asyncio.create_task(engine.generate(request()))
+        await until(lambda: server.running)
+        publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
+        await until(lambda: server.paused)
+        while not publishing.done():
+            assert engine._servers[0].up and server.asked["/continue_generation"] == 0
+            await asyncio.sleep(0.01)
+        await publishing
+        assert len((await running).ids) == 4 and server.asked["/generate"] == 1
+
+    with_servers(1, work, replace(QUICK, load_deadline_s=10.0))
+
+
 def test_a_publish_that_no_server_takes_is_an_error():
     async def work(engine, server):
         server.fail_paths = {"/update_weights_from_disk"}

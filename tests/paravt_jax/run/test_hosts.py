@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model_port.sharding import make_mesh
+from model_port.sharding import make_mesh, on_host
 from paravt_jax.config import HostsConfig
 from paravt_jax.run import policy
+from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.hosts import ALONE
 
 pytestmark = pytest.mark.slow
@@ -34,6 +35,18 @@ def meet(hosts):
         make_mesh(tensor=4)
     with pytest.raises(ValueError, match="must be all 4 devices of the 2 hosts"):
         make_mesh(fsdp=2)
+
+
+def see_all(hosts):
+    """What is gathered at every publish is compiled at the first."""
+    import jax
+
+    split = NamedSharding(make_mesh(fsdp=2, tensor=2), PartitionSpec(("fsdp", "tensor")))
+    array = jax.make_array_from_callback((4,), split, lambda index: ONE * index[0].start)
+    assert on_host(array).tolist() == [0, 1, 2, 3]
+    compiles = Compiles()
+    assert on_host(array).tolist() == [0, 1, 2, 3]
+    assert compiles.taken()["perf/num_compiles"] == 0
 
 
 def late(hosts):
@@ -84,7 +97,7 @@ def started_by_slurm(rank, job):
 
 
 def _all(hosts):
-    for work in (meet, late, stopped, differ):
+    for work in (meet, see_all, late, stopped, differ):
         work(hosts)
         print(f"done: {work.__name__}", flush=True)
 
@@ -99,6 +112,10 @@ def ended(tmp_path_factory):
 
 def test_hosts_that_slurm_starts_meet_and_hear_each_other_in_order(ended):
     assert all("done: meet" in one.said for one in ended), [one.said[-2000:] for one in ended]
+
+
+def test_hosts_gather_a_tensor_of_all_with_one_program(ended):
+    assert all("done: see_all" in one.said for one in ended), [one.said[-2000:] for one in ended]
 
 
 def test_a_slow_host_is_named(ended):
