@@ -90,7 +90,7 @@ async def opened(
             geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
         if isinstance(run.engine, SGLangEngine):
-            await hosts.gathered("engine", None)  # a server that is being given weights answers no host that looks for it
+            await hosts.gathered("engine", None)  # a server that loads answers no host that looks for it
             await run.publish()  # whatever the servers were started with
             for asker in range(1 if config.engine.connects else hosts.num):  # servers of their own are checked by each
                 await _check_parity(run.engine, run, asker)

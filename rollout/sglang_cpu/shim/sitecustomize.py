@@ -5,6 +5,7 @@ Put this folder on PYTHONPATH: every child python loads it too.
 
 import importlib.abc
 import multiprocessing
+import pkgutil
 import sys
 
 
@@ -39,4 +40,16 @@ def _fork_children():
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
+def _import_only_qwen():
+    """SGLang imports all models that it knows, some 200 files, to find the one that it is to serve."""
+    registries = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
+    iter_modules = pkgutil.iter_modules
+
+    def of_qwen(path=None, prefix=""):
+        return (m for m in iter_modules(path, prefix) if prefix not in registries or "qwen" in m.name)
+
+    pkgutil.iter_modules = of_qwen
+
+
 _fork_children()
+_import_only_qwen()
