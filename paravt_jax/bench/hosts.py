@@ -132,7 +132,7 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
         weights = ModelWeights(model_port.load(folder / "large", "float32"), FLOAT32)
-        for num in args.servers:
+        for num in sorted(args.servers, reverse=True):  # an engine's servers begin with the same version
             times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
             rows.append({"servers": num, "mib": weights.num_bytes // MIB, **times})
             _say(_publish_line(rows[-1]))
