@@ -1,5 +1,6 @@
 """Opens a run of RL: what is cheap to refuse, then model, checkpoint, engine, and the gate before the first step."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -26,13 +27,14 @@ from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from paravt_jax.sampling.score import SharedScorer
 from paravt_jax.sampling.weights import sampling_model
-from rollout.check import check, table
+from rollout.check import Parity, check, table
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
 from rollout.video.reader import FrameReader
 
 REPLAY_OF_FILE = "replay_of"  # in the directory of a replay, the run
+SERVERS_AT_ONCE = 16  # that are compared with the learner, which scores what one of them said at a time
 
 
 @asynccontextmanager
@@ -221,13 +223,19 @@ async def _check_parity(engine: SGLangEngine, run: Run, asker: int) -> None:
     scorer = SharedScorer(run.training.learner.model, run.policy.contract, run.policy.mesh, run.hosts, asker)
     if run.hosts.index != asker:
         return await in_thread(scorer.follow)
-    parities, down = [], []
-    for url in engine.urls:
+    down, places = [], asyncio.Semaphore(SERVERS_AT_ONCE)
+
+    async def compared(url: str) -> list[Parity]:
         try:
-            parities += await check([url], scorer, run.policy.chat, on_progress=log.phase)
+            async with places:
+                return await check([url], scorer, run.policy.chat, on_progress=log.phase)
         except EngineError as problem:
             down.append(f"{url} was not compared with the learner: {problem}")
             log.say(down[-1])
+            return []
+
+    found = await asyncio.gather(*map(compared, engine.urls))
+    parities = [parity for of_one in found for parity in of_one]
     scorer.done()
     if not parities:
         raise RuntimeError(f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}")

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -78,10 +79,12 @@ class SharedScorer(LearnerScorer):
     def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None, hosts: Hosts, asker: int):
         super().__init__(model, contract, mesh)
         self._hosts, self._asker = hosts, asker
+        self._turn = threading.Lock()  # all hosts compute in one order
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        self._hosts.gather("score", requests)
-        return super().score(requests)
+        with self._turn:
+            self._hosts.gather("score", requests)
+            return super().score(requests)
 
     def follow(self) -> None:
         """Computes until the asker is done."""
