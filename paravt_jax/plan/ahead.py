@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src.config import persistent_cache_min_compile_time_secs
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -172,7 +173,8 @@ class _Compiled(NamedTuple):
 
 def _compiled(mesh: Mesh, function: Any, *args: Any, **kwargs: Any) -> _Compiled:
     name, begun_s = function.__name__, time.perf_counter()
-    with on_mesh(mesh):
+    # Not into the compilation cache: what is compiled without devices cannot be read from there.
+    with on_mesh(mesh), persistent_cache_min_compile_time_secs(math.inf):
         traced = function.trace(*args, **kwargs)
         executable = _with_room(name, traced.lower().compile)
     return _Compiled(name, traced, executable, time.perf_counter() - begun_s)
