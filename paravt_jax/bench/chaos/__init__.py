@@ -15,20 +15,23 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from model_port.progress import Meter
 from paravt_jax.bench.chaos.checks import episodes_of, problems_of
 from paravt_jax.bench.chaos.faults import Fault, happen, schedule
 from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.stage import Ended, Stage
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, taken_by
+from paravt_jax.bench.chaos.stage import NUM_SERVERS, Ended, Stage
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from rollout.engine.publishing import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 
 STEPS_AFTER = 2  # that are compared when it is quiet again
-MORE_FILES = 8  # that a trainer may have open in the later one
+MORE_FILES = 8  # that a trainer may have open in the later one, connections apart
+# Every request of a step may hold a connection, and idle ones are kept for two seconds: longer than a step may take. So
+# there may be as many to each of the servers as 3 groups of 4 members with 2 calls make at once, in two steps at once.
+MOST_CONNECTIONS = NUM_SERVERS * 3 * 4 * 2 * 2
 SAMPLE_S = 0.2
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang")
@@ -83,7 +86,7 @@ async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
         with Meter("faults", int(seconds), "second") as meter:
             await _faults(schedule(seed, seconds), stage, happened, meter, seconds)
         with Meter("quiet again"):
-            violations += await _recovers(stage)
+            violations += await recovers(stage)
             await stage.finish()
     finally:
         await stage.close()
@@ -137,22 +140,42 @@ async def _faults(faults: list[Fault], stage: Stage, happened: Counter[str], met
             tasks.create_task(one(fault))
 
 
-async def _recovers(stage: Stage) -> list[str]:
-    """The run goes on by itself, and its last process has no more open files than it began with."""
+class Open(NamedTuple):
+    """What a process holds at one time."""
+
+    files: int
+    connections: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Open":
+        process, files = Path(f"/proc/{pid}"), []
+        for path in (process / "fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since it was listed
+                files.append(str(path.readlink()))
+        inodes = {line.split()[9] for line in (process / "net" / "tcp").read_text().splitlines()[1:]}
+        connections = sum(file.removeprefix("socket:[").removesuffix("]") in inodes for file in files)
+        return cls(len(files) - connections, connections)
+
+
+async def recovers(stage: Stage) -> list[str]:
+    """The run goes on by itself, and its last process holds no more than it began with, or than its requests need."""
     await stage.steps_more(1)
-    begin, end = [await _fewest_files(stage) for _ in range(STEPS_AFTER)]
-    more = f"the trainer has at least {end} open files during a step, during the one before it had {begin}"
-    return [more] if end > begin + MORE_FILES else []
+    begin, end = [await _fewest_open(stage) for _ in range(STEPS_AFTER)]
+    files = f"the trainer has at least {end.files} open files during a step, during the one before it had {begin.files}"
+    connections = f"the trainer has at least {end.connections} connections during a step, it needs {MOST_CONNECTIONS}"
+    wrong = {files: end.files > begin.files + MORE_FILES, connections: end.connections > MOST_CONNECTIONS}
+    return [problem for problem, is_true in wrong.items() if is_true]
 
 
-async def _fewest_files(stage: Stage) -> int:
-    """That the trainer has open at any time during its next step: connections come and go."""
-    numbers, step = [], asyncio.create_task(stage.steps_more(1))
+async def _fewest_open(stage: Stage) -> Open:
+    """At any time during the next step: both come and go."""
+    held, step = [], asyncio.create_task(stage.steps_more(1))
     while not step.done():
         await asyncio.wait([step], timeout=SAMPLE_S)
-        numbers += [taken_by(pid).files for (pid,) in stage.families("trainer")]
+        held += [Open.of(pid) for (pid,) in stage.families("trainer")]
     await step
-    return min(numbers)
+    files, connections = zip(*held, strict=True)
+    return Open(min(files), min(connections))
 
 
 def _explained(ended: Ended, happened: Counter[str]) -> bool:

@@ -4,14 +4,17 @@ import argparse
 import asyncio
 import json
 import mmap
+import os
 import shutil
+import socket
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from paravt_jax.bench import chaos
-from paravt_jax.bench.chaos import left_in_memory, stage
+from paravt_jax.bench.chaos import left_in_memory, recovers, stage
 from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, schedule
 from paravt_jax.bench.chaos.replay import replay
@@ -40,6 +43,35 @@ def test_what_the_killed_leave_in_memory_is_told_from_what_others_use():
             assert left_in_memory(before) == set()
         assert left_in_memory(before) == {path.name}
         assert left_in_memory({*before, path}) == set()
+
+
+class Holding:
+    """Stands in for a stage whose trainer, this process, keeps something open after every step."""
+
+    def __init__(self, keep):
+        self.keep = keep
+
+    async def steps_more(self, number):
+        self.keep()
+        await asyncio.sleep(0.01)
+
+    def families(self, role):
+        return [[os.getpid()]]
+
+
+@pytest.mark.parametrize(("many", "found"), [(9, "open files"), (97, "connections")])
+def test_what_a_trainer_does_not_close_is_noticed(many, found):
+    with ExitStack() as kept, socket.create_server(("127.0.0.1", 0), backlog=4 * 97) as server:
+
+        def keep_one():
+            if found == "connections":
+                kept.enter_context(socket.create_connection(server.getsockname()))
+            else:
+                kept.enter_context(Path(os.devnull).open())
+
+        assert asyncio.run(recovers(Holding(keep_one))) == []
+        (problem,) = asyncio.run(recovers(Holding(lambda: [keep_one() for _ in range(many)])))
+        assert f"{found} during a step" in problem
 
 
 @pytest.fixture(scope="module")
