@@ -420,9 +420,10 @@ def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_req
         await until(lambda: server.running)
         publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
         await until(lambda: server.paused)
-        while not publishing.done():
-            assert engine._servers[0].up and server.asked["/continue_generation"] == 0
+        while server.paused:
+            assert engine._servers[0].up
             await asyncio.sleep(0.01)
+        assert server.version == "3" and server.asked["/continue_generation"] == 1
         await publishing
         assert len((await running).ids) == 4 and server.asked["/generate"] == 1
 
