@@ -77,6 +77,7 @@ def _called(name: str, known: list[str]) -> list[str]:
     return [key for key in known if _name(key) == name]
 
 
+@cache
 def comments_of(schema: type) -> dict[str, str]:
     """What the source says of each field of a dataclass: the values that it may have, and the comment."""
     said = {name: text for part in reversed(schema.__mro__) if is_dataclass(part) for name, text in _comments(part)}

@@ -48,6 +48,7 @@ fi
 # Bytecode is made of what is imported, when it is: of the thousands of files here that is the smaller part.
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
+pip --upgrade pip # the one that Python brings takes twice as long to find out what to install
 case "$kind" in
   cpu) pip --editable . ;;
   *) pip --editable ".[$kind]" ;;

@@ -6,10 +6,10 @@
 # what skips without: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu" workers=3 tests=() compilers=
+select="not gpu" tests=() compilers=
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow" workers=2 ;;
+    quick) select="not gpu and not slow" ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
     train) tests+=(tests/paravt_jax) ;;
@@ -33,9 +33,8 @@ types=$(mktemp)
 .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Each with whole files. Three, since much of the suite waits for servers and disks; the quick part waits for less than a
-# process takes to import all tests, and types are checked beside it.
-.venv/bin/python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+# Each with whole files; three, since much of the suite waits for servers, deadlines and disks.
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"
 exit "$status"
