@@ -44,11 +44,13 @@ if [ "$have $from" = "$kind $want" ]; then
   exit 0
 fi
 
-[ -x .venv/bin/python ] || "$python" -m venv .venv
 # Bytecode is made of what is imported, when it is: of the thousands of files here that is the smaller part.
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
+if [ ! -x .venv/bin/python ]; then
+  "$python" -m venv .venv
+  pip --upgrade pip # the one that Python brings takes twice as long to find out what to install
+fi
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
-pip --upgrade pip # the one that Python brings takes twice as long to find out what to install
 case "$kind" in
   cpu) pip --editable . ;;
   *) pip --editable ".[$kind]" ;;
