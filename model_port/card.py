@@ -14,6 +14,7 @@ from huggingface_hub import ModelCardData
 
 from model_port.evaluated import Cell, evaluation_lines
 from model_port.hf_files import HUB_ID, RECIPE_FILE
+from model_port.layout import CHECKPOINTS_DIR
 
 CURVE_FILE = "training.png"
 CURVES = ("rewards.png", "loss.png")  # of RUN/plots, the first that is there
@@ -137,7 +138,7 @@ def _cell(value: Any) -> str:
 
 
 def _is_of_a_run(src: Path) -> bool:
-    return src.absolute().parent.name == "checkpoints" and src.name.isdecimal()
+    return src.absolute().parent.name == CHECKPOINTS_DIR and src.name.isdecimal()
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
-from model_port.layout import HF_DIR, PARAMS_DIR
+from model_port.layout import CHECKPOINTS_DIR, HF_DIR, PARAMS_DIR
 from model_port.weights import check_param_paths
 
 FORMAT_VERSION = 1
@@ -340,12 +340,12 @@ def _check_is_checkpoint(path: Path) -> None:
     missing = [name for name in (PARAMS_DIR, HF_DIR) if not (path / name).is_dir()]
     if not missing:
         return
-    steps = sorted(int(step.name) for step in path.glob("checkpoints/*") if step.name.isdecimal())
+    steps = sorted(int(step.name) for step in (path / CHECKPOINTS_DIR).glob("*") if step.name.isdecimal())
     hint = ""
     if (path / "config.json").is_file():
         hint = "; it looks like a Hugging Face directory, which `python -m model_port.convert` takes"
     elif steps:
-        hint = f"; it looks like a run, give one of its checkpoints: {path / 'checkpoints' / str(steps[-1])}"
+        hint = f"; it looks like a run, give one of its checkpoints: {path / CHECKPOINTS_DIR / str(steps[-1])}"
     raise ValueError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}{hint}")
 
 

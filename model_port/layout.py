@@ -1,10 +1,11 @@
-"""Where things lie in a checkpoint: the names, and whether a directory is one. Loads nothing."""
+"""Where things lie in a run and its checkpoints: the names, and whether a directory is one. Loads nothing."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
+CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = "checkpoints", "optimizer", "state.json"  # of a run, and in each of them
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = "base_model_name_or_path"
 

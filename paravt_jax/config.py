@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
 from model_port.config import LoraConfig
 from paravt_jax.keys import flat, keys_of, mappings_of, unknown_key
@@ -504,9 +504,11 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
             raise ValueError(f"{override!r} is no setting; write it as train.num_steps=10")
     layers = [] if path is None else [(str(path), _told(str(path), lambda: _read(Path(path))))]
     layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
-    problems = [problem for place, layer in layers for problem in _unknown_keys(place, layer, schema)]
-    if problems:
-        raise ValueError("; ".join(problems))
+    problems = [list(_unknown_keys(place, layer, schema)) for place, layer in layers]
+    if path is not None and problems[0] and (command := _command_of(layers[0][1])):
+        raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
+    if any(problems):
+        raise ValueError("; ".join(problem for told in problems for problem in told))
     if path is not None:
         _forget_numbers_of_another_kind(layers)
     config = deepcopy(_defaults(schema))
@@ -539,11 +541,11 @@ def _told(place: str, work: Callable[[], Any]) -> Any:
         return work()
     except OmegaConfBaseException as problem:
         key, said = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
-        names = [place, "" if key in place or key in said else key]
+        names = [f"{place}{_line_of(place, key)}", "" if key in place or key in said else key]
         raise ValueError(": ".join([*filter(None, names), said])) from None
     except MarkedYAMLError as problem:
         mark = problem.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and mark.name == place else ""
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and Path(mark.name).is_file() else ""
         said = " ".join(filter(None, [problem.problem, problem.context]))
         raise ValueError(f"{place}{where} is no YAML: {said}") from None
     except (YAMLError, UnicodeDecodeError, json.JSONDecodeError) as problem:
@@ -566,7 +568,28 @@ def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
     for key in flat(given):
         if key not in known and key.rpartition(".")[0] not in mappings:
             said = unknown_key(key, [*known, *(entry for entries in mappings.values() for entry in entries)])
-            yield ("" if place.startswith(f"{key}=") else f"{place}: ") + said
+            yield ("" if place.startswith(f"{key}=") else f"{place}{_line_of(place, key)}: ") + said
+
+
+def _command_of(layer: Any) -> str:
+    """The one command that knows every key of a file; empty where none does, or several."""
+    schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
+    knowing = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
+    return f"python -m paravt_jax.{knowing[0]}" if len(knowing) == 1 else ""
+
+
+def _line_of(place: str, key: str) -> str:
+    """Where a YAML file has a key, to be said after its name; empty for an override."""
+    if Path(place).suffix not in (".yaml", ".yml") or not Path(place).is_file():
+        return ""
+    node, line = compose(Path(place).read_text()), ""
+    for name in key.split("."):
+        pairs = {at.value: (at, value) for at, value in node.value} if isinstance(node, MappingNode) else {}
+        if name not in pairs:
+            break
+        at, node = pairs[name]
+        line = f", line {at.start_mark.line + 1}"
+    return line
 
 
 @cache

@@ -61,10 +61,7 @@ def unknown_key(key: str, known: list[str]) -> str:
     settings = [one for one in known if one.startswith(f"{key}.")]
     if settings:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
-    meant = _called(_name(key), known) or get_close_matches(key, known, 1, MIN_LIKENESS)
-    if not meant:
-        names = get_close_matches(_name(key), map(_name, known), 1, MIN_LIKENESS)
-        meant = [one for name in names for one in _called(name, known)]
+    meant = _meant(key, known)
     hint = f"did you mean {' or '.join(meant[:MAX_HINTS])}?" if meant else "--show lists all"
     return f"{key} is no setting ({hint})"
 
@@ -73,8 +70,19 @@ def _name(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _called(name: str, known: list[str]) -> list[str]:
-    return [key for key in known if _name(key) == name]
+def _meant(key: str, known: list[str]) -> list[str]:
+    """Keys of the same name, or that it goes on from; else with it as a word or as initials; else of a similar name."""
+    section, name = key.removesuffix(_name(key)), _name(key)
+    same = [one for one in known if _name(one) == name or key.startswith(f"{one}.")]
+    word = [one for one in known if one.startswith(section) and name in _words(_name(one))]
+    similar = get_close_matches(name, dict.fromkeys(map(_name, known)), 1, MIN_LIKENESS)
+    meant = same or word or [one for one in known if _name(one) in similar]
+    return sorted(meant, key=lambda one: not one.startswith(section))
+
+
+def _words(name: str) -> list[str]:
+    words = name.split("_")
+    return [*words, "".join(word[:1] for word in words)] if len(words) > 1 else words
 
 
 @cache

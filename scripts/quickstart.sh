@@ -3,6 +3,12 @@
 #   bash scripts/quickstart.sh
 # Interrupted and run again, it goes on where it was. RUN=runs/other keeps everything in another directory.
 set -euo pipefail
+usage="usage: [RUN=runs/other] bash scripts/quickstart.sh"
+case "${1:-}" in
+  "") ;;
+  -h | --help) echo "$usage"; exit 0 ;;
+  *) echo "$usage   (got '$1')" >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run=${RUN:-runs/quickstart}
 bash scripts/setup.sh cpu

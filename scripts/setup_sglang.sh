@@ -7,9 +7,11 @@ set -euo pipefail
 torch=torch==2.13.0
 sglang=sglang==0.5.23
 variant=${1:-cpu}
+usage="usage: bash scripts/setup_sglang.sh [cpu|cuda]"
 case "$variant" in
   cpu | cuda) ;;
-  *) echo "usage: bash scripts/setup_sglang.sh [cpu|cuda]   (got '$variant')" >&2; exit 2 ;;
+  -h | --help) echo "$usage"; exit 0 ;;
+  *) echo "$usage   (got '$variant')" >&2; exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

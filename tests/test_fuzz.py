@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import model_port
 from model_port.chat_template import CHAT_TEMPLATE
+from model_port.layout import RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import CheckpointConfig
@@ -32,7 +33,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.run.checkpoint import RECORD_FILE, Checkpoints, verify
+from paravt_jax.run.checkpoint import Checkpoints, verify
 from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable

@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.layout import CHECKPOINTS_DIR, HF_DIR, RECORD_FILE
 from model_port.tiny import make_tiny
 from paravt_jax.bench.mesh import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
-from paravt_jax.run.checkpoint import OWN_SUM, RECORD_FILE, Checkpoints
+from paravt_jax.run.checkpoint import OWN_SUM, Checkpoints
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
 LAYER_PARAMS = 12_600_000  # about
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.repeats < 1 or args.gib <= 0:
         raise ValueError(f"--repeats {args.repeats} must be at least 1 and --gib {args.gib} greater than 0")
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        directory, hf = Path(folder) / "checkpoints", Path(folder) / "hf"
+        directory, hf = Path(folder) / CHECKPOINTS_DIR, Path(folder) / HF_DIR
         make_tiny(hf)
         learner = make_learner(
             config_of((1, 1, 1), rows=1, row_tokens=256), sized_model(args.gib * 2**30 / BYTES_PER_PARAM), None

@@ -64,21 +64,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     claim_memory()
     with tempfile.TemporaryDirectory(prefix="paravt-gpu-check-", dir=_memory()) as folder:
         parts = {"device": measured("device", Path(folder), tiny=args.tiny)}
-        violations = [] if args.tiny else _without_gpu(parts["device"]["rows"])
-        for name in DEADLINES_S if not violations else ():
+        if not args.tiny:
+            _check_gpu(parts["device"])
+        for name in DEADLINES_S:
             if name not in parts:
                 parts[name] = measured(name, Path(folder), tiny=args.tiny)
     ways = [row for name in WAYS if name in parts for row in parts[name]["rows"]]
-    violations += [*problems_of(parts), *_disagreement(ways)]
+    violations = [*problems_of(parts), *_disagreement(ways)]
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"tiny": args.tiny, "date": today, "parts": parts, "violations": violations}
 
 
-def _without_gpu(devices: list[Row]) -> list[str]:
-    if any(row["platform"] == "gpu" for row in devices):
-        return []
-    seen = ", ".join(row["device"] for row in devices) or "nothing"
-    return [f"jax sees no GPU here but {seen}, so nothing was measured; --tiny tries the check itself"]
+def _check_gpu(part: dict[str, Any]) -> None:
+    if not any(row["platform"] == "gpu" for row in part["rows"]):
+        seen = ", ".join(row["device"] for row in part["rows"]) or part["problem"] or "nothing"
+        raise RuntimeError(f"jax sees no GPU here but {seen}, so nothing was measured; --tiny tries the check itself")
 
 
 def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Data sets on the hub, wherever a path to rows is: OWNER/NAME, OWNER/NAME/SUB/DIR, and either with @REVISION.
 
-What exists locally always wins, and where the first folder of a name does, the name is local: `data/sft` beside a
-directory `data`. With a revision, as `data/sft@main`, it is the hub's. Only the parquet and JSON-lines files of the
-directory that was asked for are downloaded, not those of the whole repository, into the cache of the hub's client;
-videos are not rows and stay there.
+What exists locally always wins. A name is local where its first folder exists, or is called `data`: that is where our
+configs have what `materialize` makes. With a revision, as `data/sft@main`, it is the hub's. Only the parquet and
+JSON-lines files of the directory that was asked for are downloaded, not those of the whole repository, into the cache
+of the hub's client; videos are not rows and stay there.
 """
 
 import glob
@@ -16,6 +16,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from model_port.hub import transferring
 
+LOCAL_FOLDER = "data"
 ROW_SUFFIXES = (".parquet", ".jsonl")
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[^/@\\]+)*)(?:@([^@\s]+))?")
 TOKENIZER_FILE = "tokenizer.json"
@@ -55,10 +56,10 @@ def local_source(path: str | Path) -> Path:
     if Path(path).exists() or name is None:
         return Path(path)  # whoever reads it says what is wrong with it
     folder = Path(path).parts[0]
-    if name.revision is None and Path(folder).is_dir():
+    if name.revision is None and (folder == LOCAL_FOLDER or Path(folder).is_dir()):
         raise ValueError(
-            f"{_not_here(name)}, though the directory {folder} does; if the data set {name.repo} of the hub is meant, "
-            f"write {path}@main"
+            f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} makes it from "
+            f"published rows); if the data set {name.repo} of the hub is meant, write {path}@main"
         )
     inside = glob.escape(f"{name.inside}/") if name.inside else ""
     wanted = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
@@ -130,12 +131,6 @@ def tokenizer_file(source: str) -> Path:
         ) from problem
 
 
-def _not_here(name: HubName) -> str:
-    """With what makes it, where it may be a directory of this machine."""
-    made = f" (python -m paravt_jax.data materialize --output-dir {name} makes it from published rows)"
-    return f"{name} does not exist here{made if name.revision is None else ''}"
-
-
 def _not_downloaded(name: HubName, problem: Exception) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
     by_hand = (
@@ -147,7 +142,7 @@ def _not_downloaded(name: HubName, problem: Exception) -> str:
     else:
         advice = f"check the name, the revision, your access and the network, or {by_hand}"
     return (
-        f"{_not_here(name)}, and the data set {name.repo} could not be downloaded from the hub "
+        f"{name} does not exist here, and the data set {name.repo} could not be downloaded from the hub "
         f"({_reason(problem)}); {advice}"
     )
 

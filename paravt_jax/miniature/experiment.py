@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import RESULTS_FILE
@@ -218,7 +219,7 @@ def _training(name: str, directory: Path, module: str, config: Path, settings: l
 
 
 def _checkpoint(directory: Path, version: int) -> Path:
-    return directory / "checkpoints" / str(version) / "state.json"
+    return directory / CHECKPOINTS_DIR / str(version) / RECORD_FILE
 
 
 def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:

@@ -126,7 +126,8 @@ def check_compiler(platform: str) -> None:
         found = False
     if not found:
         raise ValueError(
-            f"the compiler for this topology is not installed: pip install 'paravt_jax[{extra}]' (it needs no device)"
+            f"the compiler for this topology is not installed; it needs no device: in a clone, "
+            f"pip install -e '.[{extra}]'"
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import Config, TrainConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visit, Visits
@@ -33,10 +34,8 @@ from paravt_jax.rl.rollouts import (
     scored_together,
     task_of,
 )
-from paravt_jax.run.checkpoint import RECORD_FILE
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
-from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
 from rollout.episode import Call, Episode, Turn
 from rollout.ledger import Ledger, Segment

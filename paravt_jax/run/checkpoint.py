@@ -53,7 +53,7 @@ from model_port.checkpoint import (
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
-from model_port.layout import HF_DIR, PARAMS_DIR
+from model_port.layout import HF_DIR, OPTIMIZER_DIR, PARAMS_DIR, RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory, sync_path
 from model_port.progress import Meter
 from model_port.sharding import on_host
@@ -62,7 +62,6 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
 from paravt_jax.run.hosts import ALONE, Hosts
 
-OPTIMIZER_DIR, RECORD_FILE = "optimizer", "state.json"
 BROKEN_SUFFIX = ".broken"
 RECORD_KEYS = ("scalars", "shapes", "progress", "files")
 OWN_SUM = "sum"  # of the record without it

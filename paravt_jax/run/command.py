@@ -49,7 +49,8 @@ def read_config(
 ) -> Settings | None:
     """The settings, or None when they were only to be shown. `needed` stand in for those without a default there."""
     if args.config is None and not args.show:
-        parser.error(f"--config FILE is needed; {example}")
+        file = next((one for one in args.overrides if "=" not in one), None)
+        parser.error(f"--config FILE is needed; {f'write it as --config {file}' if file else example}")
     config = load_config(args.config, *(() if args.config else needed), *args.overrides, schema=schema)
     if args.show:
         print("\n".join(shown(config)))

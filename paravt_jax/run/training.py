@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from model_port.layout import CHECKPOINTS_DIR
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.keys import flat
 from paravt_jax.learner.learner import Learner
@@ -27,7 +28,6 @@ from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
 Progress = dict[str, Any]
-CHECKPOINTS_DIR = "checkpoints"
 OWN_SETTING = "hosts.index"  # which every host has otherwise
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
 

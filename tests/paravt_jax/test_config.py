@@ -259,15 +259,38 @@ def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, mes
         ("seed: 1\nseed: 2", r"run\.yaml, line 2, column 1 is no YAML: found duplicate key seed"),
         ("seed: \0", r"run\.yaml is no YAML: "),
         ("- seed", r"run\.yaml is a list, expected settings such as train: "),
-        ("train: {num_step: 3}", r"run\.yaml: train\.num_step is no setting \(did you mean train\.num_steps\?\)"),
-        ("train: {num_steps: many}", r"run\.yaml: train\.num_steps: Value 'many'"),
+        (
+            "train: {num_step: 3}",
+            r"run\.yaml, line 1: train\.num_step is no setting \(did you mean train\.num_steps\?\)",
+        ),
+        ("train:\n  num_steps: many", r"run\.yaml, line 2: train\.num_steps: Value 'many'"),
+        ("sft: {num_steps: 1}\n", r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is no setting"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_path, text, message):
+def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message) as raised:
-        load_config(tmp_path / "run.yaml")
-    assert "\n" not in str(raised.value)
+    for path in ("run.yaml", tmp_path / "run.yaml"):
+        with pytest.raises(ValueError, match=message) as raised:
+            load_config(path)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("optim.lr", "did you mean optim.learning_rate?"),
+        ("lr", "did you mean optim.learning_rate?"),
+        ("steps", "did you mean optim.max_bad_steps or train.num_steps or validation.every_steps?"),
+        ("trian.num_steps", "did you mean train.num_steps?"),
+        ("optim.learning_rte", "did you mean optim.learning_rate?"),
+        ("model", "model is a section; set model.path, model.dtype, model.attention and so on"),
+        ("train.bs", "--show lists all"),
+    ],
+)
+def test_a_key_that_is_none_is_told_with_those_that_may_be_meant(key, hint):
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        load_config(None, f"{key}=1")
 
 
 def test_a_key_is_looked_for_in_the_settings_of_the_command():

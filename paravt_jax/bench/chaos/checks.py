@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import TrainConfig
-from paravt_jax.run.checkpoint import RECORD_FILE, verify
+from paravt_jax.run.checkpoint import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
-from paravt_jax.run.training import CHECKPOINTS_DIR
 
 
 def episodes_of(run_dir: Path) -> dict[int, list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from model_port.layout import CHECKPOINTS_DIR, OPTIMIZER_DIR, PARAMS_DIR
 from model_port.progress import counted
 from paravt_jax.bench.chaos.recorder import Sampled
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
@@ -19,10 +20,9 @@ from paravt_jax.rl.opening import opened
 from paravt_jax.rl.replay import differing
 from paravt_jax.rl.rollouts import Group
 from paravt_jax.run.log import METRICS_FILE, rows_by_step
-from paravt_jax.run.training import CHECKPOINTS_DIR
 from rollout.ledger import Segment
 
-ARRAYS = ("params", "optimizer")  # folders of a checkpoint
+ARRAYS = (PARAMS_DIR, OPTIMIZER_DIR)  # folders of a checkpoint
 
 
 async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tuple[list[str], Counter[Sampled]]:

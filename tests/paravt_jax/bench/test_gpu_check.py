@@ -1,6 +1,8 @@
 """The check of a GPU, where there is none: how parts end, what the page says, what a FLOP is."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from model_port.config import preset
 from paravt_jax.bench import gpu_check
 from paravt_jax.bench.gpu_parts import PARTS, at_depth, excuse, model_flops, peak_flops
 
+ROOT = Path(__file__).parents[3]
 ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""
 
 
@@ -49,10 +52,24 @@ def test_the_page_has_every_part_and_says_which_failed():
 
 
 def test_without_a_gpu_nothing_is_measured_unless_it_is_only_tried():
-    assert gpu_check._without_gpu([{"device": "NVIDIA H200", "platform": "gpu"}]) == []
-    (problem,) = gpu_check._without_gpu([{"device": "cpu", "platform": "cpu"}])
-    assert problem.startswith("jax sees no GPU here but cpu, so nothing was measured; --tiny tries")
-    assert "but nothing, so" in gpu_check._without_gpu([])[0]
+    gpu_check._check_gpu({"rows": [{"device": "NVIDIA H200", "platform": "gpu"}], "problem": None})
+    with pytest.raises(RuntimeError, match=r"^jax sees no GPU here but cpu, so nothing was measured; --tiny tries"):
+        gpu_check._check_gpu({"rows": [{"device": "cpu", "platform": "cpu"}], "problem": None})
+    with pytest.raises(RuntimeError, match="here but ended with exit code 1: no plugin, so"):
+        gpu_check._check_gpu({"rows": [], "problem": "ended with exit code 1: no plugin"})
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--wrong"], 2), ([], 1)])
+def test_what_is_refused_leaves_the_measured_page_as_it_is(tmp_path, arguments, code):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "gpu_check.sh", tmp_path / "scripts")
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
+    page = tmp_path / "docs" / "benchmarks" / "gpu_check.md"
+    page.write_text("measured")
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(["bash", script, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert list(page.parent.iterdir()) == [page] and page.read_text() == "measured"
 
 
 def test_ways_that_compute_something_else_are_no_comparison():
