@@ -246,7 +246,7 @@ def test_failed_commit_costs_no_second_upload_and_is_never_made_twice(hub: FakeH
 def test_hanging_hub_ends_by_a_deadline(hub: FakeHub, model: Path, waits_s: list[float], request_: str, stage: str):
     hub.fail(request_, "hang")
     start_s = time.monotonic()
-    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.5))  # the rest meets it on a busy machine too
+    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.5))  # which all others must meet
     assert "Timeout" in text and stage in text
     assert time.monotonic() - start_s < 10
 
