@@ -282,7 +282,7 @@ class Agent:
         )
         begun(episode)
         watcher = watcher or Watcher()
-        run = _Run(self, overview, episode, seed, version, watcher, started_s)
+        run = _EpisodeRun(self, overview, episode, seed, version, watcher, started_s)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):
             last = turn_number == self.config.tool_turns
@@ -313,7 +313,7 @@ class Agent:
 
 
 @dataclass(eq=False)
-class _Run:
+class _EpisodeRun:
     """The state of one episode while it runs."""
 
     agent: Agent

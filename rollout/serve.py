@@ -23,7 +23,7 @@ PROGRESS_EVERY_S = 5  # where each report is a line of its own
 CLEAR_LINE = "\r\x1b[K"
 
 
-class Progress:
+class StartLine:
     """The server's latest line with the seconds so far: redrawn in place on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
     stopping = asyncio.create_task(stop_requested.wait())
 
-    progress = Progress()
+    progress = StartLine()
     starting = asyncio.create_task(
         Server.start(settings, deadline_s=args.deadline_s, on_progress=progress.show, log_file=args.log_file)
     )

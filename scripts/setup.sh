@@ -51,6 +51,8 @@ if [ ! -x .venv/bin/python ]; then
   pip --upgrade pip # the one that Python brings takes twice as long to find out what to install
 fi
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
+(while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
+trap "kill $!" EXIT
 case "$kind" in
   cpu) pip --editable . ;;
   *) pip --editable ".[$kind]" ;;

@@ -41,6 +41,8 @@ fi
 "$python" -m venv $venv
 pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
+(while sleep 30 >/dev/null 2>&1; do echo "setup_sglang: installing, $SECONDS s so far" >&2; done) 9>&- &
+trap "kill $!" EXIT
 if [ "$variant" = cpu ]; then
   pip $torch
   pip --no-deps -r $requirements

@@ -168,6 +168,16 @@ def test_the_rooms_stand_on_each_other_without_a_circle():
     assert all(set(below.split()) <= set(names[: names.index(room)]) for room, below in ROOMS.items())
 
 
+def test_the_page_of_the_architecture_has_the_rooms_in_that_order():
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("only from rooms above it here:\n\n```\n")[2]
+    rows = [line.split("   ")[0].split() for line in page.partition("```")[0].splitlines()]
+    assert sorted(room for row in rows for room in row) == sorted({*ROOMS} - {"__main__"})
+    above: set[str] = set()
+    for row in rows:
+        assert all(set(ROOMS[room].split()) <= above for room in row), row
+        above |= {*row}
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -193,12 +203,12 @@ def test_an_impure_or_a_missing_module_of_the_maths_is_noticed(tmp_path):
 
 
 def classes_named_twice(root: Path) -> Iterator[str]:
-    """One word, one thing: nobody should have to ask which of two."""
+    """One word, one thing: nobody should have to ask which of two. Also of a file's own, whose `_` nobody says."""
     homes: dict[str, list[str]] = {}
     for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
-        for node in ast.parse(path.read_text(), str(path)).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(path.relative_to(root).as_posix())
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(path.relative_to(root).as_posix())
     yield from (f"{name} is a class in {' and '.join(where)}" for name, where in homes.items() if len(where) > 1)
 
 
@@ -208,7 +218,7 @@ def test_no_two_classes_have_the_same_name():
 
 def test_a_second_class_of_a_name_is_noticed(tmp_path):
     plant(tmp_path, "rollout/episode.py", "class Request: ...\n")
-    plant(tmp_path, "paravt_jax/rl/run.py", "class Request: ...\nclass _Own: ...\n")
+    plant(tmp_path, "paravt_jax/rl/run.py", "def late():\n    class _Request: ...\nclass _Own: ...\n")
     assert list(classes_named_twice(tmp_path)) == ["Request is a class in rollout/episode.py and paravt_jax/rl/run.py"]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
+from model_port.progress import Meter
 from paravt_jax.bench import machine
 
 BENCHES = {
@@ -47,7 +48,8 @@ def main() -> None:
     exit_on_sigterm()
     bench = importlib.import_module(f"paravt_jax.bench.{args.bench}")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = bench.run(args)
+    with Meter(f"bench {args.bench}"):
+        result = bench.run(args)
     print(bench.table(result))
     if out is not None:
         out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")

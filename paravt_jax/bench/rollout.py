@@ -186,7 +186,7 @@ async def _episodes(
     """A group whose members all look at the same windows, and whose main agents are prefilled too."""
     calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
 
-    class Asked(_Written):
+    class Rehearsed(_Written):
         async def generate(self, request: Request) -> Generation:
             said = await super().generate(request)
             if said.server:
@@ -196,7 +196,7 @@ async def _episodes(
             )
             return replace(said, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
 
-    written = Asked(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
+    written = Rehearsed(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
     agent = Agent(written, frames, chat, config)  # type: ignore[arg-type]
     overview = await agent.look(Task("group", "What happens?", (video,), FRAME_BUDGET))
     started_s = time.perf_counter()

@@ -162,7 +162,7 @@ def _until(ends: list[Any], now_s: float) -> Iterator[Any]:
 
 
 @dataclass(eq=False)
-class _Request:
+class _SimulatedRequest:
     prompt: str  # others may have the same
     prompt_tokens: int
     frames: int
@@ -191,8 +191,8 @@ class SimulatedServer:
         self.read_tokens = self.sampled_tokens = 0
         self.busy_s = 0.0
         self._clock = clock
-        self._waiting: deque[_Request] = deque()
-        self._running: list[tuple[int, int, _Request]] = []  # a heap by the end
+        self._waiting: deque[_SimulatedRequest] = deque()
+        self._running: list[tuple[int, int, _SimulatedRequest]] = []  # a heap by the end
         self._context_tokens = self._decoded = 0
         self._numbers = count()
         self._known: dict[str, int] = {}
@@ -207,7 +207,7 @@ class SimulatedServer:
     def num_requests(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def ask(self, request: _Request) -> Signal:
+    def ask(self, request: _SimulatedRequest) -> Signal:
         self._waiting.append(request)
         self._counted(self)
         self._clock.fire(self._asked)
@@ -229,7 +229,7 @@ class SimulatedServer:
         pause, self._pause = self._pause, None
         self._clock.fire(pause)
 
-    def _taken_back(self, request: _Request) -> _Request:
+    def _taken_back(self, request: _SimulatedRequest) -> _SimulatedRequest:
         left = request.ends_at - self._decoded
         request.dialogue_tokens += request.sampled_tokens - left
         request.sampled_tokens = left
@@ -248,7 +248,7 @@ class SimulatedServer:
                 self._asked = Signal()
                 yield self._asked
 
-    def _read(self, request: _Request) -> Process:
+    def _read(self, request: _SimulatedRequest) -> Process:
         """Gives the first token as well."""
         tokens, frames = self._new(request)
         seconds = self.service.read_s(tokens=tokens, frames=request.frames, unseen=frames)
@@ -265,7 +265,7 @@ class SimulatedServer:
         heappush(self._running, (request.ends_at, next(self._numbers), request))
         self._answer()
 
-    def _new(self, request: _Request) -> tuple[int, int]:
+    def _new(self, request: _SimulatedRequest) -> tuple[int, int]:
         """Tokens and frames that it has to compute."""
         if self.service.prefixes:
             known = self._known.get(request.prompt, 0)
@@ -318,7 +318,7 @@ class World:
         for number, turn in enumerate(turns):
             tokens += turn.read_tokens
             prompt = (group.name, group.prompt_tokens, group.frames)
-            yield self._ask(_Request(*prompt, name, tokens, turn.sampled_tokens))
+            yield self._ask(_SimulatedRequest(*prompt, name, tokens, turn.sampled_tokens))
             tokens += turn.sampled_tokens
             yield from self.calls(turn.calls, f"{name}/{number}")
 
@@ -328,7 +328,7 @@ class World:
 
     def _call(self, call: CallScript, name: str) -> Process:
         yield from self._frames(call.window, call.frames)
-        yield self._ask(_Request(call.window, call.prompt_tokens, call.frames, name, 0, call.report_tokens))
+        yield self._ask(_SimulatedRequest(call.window, call.prompt_tokens, call.frames, name, 0, call.report_tokens))
 
     def groups(self, groups: Sequence[GroupScript]) -> Process:
         """All episodes of a step."""
@@ -353,7 +353,7 @@ class World:
     def _decoded(self, num_frames: int) -> Process:
         yield Work(num_frames * self.service.decode_s, self.service.share)
 
-    def _ask(self, request: _Request) -> Signal:
+    def _ask(self, request: _SimulatedRequest) -> Signal:
         """Of the server that knows the prompt, or of the idlest one."""
         idlest = self._idlest()
         home = self._homes.setdefault(request.prompt, idlest)

@@ -57,7 +57,7 @@ class RunLog:
         put_aside = _put_aside_later(run_dir, first_step)
         self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step) if config.tensorboard else None
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
-        self._progress = _Progress(num_steps, first_step)
+        self._progress = _StepBar(num_steps, first_step)
         if put_aside is not None:
             self.say(f"what was logged after step {first_step} is now in {put_aside} and will be done again")
         if logged < first_step:
@@ -273,7 +273,7 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
     return wandb.init(**where, config=settings, resume="allow")
 
 
-class _Progress:
+class _StepBar:
     """A bar on a terminal, else a line for every step, and one every half a minute of a long step."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:

@@ -67,7 +67,7 @@ class SGLangSettings:
 
 
 @dataclass(eq=False)
-class _Server:
+class _KnownServer:
     """One server as this engine knows it."""
 
     url: str
@@ -89,10 +89,10 @@ class _Server:
 class SGLangEngine:
     """Use `await SGLangEngine.connect(urls)` or `.launch(settings)`, and `close` in the end."""
 
-    def __init__(self, servers: Sequence[_Server], settings: SGLangSettings, client: HttpClient, router: str = ""):
+    def __init__(self, servers: Sequence[_KnownServer], settings: SGLangSettings, client: HttpClient, router: str = ""):
         self.settings = settings
         self._servers = list(servers)
-        self._router = _Server(router, up=True) if router else None
+        self._router = _KnownServer(router, up=True) if router else None
         self._asked = [self._router] if self._router else self._servers  # for samples
         self._client = client
         self._version: int | None = None  # until the first server says
@@ -101,7 +101,7 @@ class SGLangEngine:
         self._route = self._make_route()
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # some server came up or went down
-        self._homes: dict[str, _Server] = {}  # affinity -> the server whose cache knows the prefix
+        self._homes: dict[str, _KnownServer] = {}  # affinity -> the server whose cache knows the prefix
         self._background: set[asyncio.Task[Any]] = set()
         self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
 
@@ -116,7 +116,7 @@ class SGLangEngine:
             raise ValueError("engine.urls is empty; give the URL of at least one SGLang server")
         settings = settings or SGLangSettings()
         router, urls = await router_among(urls, settings.probe_deadline_s)
-        engine = await cls._begin([_Server(url) for url in urls], settings, router)
+        engine = await cls._begin([_KnownServer(url) for url in urls], settings, router)
         if router:
             engine._heed(router, lambda: urls_behind(engine._client, router, settings.control_deadline_s))
         return engine
@@ -128,7 +128,7 @@ class SGLangEngine:
         router, urls = await router_among(listed_urls(file), settings.probe_deadline_s)
         if router:
             raise ValueError(f"{file} lists {router}, which is an sglang-router; name it in engine.urls")
-        engine = await cls._begin([_Server(url) for url in urls], settings)
+        engine = await cls._begin([_KnownServer(url) for url in urls], settings)
         engine._heed(str(file), lambda: asyncio.to_thread(listed_urls, file))
         return engine
 
@@ -151,10 +151,12 @@ class SGLangEngine:
         if failures:
             await asyncio.gather(*(server.stop(settings.stop_grace_s) for server in up))
             raise failures[0]
-        return await cls._begin([_Server(server.url, server) for server in up], settings)
+        return await cls._begin([_KnownServer(server.url, server) for server in up], settings)
 
     @classmethod
-    async def _begin(cls, servers: Sequence[_Server], settings: SGLangSettings, router: str = "") -> "SGLangEngine":
+    async def _begin(
+        cls, servers: Sequence[_KnownServer], settings: SGLangSettings, router: str = ""
+    ) -> "SGLangEngine":
         engine = cls(servers, settings, HttpClient.make(), router)
         try:
             await engine._wait_until_up(time.monotonic() + settings.probe_deadline_s + settings.control_deadline_s)
@@ -256,7 +258,7 @@ class SGLangEngine:
 
     # Requests
 
-    async def _choose(self, affinity: str, deadline_s: float, tried: set[str]) -> _Server:
+    async def _choose(self, affinity: str, deadline_s: float, tried: set[str]) -> _KnownServer:
         """The server that knows the prefix, or the one with the fewest requests; one not tried yet, if there is."""
         for keeper in self._keepers:
             if keeper.done() and (problem := keeper.exception()) is not None:
@@ -284,7 +286,7 @@ class SGLangEngine:
             except TimeoutError:
                 raise EngineError(f"no server answers: {self._problems()}") from None
 
-    async def _ask(self, server: _Server, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+    async def _ask(self, server: _KnownServer, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
         """One attempt. Whatever ends it other than an answer also ends the computation on the server."""
         rid = uuid.uuid4().hex[:RID_CHARS]
         remaining_s = deadline_s - time.monotonic()
@@ -314,7 +316,7 @@ class SGLangEngine:
             if not answered:
                 self._abandon(server, rid)
 
-    async def _sample(self, server: _Server, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+    async def _sample(self, server: _KnownServer, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
         url, heard, max_bytes = f"{server.url}/generate", request.heard, answer_bytes(request.sampling)
         key = routing_key(request.affinity or request.episode)
         if heard is None:
@@ -327,13 +329,13 @@ class SGLangEngine:
                 heard(ids)
         return answer
 
-    def _abandon(self, server: _Server, rid: str) -> None:
+    def _abandon(self, server: _KnownServer, rid: str) -> None:
         if server.up:
             self._later(self._abort(server, [rid]))
         else:
             server.abandoned.append(rid)
 
-    async def _abort(self, server: _Server, rids: Sequence[str]) -> None:
+    async def _abort(self, server: _KnownServer, rids: Sequence[str]) -> None:
         """A router says nobody where it sent a request, so all servers are told."""
         urls = self.urls if server is self._router else [server.url]
 
@@ -352,7 +354,7 @@ class SGLangEngine:
         local = managed.settings if managed is not None else ServerSettings(Path(), self.settings.device)
         return TensorRoute(self._client, local.python or sidecar_python(), local.environment())
 
-    async def _load(self, servers: Sequence[_Server]) -> None:
+    async def _load(self, servers: Sequence[_KnownServer]) -> None:
         """Gives servers the published weights, all at the same time; those that fail are ejected."""
         assert self._published is not None
         assert self._version is not None
@@ -387,7 +389,7 @@ class SGLangEngine:
 
     @contextlib.asynccontextmanager
     async def _paused(
-        self, servers: Sequence[_Server], left: Callable[[], list[str]], post: Any, failed: dict[str, str]
+        self, servers: Sequence[_KnownServer], left: Callable[[], list[str]], post: Any, failed: dict[str, str]
     ) -> AsyncIterator[None]:
         """Running requests wait, and their keys and values are computed anew afterwards."""
         try:
@@ -402,7 +404,7 @@ class SGLangEngine:
 
     # Keeping servers
 
-    async def _keep(self, server: _Server) -> None:
+    async def _keep(self, server: _KnownServer) -> None:
         """Looks after one server for as long as the engine lives."""
         while not server.given_up:
             try:
@@ -432,11 +434,11 @@ class SGLangEngine:
             server.given_up = True
             self._eject(server, f"{name} lists it no more")
         known = {server.url for server in self._servers}
-        for server in [_Server(url) for url in urls if url not in known]:
+        for server in [_KnownServer(url) for url in urls if url not in known]:
             self._servers.append(server)
             self._keepers.append(asyncio.create_task(self._keep(server)))
 
-    async def _look_after(self, server: _Server) -> None:
+    async def _look_after(self, server: _KnownServer) -> None:
         problem = await self._probe(server)
         if server.loading:
             return
@@ -455,7 +457,7 @@ class SGLangEngine:
         elif not server.given_up:
             await self._admit(server)
 
-    async def _probe(self, server: _Server) -> str:
+    async def _probe(self, server: _KnownServer) -> str:
         """What is wrong with a server, or nothing. It generates a token unless it is already generating."""
         if server.managed is not None and not server.managed.running:
             server.missed_probes = self.settings.max_missed_probes
@@ -469,7 +471,7 @@ class SGLangEngine:
             return str(problem)
         return ""
 
-    async def _let_go_on(self, server: _Server) -> str:
+    async def _let_go_on(self, server: _KnownServer) -> str:
         """A paused server answers no probe either. What is wrong with one that cannot be told, or nothing."""
         try:
             await self._client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
@@ -477,7 +479,7 @@ class SGLangEngine:
             return str(problem)
         return ""
 
-    async def _admit(self, server: _Server) -> None:
+    async def _admit(self, server: _KnownServer) -> None:
         """Takes a server that answers into service, with the current weights."""
         try:
             await self._abort(server, server.abandoned)
@@ -490,19 +492,19 @@ class SGLangEngine:
         except EngineError as problem:
             server.problem = str(problem)
 
-    async def _adopt(self, server: _Server) -> None:
+    async def _adopt(self, server: _KnownServer) -> None:
         try:
             await self._settle_version(server)
         except EngineError as problem:
             self._eject(server, str(problem))
 
-    async def _identify_up(self, servers: Sequence[_Server]) -> None:
+    async def _identify_up(self, servers: Sequence[_KnownServer]) -> None:
         """All at the same time, but for the one that they are held to."""
         up = [server for server in servers if server.up]
         for some in (up[:1], up[1:]):
             await asyncio.gather(*map(self._identify, some))
 
-    async def _identify(self, server: _Server) -> bool:
+    async def _identify(self, server: _KnownServer) -> bool:
         """Whether a server computes what the others did with the weights of this version; else it is ejected.
 
         The first one asked after a publish is what the others, and whoever comes back at its address, are held to.
@@ -521,7 +523,7 @@ class SGLangEngine:
             self._eject(server, f"it is another model than version {self._version} of this run: {problem}")
         return not problem
 
-    async def _settle_version(self, server: _Server) -> None:
+    async def _settle_version(self, server: _KnownServer) -> None:
         """Gives a server what was published; before the first publish, learns what it has."""
         info = await self._client.get(f"{server.url}/model_info", self.settings.control_deadline_s)
         label = str(info.get("weight_version")) if isinstance(info, dict) else ""
@@ -545,13 +547,13 @@ class SGLangEngine:
             )
         server.version = self._version
 
-    def _eject(self, server: _Server, problem: str) -> None:
+    def _eject(self, server: _KnownServer, problem: str) -> None:
         server.up, server.problem = False, problem
         for call in server.calls:
             call.cancel()
         self._changed.set()
 
-    async def _restart(self, server: _Server) -> None:
+    async def _restart(self, server: _KnownServer) -> None:
         assert server.managed is not None
         if server.num_restarts == self.settings.max_restarts:
             server.given_up = True

@@ -47,7 +47,7 @@ from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check
 from rollout.engine.protocol import Request, Sampling
-from rollout.engine.sglang import SGLangEngine, SGLangSettings, _Server
+from rollout.engine.sglang import SGLangEngine, SGLangSettings, _KnownServer
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
@@ -434,7 +434,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
         managed = await Server.start(
             ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
         )
-        servers = [_Server(managed.url, managed), _Server(server.url)]
+        servers = [_KnownServer(managed.url, managed), _KnownServer(server.url)]
         engine = await SGLangEngine._begin(servers, SGLangSettings(probe_every_s=1))
         try:
             await all_up(engine, model)
@@ -528,7 +528,7 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
 def train_and_find_servers_late(arguments: list[str]) -> None:
     admit = SGLangEngine._admit
 
-    async def late(engine: SGLangEngine, server: _Server) -> None:
+    async def late(engine: SGLangEngine, server: _KnownServer) -> None:
         await asyncio.sleep(4 * ("hosts.index=1" in arguments))
         await admit(engine, server)
 
