@@ -13,28 +13,14 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.cli import run_cli
+from model_port.evaluated import RESULTS_FILE
 from paravt_jax.config import EvalConfig
+from paravt_jax.evaluation.results import Cell, OfShards, cell_table, refusal, score_table
 from paravt_jax.run.command import config_parser, read_config
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.process import claim_memory
-
-RESULTS_FILE = "eval.json"
-SHOWN = {
-    "accuracy": "accuracy_mean",
-    "f_tau": "format_reward",
-    "kappa": "tool_calls_mean",
-    "tool use": "tool_use_frac",
-    "reward": "reward_mean",
-    "tokens": "sampled_tokens_mean",
-    "missing": "num_missing",
-}
-Cell = dict[str, Any]
-OfShards = tuple[int, int]
 
 
 async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Cell]:
@@ -50,48 +36,6 @@ async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Ce
     return cells
 
 
-def table(cells: Iterable[Cell]) -> str:
-    """As Markdown, one line for each cell."""
-    columns = ["dispatch", "frames", *SHOWN, "mcq", "tvg", "oe"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for cell in cells:
-        values = [f"{cell['metrics'][key]:.3g}" for key in SHOWN.values()]
-        by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in ("mcq", "tvg", "oe")]
-        values += ["" if value is None else f"{value:.3g}" for value in by_type]
-        lines.append(f"| {cell['dispatch']} | {cell['frame_budget']} | {' | '.join(values)} |")
-    return "\n".join(lines)
-
-
-def score_table(cells: Iterable[Cell]) -> str:
-    """Of a public split, the scores of each cell by both rules, in percent."""
-    lines = ["| dispatch | frames | scorer | score | 95 % | missing as wrong | n | apart |", "|---" * 8 + "|"]
-    for cell in cells:
-        num = cell["n"]["answered"] + cell["n"]["unanswered"]
-        for scorer, scores in cell["scores"].items():
-            low, high = scores["interval_95"]
-            shares = [f"{100 * scores['score']:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"]
-            shares += [f"{100 * scores['missing_as_wrong']:.1f}", f"{num} of {cell['n']['expected']}", _apart(scores)]
-            lines.append(f"| {cell['dispatch']} | {cell['frame_budget']} | {scorer} | {' | '.join(shares)} |")
-    return "\n".join(lines)
-
-
-def _apart(scores: dict[str, Any]) -> str:
-    """What else a score has, and the first of its groups."""
-    beside = {name: value for name, value in scores.items() if name == "micro" or "@" in name}
-    parts = [f"{name} {100 * value:.1f}" for name, value in beside.items() if value != scores["score"] or "@" in name]
-    for labels in list(scores["groups"].values())[:1]:
-        parts += [f"{label} {100 * found['score']:.1f} of {found['n']}" for label, found in labels.items()]
-    return ", ".join(parts)
-
-
-def refusal(cells: Iterable[Cell]) -> str:
-    """Why some cells of a public split have no headline; empty where all have."""
-    told = [
-        f"{cell['dispatch']}, {cell['frame_budget']} frames: {cell['refused']}" for cell in cells if cell["refused"]
-    ]
-    return f"no headline for {'; '.join(told)}" if told else ""
-
-
 def shard_of(text: str) -> OfShards:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -101,6 +45,8 @@ def shard_of(text: str) -> OfShards:
 
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
+        from paravt_jax.evaluation.table import main as main_table  # late: brings in matplotlib
+
         main_table(sys.argv[2:])
         return
     parser = config_parser(
@@ -124,25 +70,11 @@ def main() -> None:
     claim_memory()
     use_compilation_cache()
     cells = asyncio.run(run_eval(config, args.shard))
-    print(table(cells))
+    print(cell_table(cells))
     if config.data.split:
         print(f"\n{score_table(cells)}")
     if args.shard is None and (problem := refusal(cells)):
         raise RuntimeError(problem)
-
-
-def main_table(arguments: list[str]) -> None:
-    from paravt_jax.evaluation.table import draw, markdown, read_rows  # late: brings in matplotlib
-
-    parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} table", description=markdown.__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of an evaluation")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it there")
-    add_debug_flag(parser)
-    args = parser.parse_args(arguments)
-    rows = read_rows(args.runs)
-    print(markdown(rows))
-    if args.png is not None:
-        draw(rows, args.png)
 
 
 if __name__ == "__main__":

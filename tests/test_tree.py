@@ -48,7 +48,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "eval": "config evaluation run",
     "ask": "asking run",
     "serve": "ask asking run",
-    "miniature": "config data eval run",
+    "miniature": "config data run",
     "prompts": "",
     "__main__": "",
 }

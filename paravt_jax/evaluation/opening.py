@@ -15,6 +15,7 @@ from paravt_jax.evaluation.certificate import certificate
 from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, SampleResult, cell_name, sample_key
 from paravt_jax.evaluation.playing import Playing
 from paravt_jax.evaluation.provenance import changed_sections, engine_record, model_record, provenance, settings_key
+from paravt_jax.evaluation.results import Cell, OfShards
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.rollouts import Player
@@ -28,8 +29,6 @@ from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.episode import Agent, Dispatch
 
 PLAYED_FILE = "played_by.json"
-Cell = dict[str, Any]
-OfShards = tuple[int, int]  # the k-th of n, from 1
 
 
 @dataclass(frozen=True, eq=False)

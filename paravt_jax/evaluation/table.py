@@ -1,5 +1,6 @@
 """The published tables with our runs beside them: what was measured, on how many samples, and nothing else."""
 
+import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ from typing import Any
 
 import matplotlib
 
+from model_port.cli import add_debug_flag, prog_of
+from model_port.evaluated import RESULTS_FILE
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
 from paravt_jax.rewards.official import OFFICIAL, STRICT
@@ -39,9 +42,9 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
     """The cells of public splits in these run directories; those of one policy and one way of playing make a row."""
     rows: dict[str, OwnRow] = {}
     for run in runs:
-        file = run / "eval.json"
+        file = run / RESULTS_FILE
         if not file.is_file():
-            raise ValueError(f"{run} has no eval.json; give the run_dir of an evaluation that came to its end")
+            raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of an evaluation that came to its end")
         for cell in json.loads(file.read_bytes())["cells"]:
             if cell.get("split") is None:
                 continue
@@ -105,3 +108,15 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format="png")
     plt.close(figure)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} table", description=markdown.__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of an evaluation")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it there")
+    add_debug_flag(parser)
+    args = parser.parse_args(arguments)
+    rows = read_rows(args.runs)
+    print(markdown(rows))
+    if args.png is not None:
+        draw(rows, args.png)

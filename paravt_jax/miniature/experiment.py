@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from model_port.evaluated import RESULTS_FILE
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
-from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 from paravt_jax.run.log import load_jsonl

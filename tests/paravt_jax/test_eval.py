@@ -10,8 +10,10 @@ from training import ROOT
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, new_adapter, write_adapter
 from model_port.config import LoraConfig
+from model_port.evaluated import RESULTS_FILE
 from paravt_jax.config import EvalConfig, load_config
-from paravt_jax.eval import RESULTS_FILE, run_eval, table
+from paravt_jax.eval import run_eval
+from paravt_jax.evaluation.results import cell_table
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
 
@@ -55,7 +57,7 @@ def test_every_dispatch_and_budget_is_a_cell(cells, world):
         ("none", 4),
     ]
     assert json.loads((world / "eval" / RESULTS_FILE).read_text())["cells"] == cells
-    assert len(table(cells).splitlines()) == 2 + 4
+    assert len(cell_table(cells).splitlines()) == 2 + 4
     lines = [json.loads(line) for line in (world / "eval" / "samples_none_4.jsonl").read_text().splitlines()]
     assert len(lines) == 6 and all(len(line["episodes"]) == 2 for line in lines)
     assert all("turns" in episode or episode["missing"] for line in lines for episode in line["episodes"])

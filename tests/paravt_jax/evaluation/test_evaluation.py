@@ -15,10 +15,11 @@ from published import longvideobench_row, make_copy, write_rows
 from paravt_jax import eval as command
 from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.splits import SPLITS
-from paravt_jax.eval import refusal, score_table, shard_of
+from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import opening, provenance
 from paravt_jax.evaluation.lines import Lines, result_of
 from paravt_jax.evaluation.playing import Tally, on_screen
+from paravt_jax.evaluation.results import refusal, score_table
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model_port.evaluated import RESULTS_FILE
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
-from paravt_jax.eval import RESULTS_FILE
 from paravt_jax.miniature.__main__ import arms_of
 from paravt_jax.miniature.experiment import ARMS, QUICK, VARIANTS, Experiment, Part, Runner
 from paravt_jax.miniature.report import draw, remarks, table
