@@ -16,8 +16,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from model_port.checkpoint import (
     DTYPES,
@@ -29,24 +27,21 @@ from model_port.checkpoint import (
 )
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import config_from_hf, read_hf_config
+from model_port.download import source_directory
 from model_port.hf_files import (
-    HUB_ID,
-    SIDE_FILES,
     base_model,
     read_side_files,
     with_base_model,
     write_side_files,
 )
-from model_port.hub import transferring
-from model_port.layout import ADAPTER_CONFIG_FILE, HF_DIR, INFO_FILE
+from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
-from model_port.safetensors_io import INDEX_FILE, HfTensors
+from model_port.safetensors_io import HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
-WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched from the hub beside the side files
 METADATA_BYTES = 2**20  # on disk, beside parameters and side files
 
 
@@ -111,27 +106,6 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
             }
             (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
     return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
-
-
-def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
-    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded.
-
-    `given_as` is how the user would give a directory instead.
-    """
-    if Path(src).is_dir():
-        return Path(src)
-    if not HUB_ID.fullmatch(str(src)):
-        raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
-    try:
-        with transferring(f"downloading {src}"):
-            return Path(snapshot_download(str(src), allow_patterns=[*WEIGHTS, *SIDE_FILES]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0]
-        raise RuntimeError(
-            f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
-            f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
-            f"and give {given_as}"
-        ) from problem
 
 
 def keep_freed_memory() -> None:

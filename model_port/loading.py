@@ -98,7 +98,7 @@ def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
 
 def base_directory(adapter: Path) -> Path:
     """Where the model is that an adapter belongs to; fetched from the hub where it is named by its id."""
-    from model_port.convert import source_directory  # which imports this
+    from model_port.download import source_directory  # late: brings in the client of the hub
 
     base, file = base_of(adapter), adapter / ADAPTER_CONFIG_FILE
     try:

@@ -7,6 +7,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,21 @@ def imports_between_rooms(root: Path) -> Iterator[str]:
                 yield f"{where} imports {name}"
 
 
+def circle_of_modules(root: Path) -> list[str]:
+    """Modules that import each other, be it late; empty where none do."""
+    files = {name: root / f"{name.replace('.', '/')}.py" for name in modules_of(root, list(FORBIDDEN))}
+    files = {name: path if path.is_file() else path.with_suffix("") / "__init__.py" for name, path in files.items()}
+    above: dict[str, set[str]] = {}
+    for name, path in files.items():
+        meant = {one if one in files else one.rpartition(".")[0] for one in imports_of(path)}
+        above[name] = {one for one in meant if one in files and one != name}
+    try:
+        TopologicalSorter(above).prepare()
+    except CycleError as circle:
+        return circle.args[1]
+    return []
+
+
 def impure_imports(root: Path) -> Iterator[str]:
     for module in PURE:
         path = root / "paravt_jax" / f"{module}.py"
@@ -166,6 +182,16 @@ def test_every_room_imports_only_from_those_it_may():
 def test_the_rooms_stand_on_each_other_without_a_circle():
     names = list(ROOMS)
     assert all(set(below.split()) <= set(names[: names.index(room)]) for room, below in ROOMS.items())
+
+
+def test_no_two_modules_import_each_other():
+    assert circle_of_modules(ROOT) == []
+
+
+def test_a_circle_is_noticed_also_where_an_import_is_late(tmp_path):
+    plant(tmp_path, "paravt_jax/rl/run.py", "from paravt_jax.rl import replay\n")
+    plant(tmp_path, "paravt_jax/rl/replay.py", "def late():\n    from paravt_jax.rl.run import Run\n")
+    assert sorted(set(circle_of_modules(tmp_path))) == ["paravt_jax.rl.replay", "paravt_jax.rl.run"]
 
 
 def test_the_page_of_the_architecture_has_the_rooms_in_that_order():

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 import model_port
-from model_port.convert import source_directory
+from model_port.download import source_directory
 from model_port.hf_files import RECIPE_FILE
 from model_port.layers import Compute
 from model_port.layout import hf_files_of

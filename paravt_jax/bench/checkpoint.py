@@ -19,7 +19,7 @@ import numpy as np
 from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, RECORD_FILE
 from model_port.tiny import make_tiny
-from paravt_jax.bench.mesh import config_of, make_learner
+from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.checkpoint import OWN_SUM, Checkpoints

@@ -11,7 +11,7 @@ import jax
 from omegaconf import OmegaConf
 
 from model_port.config import ModelConfig
-from paravt_jax.bench.mesh import config_of, model_of, name_of, settings_of, shapes_of, table_of, title_of
+from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, shapes_of, table_of, title_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
 from paravt_jax.plan.plan import assumed_of_seconds, config_on, model_config

@@ -12,25 +12,33 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from model_port.config import PRESETS, ModelConfig, preset
+from model_port.config import PRESETS, ModelConfig
 from paravt_jax.bench.learner import MODELS
+from paravt_jax.bench.mesh_case import (
+    SETTINGS,
+    compiled_programs,
+    config_of,
+    line,
+    make_learner,
+    model_of,
+    name_of,
+    planned_program_bytes,
+    program_bytes,
+    settings_of,
+    shapes_of,
+    table_of,
+    title_of,
+)
 from paravt_jax.config import Config
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from paravt_jax.learner.learner import Learner
-    from paravt_jax.learner.packing import TrainBatch
     from paravt_jax.plan.devices import Rates
     from paravt_jax.plan.plan import Plan
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
-PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
-FRAMES_OF_A_ROW = 4
-SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}
 MIB = 2**20
 
 
@@ -84,33 +92,6 @@ def _flag(name: str) -> str:
     return "a.b=c" if name == "overrides" else f"--{name.replace('_', '-')}"
 
 
-def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int, int]]:
-    """The one that is asked for, or all."""
-    from paravt_jax.plan.meshes import mesh_shapes
-
-    if args.mesh is None:
-        return list(mesh_shapes(num_devices))
-    found = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
-    if not found:
-        raise ValueError(f"--mesh {args.mesh} is not data,fsdp,tensor of {num_devices} devices, as 1,{num_devices},1")
-    return found
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in SETTINGS}
-
-
-def title_of(settings: dict[str, Any]) -> str:
-    return (
-        f"{settings['model']}, {settings['dtype']}, remat {settings['remat']}, {settings['rows']} x "
-        f"{settings['row_tokens']} tokens for each part of the rows"
-    )
-
-
-def model_of(args: argparse.Namespace) -> ModelConfig:
-    return MODELS[args.model]() if args.model in MODELS else preset(args.model)
-
-
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
     if "topology" in result:
@@ -119,10 +100,6 @@ def table(result: dict[str, Any]) -> str:
         return "\n".join(estimated_lines(result))
     rows = table_of(MEASURED_HEAD, [_cells(row) for row in result["rows_measured"]])
     return "\n".join([f"{title_of(result)}, {result['device']}", "", *rows])
-
-
-def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [line(head), "|---" * len(head) + "|", *map(line, rows)]
 
 
 MEASURED_HEAD = (
@@ -136,14 +113,6 @@ MEASURED_HEAD = (
     "MiB",
     "MiB by plan",
 )
-
-
-def line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def name_of(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _shown(value: float | None, digits: int = 1) -> str:
@@ -164,39 +133,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['compiled_bytes'] / MIB:.1f}",
         f"{row['planned_bytes'] / MIB:.1f}",
     ]
-
-
-def config_of(
-    shape: tuple[int, int, int],
-    *,
-    rows: int,
-    row_tokens: int,
-    dtype: Any = "float32",
-    remat: Any = "full",
-    **sections: Any,
-) -> Config:
-    """A run whose batches have so many rows for every part of the mesh that rows are split over."""
-    from paravt_jax.config import EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-    from paravt_jax.learner.settings import LossConfig
-    from paravt_jax.rewards.settings import RewardConfig
-    from rollout.episode import EpisodeConfig
-
-    mesh = MeshConfig(*shape)
-    num_rows = rows * mesh.num_row_parts
-    given: dict[str, Any] = {
-        "model": PolicyConfig(dtype=dtype, remat=remat),
-        "mesh": mesh,
-        "engine": EngineConfig(kind="sglang"),  # elsewhere
-        "video": VideoConfig(frame_budgets=[FRAMES_OF_A_ROW]),
-        "reward": RewardConfig(tool_reward=False),
-        "rollout": EpisodeConfig(
-            dispatch="none", max_context_tokens=row_tokens, max_new_tokens=max(1, row_tokens // 8)
-        ),
-        "loss": LossConfig(kl_coef=0.0),
-        "pack": PackConfig(row_tokens, num_rows),
-        "train": TrainConfig(prompts_per_step=num_rows, group_size=2),
-    }
-    return Config(**given | sections)
 
 
 def _measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
@@ -297,56 +233,3 @@ def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates 
     platform, step = jax.default_backend(), full_step(plan.batch)
     shared = rates.shared_by(config.mesh.num_devices) if platform == "cpu" else rates
     return step_seconds(batch_works(config, model, step.shape, platform), step, shared).total
-
-
-def make_learner(config: Config, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
-    """Of random weights."""
-    from model_port.layers import Compute
-    from paravt_jax.learner.learner import Learner
-    from paravt_jax.plan.batch import random_model
-
-    settings = config.model
-    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), config.lora, mesh)
-    return Learner(policy, config.optim, config.loss, temperature=config.rollout.temperature, mesh=mesh)
-
-
-def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:
-    """The programs of one update by their names in learner.programs; the update is made on the way."""
-    import jax
-
-    from paravt_jax.learner import programs
-    from paravt_jax.learner.learner import StepPart
-    from paravt_jax.learner.variants import StepCounts
-
-    compiled: dict[str, Any] = {}
-
-    def watched(name: str, function: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            compiled[name] = function.lower(*args, **kwargs).compile()
-            return function(*args, **kwargs)
-
-        return call
-
-    functions = {name: value for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped)}
-    for name, function in functions.items():
-        setattr(programs, name, watched(name, function))
-    try:
-        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], len(batch.text.tokens))
-    finally:
-        for name, function in functions.items():
-            setattr(programs, name, function)
-    return compiled
-
-
-def program_bytes(program: Any) -> int:
-    """What a compiled program needs on a device, its arguments included."""
-    memory = program.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
-
-
-def planned_program_bytes(plan: "Plan") -> int:
-    """The plan's estimate of the same for the largest program, which has the weights and no moments."""
-    phases = [phase.num_bytes for phase in plan.memory.phases if phase.name in PROGRAM_PHASES]
-    resident = plan.memory.resident
-    return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)

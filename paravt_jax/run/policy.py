@@ -13,7 +13,7 @@ import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, read_adapter_info, sum_of_base
 from model_port.attention import form_of
 from model_port.config import NO_ADAPTERS, LoraConfig
-from model_port.convert import source_directory
+from model_port.download import source_directory
 from model_port.hf_files import HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
 from model_port.layout import base_of, hf_files_of, is_adapter

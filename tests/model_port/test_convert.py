@@ -11,7 +11,8 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from model_port.checkpoint import StoredParams
-from model_port.convert import convert, source_directory
+from model_port.convert import convert
+from model_port.download import source_directory
 from model_port.layout import INFO_FILE, is_checkpoint
 from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 from model_port.tiny import make_tiny

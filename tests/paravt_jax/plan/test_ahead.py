@@ -6,7 +6,7 @@ from jax.errors import JaxRuntimeError
 
 from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh import compiled_programs, config_of, make_learner, program_bytes
+from paravt_jax.bench.mesh_case import compiled_programs, config_of, make_learner, program_bytes
 from paravt_jax.config import DataConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan import ahead

@@ -8,7 +8,7 @@ import pytest
 from model_port.config import preset
 from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh import config_of
+from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import HostsConfig, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.ahead import _AbstractLearner
 from paravt_jax.plan.devices import DEVICES

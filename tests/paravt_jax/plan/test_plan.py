@@ -14,7 +14,7 @@ from model_port.loading import abstract_model, abstract_params
 from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh import (
+from paravt_jax.bench.mesh_case import (
     compiled_programs,
     config_of,
     make_learner,

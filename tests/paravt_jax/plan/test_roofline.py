@@ -6,7 +6,7 @@ import pytest
 
 from model_port.config import LoraConfig, preset
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh import config_of
+from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.collectives import Collective

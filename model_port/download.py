@@ -1,0 +1,34 @@
+"""A model that is named by its directory or by its id on the hub."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from model_port.hf_files import HUB_ID, SIDE_FILES
+from model_port.hub import transferring
+from model_port.layout import ADAPTER_CONFIG_FILE
+from model_port.safetensors_io import INDEX_FILE
+
+WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched beside the side files
+
+
+def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
+    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded.
+
+    `given_as` is how the user would give a directory instead.
+    """
+    if Path(src).is_dir():
+        return Path(src)
+    if not HUB_ID.fullmatch(str(src)):
+        raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
+    try:
+        with transferring(f"downloading {src}"):
+            return Path(snapshot_download(str(src), allow_patterns=[*WEIGHTS, *SIDE_FILES]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise RuntimeError(
+            f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
+            f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
+            f"and give {given_as}"
+        ) from problem
