@@ -10,7 +10,7 @@ import pytest
 
 from paravt_jax.bench import simulation
 from paravt_jax.bench.rollout import SIMULATED_CORES, SIMULATED_SERVERS, simulated_turns
-from paravt_jax.bench.service import BURST, TEXTS, Probe, fitted, service_of
+from paravt_jax.bench.service import BURST, TEXTS, Probe, decoding, fitted, service_of
 from paravt_jax.bench.simulation import compared, mean_service, scripts_of
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, TurnScript
@@ -83,6 +83,16 @@ def test_costs_are_found_from_the_times_that_they_make():
 def test_no_cost_is_negative():
     falling = {(1.0, 1.0): [0.3], (1.0, 8.0): [0.1]}
     assert (fitted(falling) >= 0).all() and fitted(falling)[1] == 0
+
+
+def test_decoding_takes_time_also_where_the_times_grow_faster_than_the_context():
+    class BusyProbe(Probe):
+        async def seconds(self, prompts, num_tokens=1, server="one"):
+            return num_tokens * (len(prompts) * len(prompts[0].ids)) ** 2 * 1e-8
+
+    times = asyncio.run(decoding(BusyProbe(ScriptedEngine(None), None, (64, 96)), repeats=1))
+    assert times[0] + times[1] > 0
+    ServiceTimes(1.0, 0.01, 0.0, 0.0, *map(float, times))
 
 
 def test_a_probe_asks_for_what_nobody_has_seen_and_then_again(tiny_hf):
