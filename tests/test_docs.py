@@ -1,7 +1,7 @@
 """README, docs and configs: commands are read by their own parsers and run, links lead somewhere, the tree is the tree.
 
-A block of ```bash whose first line is `# needs …` is only read. All others are run, page by page, in their order, in a
-directory of the page's own with tiny models and made-up rows; so is every ```python block between them.
+A block whose first line is `# needs …` is only read, and says what the tests do not have: `LACKING`. All others are
+run, page by page, in their order, in a directory of the page's own with tiny models and made-up rows.
 """
 
 import argparse
@@ -37,6 +37,11 @@ IN_HEADER = re.compile(r"^#   (python -m .*?)(?:  .*)?$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
 NEEDS = "# needs "
+LACKING = (  # machines, what is installed apart, what a user brings, and more than half a minute of the suite
+    *("accelerator", "GPU", "machines", "network", "disk", "memory", "hour", "minutes", "of a processor"),
+    *(".venv-sglang", "aot-gpu", "torch", "decord", "chromium", "openai", "qwen_vl_utils", "sglang-router"),
+    *("server", "engine", "a run", "a policy", "a clone of EvolvingLMMs-Lab/ParaVT"),
+)
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 ELSEWHERE = {  # programs that are not ours
     *("hf", "find", "export", "sglang-router"),
@@ -164,6 +169,26 @@ def test_a_command_that_would_fail_is_noticed(tmp_path, monkeypatch, text):
     assert len(problems_of(tmp_path / "page.md", monkeypatch)) == 1
 
 
+def unexcused(page: Path) -> list[str]:
+    """What blocks say that they need, and the tests have; and languages that this module does not know."""
+    blocks = blocks_of(page)
+    reasons = [block.text.splitlines()[0] for block in blocks if block.text.startswith(NEEDS)]
+    unknown = {block.language for block in blocks} - {"", "bash", "python"}
+    return [*(reason for reason in reasons if not any(name in reason for name in LACKING)), *sorted(unknown)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_block_that_is_not_run_says_what_the_tests_do_not_have(page):
+    assert unexcused(page) == []
+
+
+def test_an_excuse_that_is_none_is_noticed(tmp_path):
+    (tmp_path / "page.md").write_text(
+        "```bash\n# needs a minute\ntrue\n```\n```bash\n# needs a GPU\ntrue\n```\n```py\n1\n```\n"
+    )
+    assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
+
+
 PAGES_WITH_COMMANDS_TO_RUN = [page for page in PAGES if any(b.language == "bash" and b.runs for b in blocks_of(page))]
 
 
@@ -189,7 +214,8 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
 
 def make_world(directory: Path) -> None:
     """What the pages take for granted: videos, published rows, traces with one call a turn."""
-    (directory / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "docs"):
+        (directory / folder).symlink_to(ROOT / folder)
     for folder in ("videos", "rows"):
         (directory / folder).mkdir()
     for name, shade in (("kitchen", 40), ("street", 200)):
