@@ -32,11 +32,11 @@ from paravt_jax.bench.mesh_case import (
     table_of,
     title_of,
 )
-from paravt_jax.config import Config
 
 if TYPE_CHECKING:
     from paravt_jax.plan.devices import Rates
     from paravt_jax.plan.plan import Plan
+    from paravt_jax.plan.update import PlannedUpdate
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
 MIB = 2**20
@@ -191,6 +191,7 @@ def _measured(
     from paravt_jax.plan.batch import make_batch
     from paravt_jax.plan.devices import DEVICES
     from paravt_jax.plan.plan import make_plan
+    from paravt_jax.plan.update import update_of
 
     config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
     try:
@@ -214,14 +215,14 @@ def _measured(
         "tokens": tokens,
         "compile_s": compile_s,
         "update_s": update_s,
-        "est_step_s": _expected_s(config, model, plan, rates),
+        "est_step_s": _expected_s(update_of(config), model, plan, rates),
         "device_tokens_per_s": tokens / update_s / config.mesh.num_devices,
         "compiled_bytes": max(map(program_bytes, programs.values())),
         "planned_bytes": planned_program_bytes(plan),
     }
 
 
-def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates | None") -> float | None:
+def _expected_s(update: "PlannedUpdate", model: ModelConfig, plan: "Plan", rates: "Rates | None") -> float | None:
     """The devices of a CPU share what it can do."""
     import jax
 
@@ -231,5 +232,5 @@ def _expected_s(config: Config, model: ModelConfig, plan: "Plan", rates: "Rates 
     if rates is None:
         return None
     platform, step = jax.default_backend(), full_step(plan.batch)
-    shared = rates.shared_by(config.mesh.num_devices) if platform == "cpu" else rates
-    return step_seconds(batch_works(config, model, step.shape, platform), step, shared).total
+    shared = rates.shared_by(update.mesh.num_devices) if platform == "cpu" else rates
+    return step_seconds(batch_works(update, model, step.shape, platform), step, shared).total

@@ -21,7 +21,7 @@ import numpy as np
 
 from paravt_jax.bench.service import service_of
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
-from paravt_jax.config import Config, load_config
+from paravt_jax.config import Config, EngineConfig, load_config
 from paravt_jax.data.synthetic import HEIGHT_PX, WIDTH_PX
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import CallScript, GroupScript, TurnScript, simulate
@@ -90,11 +90,11 @@ async def _measured(config: Config) -> dict[str, Any]:
             metrics = await run.update(groups)
             run.record(groups, metrics, await run.publish())
         services.append(await _service(run))
-        return compared(run.training.directory.path, services, _num_servers(config), run.policy.contract.unit_px)
+        return compared(run.training.directory.path, services, _num_servers(config.engine), run.policy.contract.unit_px)
 
 
-def _num_servers(config: Config) -> int:
-    return config.engine.num_servers if config.engine.kind == "sglang" else 1
+def _num_servers(engine: EngineConfig) -> int:
+    return engine.num_servers if engine.kind == "sglang" else 1
 
 
 async def _service(run: Run) -> ServiceTimes:
@@ -105,7 +105,7 @@ async def _service(run: Run) -> ServiceTimes:
         frame_px=(HEIGHT_PX, WIDTH_PX),
         token_px=run.policy.contract.unit_px,
         repeats=PROBE_REPEATS,
-        num_servers=_num_servers(run.config),
+        num_servers=_num_servers(engine),
         share=1 / len(os.sched_getaffinity(0)) if servers else 1.0,
         stride=1 if servers else EMBEDDED_STRIDE,
         prefixes=servers,

@@ -36,7 +36,7 @@ from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
 from paravt_jax.plan.products import product_flops
-from paravt_jax.plan.workload import reads_reference, scores_before
+from paravt_jax.plan.update import update_of
 
 
 class NoRoom(Exception):
@@ -66,7 +66,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
     learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
     own, ref = learner.params, learner.ref_params
     moments, unread_ref = ((), ()) if config.optim.offload else (learner.opt_state, learner.ref)
-    frozen, before = not config.optim.train_vision, scores_before(config)
+    frozen, before = not config.optim.train_vision, update_of(config).scores_before
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     known = Known(logp if before else None, None if ref is None else logp)
     # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
@@ -104,7 +104,7 @@ class _AbstractLearner:
         self.opt_state = jax.tree.map(_placed, jax.eval_shape(adam.init, self.masters), places)
         ref_dtype = jnp.dtype(settings.dtype)
         ref = jax.tree.map(lambda leaf: leaf.update(dtype=ref_dtype), self.masters)
-        self.ref = ref if reads_reference(config) else None
+        self.ref = ref if update_of(config).reads_reference else None
 
     @property
     def params(self) -> Params:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paravt_jax.config import Config, SftConfig
+from paravt_jax.config import HostsConfig
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import FRAME_TEXT_TOKENS, PROMPT_TEXT_TOKENS, Workload
 
@@ -22,15 +22,14 @@ class HostPart:
     heard_bytes: int  # what the episodes of all others are, without pixels
 
 
-def num_hosts(config: Config | SftConfig, device: DeviceSpec) -> int:
+def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
     """As many as the config says; else as hosts of such devices usually have."""
-    return config.hosts.num if config.hosts.num > 1 else device.num_hosts(config.mesh.num_devices)
+    return hosts.num if hosts.num > 1 else device.num_hosts(num_devices)
 
 
-def host_part(config: Config, work: Workload, hosts: int, num_params: int, num_trainable: int) -> HostPart:
+def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: int) -> HostPart:
     visits = -(-work.num_groups // hosts)
-    checkpoint_bytes = MASTER_BYTES * (0 if config.lora.rank else num_params - num_trainable)
-    checkpoint_bytes += TRAINED_BYTES * num_trainable
+    checkpoint_bytes = MASTER_BYTES * (num_masters - num_trainable) + TRAINED_BYTES * num_trainable
     return HostPart(
         num_hosts=hosts,
         rows=work.batch_rows // hosts,

@@ -25,9 +25,10 @@ from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import check_divisible, param_spec
 from model_port.text import LONG_ROW_TOKENS, Visual
-from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.config import MeshConfig
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.workload import reads_reference, row_pairs
+from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of Adam
@@ -93,17 +94,17 @@ class Kept:
 
 
 def memory_of(
-    config: Config | SftConfig, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, platform: str
+    update: PlannedUpdate, model: ModelConfig, batch: BatchShape, sampler: SamplerShape | None, platform: str
 ) -> Memory:
-    device = share_of(config, model, batch, platform)
+    device = share_of(update, model, batch, platform)
     beside = device.sampling(sampler) if sampler is not None and sampler.beside_update else {}
     accumulators = {"gradients of the step": FLOAT32_BYTES * device.num_trainable}
-    update = accumulators | device.batch_arrays()
+    learning = accumulators | device.batch_arrays()
     phases = [
-        Phase("backward pass, a layer", update | device.backward() | device.layer() | beside),
-        Phase("backward pass, the head", update | device.backward() | device.head() | beside),
-        Phase("frames", update | device.seeing() | beside),
-        Phase("optimizer", accumulators | beside | (device.moments if config.optim.offload else {})),
+        Phase("backward pass, a layer", learning | device.backward() | device.layer() | beside),
+        Phase("backward pass, the head", learning | device.backward() | device.head() | beside),
+        Phase("frames", learning | device.seeing() | beside),
+        Phase("optimizer", accumulators | beside | (device.moments if update.optim.offload else {})),
     ]
     if sampler is not None:
         phases.append(Phase("rollout", device.sampling(sampler)))
@@ -136,15 +137,15 @@ def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
     return shard_values({path: shape for path, shape in param_shapes(model).items() if path.startswith(prefix)}, mesh)
 
 
-def share_of(config: Config | SftConfig, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
-    return Share(config, model, batch, _local(model, config.mesh.tensor), platform)
+def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
+    return Share(update, model, batch, _local(model, update.mesh.tensor), platform)
 
 
 @dataclass(frozen=True)
 class Share:
     """One device's share of the run: what lies on it always, and what a batch adds in each phase."""
 
-    config: Config | SftConfig
+    update: PlannedUpdate
     model: ModelConfig
     batch: BatchShape
     local: ModelConfig  # the language tower as this device computes it
@@ -152,37 +153,37 @@ class Share:
 
     @property
     def item_bytes(self) -> int:
-        return jnp.dtype(self.config.model.dtype).itemsize
+        return jnp.dtype(self.update.policy.dtype).itemsize
 
     @property
     def compute(self) -> Compute:
         """To trace: all forms but the oracle keep the same for the backward pass."""
-        form: Form = "xla" if self.config.model.attention == "xla" else "blocked"
-        return Compute(self.config.model.dtype, form, remat=self.config.model.remat)
+        form: Form = "xla" if self.update.policy.attention == "xla" else "blocked"
+        return Compute(self.update.policy.dtype, form, remat=self.update.policy.remat)
 
     @property
     def num_params(self) -> int:
-        return values_on(self.config.mesh, self.model)
+        return values_on(self.update.mesh, self.model)
 
     @property
     def adapted(self) -> bool:
         """Do adapters train, and nothing else?"""
-        return self.config.lora.rank > 0
+        return self.update.lora.rank > 0
 
     @property
     def num_text(self) -> int:
-        return values_on(self.config.mesh, self.model, "text.")
+        return values_on(self.update.mesh, self.model, "text.")
 
     @property
     def num_trainable(self) -> int:
         if self.adapted:
-            return shard_values(adapter_shapes(self.model, self.config.lora.rank), self.config.mesh)
-        return self.num_params if self.config.optim.train_vision else self.num_text
+            return shard_values(adapter_shapes(self.model, self.update.lora.rank), self.update.mesh)
+        return self.num_params if self.update.optim.train_vision else self.num_text
 
     @property
     def vision_values(self) -> int:
         """Of the vision tower as it is computed: whole over fsdp."""
-        return values_on(replace(self.config.mesh, fsdp=1), self.model, "vision.")
+        return values_on(replace(self.update.mesh, fsdp=1), self.model, "vision.")
 
     @property
     def table_values(self) -> int:
@@ -200,12 +201,12 @@ class Share:
 
     def rows_here(self, num_rows: int) -> int:
         """Rows that do not divide stay whole, as in model_port.sharding.constrain."""
-        parts = self.config.mesh.num_row_parts
+        parts = self.update.mesh.num_row_parts
         return num_rows // parts if num_rows % parts == 0 else num_rows
 
     def kept_by_text(self, compute: Compute) -> Kept:
         is_split = self.batch.row_tokens > LONG_ROW_TOKENS
-        return kept_by_text(self.local, compute, self.config.lora, self.config.mesh.tensor if is_split else 1)
+        return kept_by_text(self.local, compute, self.update.lora, self.update.mesh.tensor if is_split else 1)
 
     def resident(self, sampler: SamplerShape | None) -> Parts:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
@@ -213,10 +214,10 @@ class Share:
             parts["frozen weights"] = self.item_bytes * self.num_params
         elif self.num_params > self.num_trainable:
             parts["frozen vision tower, float32"] = FLOAT32_BYTES * (self.num_params - self.num_trainable)
-        offload = self.config.optim.offload
+        offload = self.update.optim.offload
         if not offload:
             parts |= self.moments
-        if reads_reference(self.config) and not offload:
+        if self.update.reads_reference and not offload:
             parts["reference"] = self.item_bytes * self.num_trainable
         if sampler is not None:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
@@ -263,9 +264,9 @@ class Share:
             "kept by the forward pass": of_layers,
         }
         if kept.layer_casts:
-            parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.config.mesh.fsdp
-        if self.config.optim.train_vision:
-            kept = kept_by_vision(self.model, self.compute, self.config.mesh.tensor)
+            parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.update.mesh.fsdp
+        if self.update.optim.train_vision:
+            kept = kept_by_vision(self.model, self.compute, self.update.mesh.tensor)
             rows = self.rows_here(self.batch.num_frame_rows)
             of_layers = self.model.vision.num_layers * _total(
                 kept.layer_token, kept.layer_pair, rows, self.batch.row_patches
@@ -286,7 +287,7 @@ class Share:
     def score_bytes(self, rows: int, row_tokens: int) -> int:
         """Of a layer. Blocks side by side need nothing of each other: compilers keep all of them at the same time."""
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
-        form = form_of(self.config.model.attention, row_tokens, self.platform)
+        form = form_of(self.update.policy.attention, row_tokens, self.platform)
         if form == "xla":
             return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
         text = self.local.text
@@ -296,12 +297,12 @@ class Share:
         if form == "scanned":
             pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
             return heads * SCANNED_ARRAYS * pair + of_queries  # of which every block of keys adds to the gradient
-        pairs = row_pairs(self.config, self.model, row_tokens, self.platform)
+        pairs = row_pairs(self.update.policy.attention, self.model, row_tokens, self.platform)
         return heads * BLOCKED_ARRAYS.get(self.platform, 2) * pairs
 
     def head(self) -> Parts:
         actions = self.batch.row_actions
-        num_chunks = -(-actions // min(self.config.optim.head_chunk_tokens, actions))
+        num_chunks = -(-actions // min(self.update.optim.head_chunk_tokens, actions))
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
         kept = self.kept_by_text(self.compute)

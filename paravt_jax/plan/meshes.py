@@ -14,11 +14,13 @@ from model_port.config import ModelConfig
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.ahead import NoRoom, Program, compiled_update
+from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import Step, largest_batch, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
@@ -57,7 +59,7 @@ def estimate(
 ) -> MeshEstimate:
     """Of the config's own mesh; without `devices` to compile for, by the plan."""
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    memory = planned_memory(config, model, device)
+    memory, largest = planned_memory(config, model, device), largest_batch(config, model)
     always, programs = sum(memory.resident.values()), []
     if always > device.usable_bytes:
         said = f"{always / GIB:.1f} GiB lie there always, of {device.usable_bytes / GIB:.1f} usable"
@@ -65,7 +67,7 @@ def estimate(
     begun_s = time.perf_counter()
     if devices is not None:
         try:
-            programs = compiled_update(config, model, largest_batch(config, model), make_mesh(*shape, devices))
+            programs = compiled_update(config, model, largest, make_mesh(*shape, devices))
         except NoRoom as problem:
             return MeshEstimate(shape, problem=str(problem))
     compile_s = time.perf_counter() - begun_s
@@ -78,7 +80,7 @@ def estimate(
         compile_s=compile_s if programs else None,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
     )
-    return _timed(found, config, model, step, device, programs)
+    return _timed(found, update_of(config), model, step, largest, device, programs)
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
@@ -90,25 +92,27 @@ def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
 
 def _timed(
     found: MeshEstimate,
-    config: Config | SftConfig,
+    update: PlannedUpdate,
     model: ModelConfig,
     step: Step,
+    largest: BatchShape,
     device: DeviceSpec,
     programs: list[Program],
 ) -> MeshEstimate:
-    works = batch_works(config, model, step.shape, device.platform)
+    num_devices = update.mesh.num_devices
+    works = batch_works(update, model, step.shape, device.platform)
     if programs:
-        largest = batch_works(config, model, largest_batch(config, model), device.platform)
-        compiled = _by_name(programs, config.mesh.num_devices)
-        works = {name: _as_compiled(work, largest[name], compiled[name]) for name, work in works.items()}
+        of_largest = batch_works(update, model, largest, device.platform)
+        compiled = _by_name(programs, num_devices)
+        works = {name: _as_compiled(work, of_largest[name], compiled[name]) for name, work in works.items()}
     printed = bool(programs) and all(program.collectives is not None for program in programs)
-    rates = device.rates(config.model.dtype)
+    rates = device.rates(update.policy.dtype)
     assert rates is not None, f"{device.name} has no rates"
     seconds = step_seconds(works, step, rates)
     return replace(
         found,
-        model_flops=needed_flops(config, model, step),
-        compiled_flops=step.num_batches * config.mesh.num_devices * sum(work.flops for work in works.values()),
+        model_flops=needed_flops(update, model, step),
+        compiled_flops=step.num_batches * num_devices * sum(work.flops for work in works.values()),
         collective_bytes=_sent(works, step) if printed else None,
         est_step_s=seconds.total,
         seconds=seconds,

@@ -22,6 +22,7 @@ from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, 
 from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import (
     Step,
     Workload,
@@ -92,19 +93,25 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
     workload = workload_of(config, model)
     flops = flops_of(config, model, workload, device.platform)
-    memory, params = planned_memory(config, model, device), param_counts(config, model)
+    update = update_of(config)
+    memory, params = planned_memory(config, model, device), param_counts(update, model)
     return Plan(
         mesh=config.mesh,
         device=device,
-        host=host_part(config, workload, num_hosts(config, device), params.text + params.vision, params.trainable),
+        host=host_part(
+            workload,
+            num_hosts(config.hosts, config.mesh.num_devices, device),
+            num_masters=params.trainable if config.lora.rank else params.text + params.vision,
+            num_trainable=params.trainable,
+        ),
         params=params,
         batch=largest_batch(config, model),
         memory=memory,
         workload=workload,
         flops=flops,
-        update=update_seconds(config, model, device, typical_step(config, model)),
+        update=update_seconds(update, model, device, typical_step(config, model)),
         fit=_fit(config, model, memory, device),
-        assumptions=tuple(_assumptions(config, workload, device)),
+        assumptions=tuple(_assumptions(workload, device, config.model.dtype, gating=config.video.gating)),
     )
 
 
@@ -118,8 +125,9 @@ def planned_memory(config: Config | SftConfig, model: ModelConfig, device: Devic
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
         )
-    memory = memory_of(config, model, largest_batch(config, model), sampler, device.platform)
-    over_hosts(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_hosts(config, device))
+    memory = memory_of(update_of(config), model, largest_batch(config, model), sampler, device.platform)
+    mesh = config.mesh
+    over_hosts(mesh.data, mesh.fsdp, mesh.tensor, num_hosts(config.hosts, mesh.num_devices, device))
     return memory
 
 
@@ -133,24 +141,22 @@ def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
     return replace(config, **changed)
 
 
-def param_counts(config: Config | SftConfig, model: ModelConfig) -> ParamCounts:
+def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
     shapes = param_shapes(model)
     text, vision = (
         sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
         for tower in ("text.", "vision.")
     )
     return ParamCounts(
-        text, vision, adapter_params(config, model) or (text + vision if config.optim.train_vision else text)
+        text, vision, adapter_params(update.lora.rank, model) or (text + vision if update.optim.train_vision else text)
     )
 
 
-def update_seconds(
-    config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, step: Step
-) -> StepSeconds | None:
-    rates = device.rates(config.model.dtype)
+def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> StepSeconds | None:
+    rates = device.rates(update.policy.dtype)
     if rates is None:
         return None
-    return step_seconds(batch_works(config, model, step.shape, device.platform), step, rates)
+    return step_seconds(batch_works(update, model, step.shape, device.platform), step, rates)
 
 
 def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
@@ -229,8 +235,8 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator[str]:
-    drawn = "mean of video.frame_budgets" if config.video.gating else "video.overview_frames"
+def _assumptions(work: Workload, device: DeviceSpec, dtype: str, *, gating: bool) -> Iterator[str]:
+    drawn = "mean of video.frame_budgets" if gating else "video.overview_frames"
     yield (
         f"a prompt: {work.frames:.1f} frames ({drawn}) x {work.frame_tokens} tokens (video.max_pixels, and its time) "
         f"+ text, {work.prompt_tokens:,} in all"
@@ -242,7 +248,7 @@ def _assumptions(config: Config, work: Workload, device: DeviceSpec) -> Iterator
     yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
     if device.memory_gib is not None:
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
-    yield from assumed_of_seconds(device, config.model.dtype)
+    yield from assumed_of_seconds(device, dtype)
 
 
 def assumed_of_seconds(device: DeviceSpec, dtype: str) -> Iterator[str]:

@@ -11,13 +11,13 @@ from functools import partial
 import numpy as np
 
 from model_port.config import ModelConfig
-from paravt_jax.config import Config, MeshConfig
+from paravt_jax.config import Config, EngineConfig, MeshConfig
 from paravt_jax.plan.devices import MEMORY_FRAC, DeviceSpec
 from paravt_jax.plan.memory import MOMENTS, values_on
 from paravt_jax.plan.plan import Plan, config_on, make_plan
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import COUNTED_STEPS, CallScript, GroupScript, StepTimes, TurnScript, simulate
-from paravt_jax.plan.workload import Workload, frame_flops, layer_params, row_patches, token_flops
+from paravt_jax.plan.workload import Workload, frame_flops, layer_params, token_flops
 
 LENGTH_SPREAD = 0.5  # of turns and reports: the standard deviation of the logarithm of their length
 ITEM_BYTES = 2  # of a weight and of a key, in bfloat16
@@ -75,7 +75,7 @@ def make_rollout_plan(
 ) -> RolloutPlan | None:
     """None where the device has no stated peak and no service was measured. Without an update's seconds it has 0."""
     servers = config.engine.kind == "sglang"
-    devices = server_devices(config, model, plan.device) if servers else 1
+    devices = server_devices(config.engine, model, plan.device) if servers else 1
     known = service or service_of_table(config, model, plan, devices)
     if known is None:
         return None
@@ -85,7 +85,7 @@ def make_rollout_plan(
             f"engine.kind={config.engine.kind}; measure the engine that the run has"
         )
     simulated = partial(_split, config, known, devices)
-    assumptions = tuple(_assumptions(config, known, service is not None))
+    assumptions = tuple(_assumptions(known, service is not None))
     count = (len(config.engine.urls) or config.engine.num_servers) if servers else 1
     now = simulated(plan, count)
     if not servers or plan.update_s is None:
@@ -184,13 +184,13 @@ def _turns(work: Workload, name: str, random: np.random.Generator) -> tuple[Turn
     return (TurnScript(length(said // 2), calls=calls), TurnScript(length(said - said // 2), read_tokens=reports))
 
 
-def server_devices(config: Config, model: ModelConfig, device: DeviceSpec) -> int:
+def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec) -> int:
     """What `engine.gpus` gives each; else the fewest that hold the weights and leave room for keys and values."""
-    if config.engine.gpus:
-        return len(config.engine.gpus) // config.engine.num_servers
+    if engine.gpus:
+        return len(engine.gpus) // engine.num_servers
     if device.memory_gib is None:
         return 1
-    room = WEIGHTS_FRAC * config.engine.memory_frac * device.memory_gib * 2**30
+    room = WEIGHTS_FRAC * engine.memory_frac * device.memory_gib * 2**30
     return next((n for n in TENSOR_SIZES if _weight_bytes(model) / n <= room), TENSOR_SIZES[-1])
 
 
@@ -199,50 +199,43 @@ def service_of_table(config: Config, model: ModelConfig, plan: Plan, devices: in
     rates = plan.device.rates(config.model.dtype)
     if rates is None or config.model.dtype != "bfloat16":
         return None
-    embedded = config.engine.kind == "jax"
-    together = config.mesh.tensor if embedded else devices
-    make = _embedded if embedded else _server
-    return make(config, model, plan, together * rates.flops, together * rates.memory_bytes)
-
-
-def _server(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> ServiceTimes:
-    context, num_bytes = _context_tokens(plan), _weight_bytes(model)
+    engine, embedded = config.engine, config.engine.kind == "jax"
+    together = config.mesh.tensor if embedded else devices  # share a prompt
+    flops_per_s, bytes_per_s = together * rates.flops, together * rates.memory_bytes
+    context = plan.workload.prompt_tokens + plan.workload.response_tokens
+    token_s = token_flops(model, context) / flops_per_s
+    frame_s = frame_flops(model, plan.batch.row_patches) / flops_per_s
+    decoded_s = ITEM_BYTES * _decoded_params(model) / bytes_per_s
+    if embedded:  # a token takes the whole cache, whoever samples
+        slots = engine.max_rows * config.rollout.max_context_tokens / plan.mesh.num_row_parts
+        return ServiceTimes(
+            request_s=0.0,
+            token_s=token_s,
+            shown_s=0.0,
+            frame_s=frame_s,
+            step_s=decoded_s + slots * _cached_bytes(model) / bytes_per_s,
+            row_s=0.0,
+            context_token_s=0.0,
+            max_running=engine.max_rows,
+            stride=EMBEDDED_STRIDE,
+            prefixes=False,
+            share=1.0,
+        )
     assert plan.device.memory_gib is not None
-    room = server_devices(config, model, plan.device) * config.engine.memory_frac * plan.device.memory_gib * 2**30
+    num_bytes = _weight_bytes(model)
+    room = devices * engine.memory_frac * plan.device.memory_gib * 2**30 - num_bytes
     return ServiceTimes(
         request_s=REQUEST_S,
-        token_s=token_flops(model, context) / flops_per_s,
+        token_s=token_s,
         shown_s=SHOWN_S,
-        frame_s=frame_flops(model, row_patches(config, model)) / flops_per_s,
-        step_s=ITEM_BYTES * _decoded_params(model) / bytes_per_s,
+        frame_s=frame_s,
+        step_s=decoded_s,
         row_s=2 * _decoded_params(model) / flops_per_s,
         context_token_s=_cached_bytes(model) / bytes_per_s,
         publish_s=num_bytes / PUBLISH_BYTES_PER_S,
-        max_running=int(min(MAX_RUNNING, max(1, (room - num_bytes) // (context * _cached_bytes(model))))),
+        max_running=int(min(MAX_RUNNING, max(1, room // (context * _cached_bytes(model))))),
         stride=TABLE_STRIDE,
     )
-
-
-def _embedded(config: Config, model: ModelConfig, plan: Plan, flops_per_s: float, bytes_per_s: float) -> ServiceTimes:
-    """The devices of `tensor` share a prompt; a token takes all weights and the whole cache, whoever samples."""
-    slots = config.engine.max_rows * config.rollout.max_context_tokens / plan.mesh.num_row_parts
-    return ServiceTimes(
-        request_s=0.0,
-        token_s=token_flops(model, _context_tokens(plan)) / flops_per_s,
-        shown_s=0.0,
-        frame_s=frame_flops(model, row_patches(config, model)) / flops_per_s,
-        step_s=(ITEM_BYTES * _decoded_params(model) + slots * _cached_bytes(model)) / bytes_per_s,
-        row_s=0.0,
-        context_token_s=0.0,
-        max_running=config.engine.max_rows,
-        stride=EMBEDDED_STRIDE,
-        prefixes=False,
-        share=1.0,
-    )
-
-
-def _context_tokens(plan: Plan) -> int:
-    return plan.workload.prompt_tokens + plan.workload.response_tokens
 
 
 def _decoded_params(model: ModelConfig) -> int:
@@ -259,12 +252,12 @@ def _weight_bytes(model: ModelConfig) -> int:
     return ITEM_BYTES * values_on(MeshConfig(), model)
 
 
-def _assumptions(config: Config, service: ServiceTimes, measured: bool) -> Iterator[str]:
+def _assumptions(service: ServiceTimes, measured: bool) -> Iterator[str]:
     yield (
         f"simulated steps: {COUNTED_STEPS} of them, episodes of 2 turns, lengths that vary by {LENGTH_SPREAD:.0%}; "
         f"calls of members look at windows of their own; no episode is made again (train.max_resamples)"
     )
-    if config.engine.kind == "sglang":
+    if service.prefixes:
         yield (
             f"a server decodes up to {service.max_running} sequences at once, knows what it has read until its weights "
             f"change, and has room for it"

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from model_port.attention import form_of
 from model_port.config import ModelConfig
-from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_vision, share_of
-from paravt_jax.plan.workload import Step, batch_flops, reads_reference, row_pairs, scores_before
+from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import Step, batch_flops, row_pairs
 
 SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
 # As XLA for GPUs compiles the scanned form. Forward, scores are written once and read three times in float32, weights
@@ -80,15 +80,13 @@ def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> 
     return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
 
 
-def batch_works(
-    config: Config | SftConfig, model: ModelConfig, shape: BatchShape, platform: str
-) -> dict[str, ProgramWork]:
+def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, ProgramWork]:
     """Of an update with one batch, by the programs of the learner."""
-    share = share_of(config, model, shape, platform)
+    share = share_of(update, model, shape, platform)
     flops = dict.fromkeys(PROGRAM_OF.values(), 0.0)
-    for name, value in batch_flops(config, model, shape, platform).items():
-        flops[PROGRAM_OF[name]] += value / config.mesh.num_devices
-    num_scores = reads_reference(config) + scores_before(config)
+    for name, value in batch_flops(update, model, shape, platform).items():
+        flops[PROGRAM_OF[name]] += value / update.mesh.num_devices
+    num_scores = update.reads_reference + update.scores_before
     scored, sent = forward_bytes(share), tuple(_score_collectives(share))
     works = {
         "see": ProgramWork(flops["see"], seen_bytes(share), tuple(_seen_collectives(share))),
@@ -105,18 +103,18 @@ def forward_bytes(share: Share) -> float:
 
 def update_bytes(share: Share) -> float:
     """Forward, again, backward."""
-    again = 0.0 if share.config.model.remat == "none" else _layers_bytes(share)
+    again = 0.0 if share.update.policy.remat == "none" else _layers_bytes(share)
     backward = _layers_bytes(share, "backward") + 2 * _head_bytes(share) + GRADIENT_BYTES * share.num_trainable
-    trained = 3.5 * seen_bytes(share) if share.config.optim.train_vision else 0.0  # 2 of 2 forward, 2 again, 3 back
+    trained = 3.5 * seen_bytes(share) if share.update.optim.train_vision else 0.0  # 2 of 2 forward, 2 again, 3 back
     return forward_bytes(share) + again + backward + trained
 
 
 def seen_bytes(share: Share) -> float:
     """Of the vision tower's forward pass."""
     shape, vision = share.batch, share.model.vision
-    made = kept_by_vision(share.model, replace(share.compute, remat="none"), share.config.mesh.tensor)
+    made = kept_by_vision(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
     patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
-    pairs = patches * shape.row_patches * vision.num_heads * vision.num_layers // share.config.mesh.tensor
+    pairs = patches * shape.row_patches * vision.num_heads * vision.num_layers // share.update.mesh.tensor
     weights = (share.num_params - share.num_text) * _stored_bytes(share) + 2 * share.vision_values * share.item_bytes
     return weights + 2 * vision.num_layers * made.layer_token * patches + SCORE_BYTES["forward"] * pairs
 
@@ -125,7 +123,7 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     """Of one pass over the language layers."""
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
-    weights = values // share.config.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
+    weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
     made = share.kept_by_text(replace(share.compute, remat="none")).layer_token
     activations = {"forward": 2, "backward": 3}[way] * layers * made * share.rows * shape.row_tokens
     return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
@@ -138,14 +136,14 @@ def _stored_bytes(share: Share) -> int:
 
 def _score_bytes(share: Share, way: str) -> float:
     """Of a row and head."""
-    form = form_of(share.config.model.attention, share.batch.row_tokens, share.platform)
-    pairs = row_pairs(share.config, share.model, share.batch.row_tokens, share.platform)
+    form = form_of(share.update.policy.attention, share.batch.row_tokens, share.platform)
+    pairs = row_pairs(share.update.policy.attention, share.model, share.batch.row_tokens, share.platform)
     return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
 
 
 def _head_bytes(share: Share) -> float:
     logits = share.rows * share.batch.row_actions * share.local.text.vocab_size * FLOAT32_BYTES
-    num_chunks = -(-share.batch.row_actions // share.config.optim.head_chunk_tokens)
+    num_chunks = -(-share.batch.row_actions // share.update.optim.head_chunk_tokens)
     return float(LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes)
 
 
@@ -157,14 +155,14 @@ def _score_collectives(share: Share) -> Iterator[Collective]:
 
 
 def _update_collectives(share: Share) -> Iterator[Collective]:
-    layers, mesh = share.model.text.num_layers, share.config.mesh
+    layers, mesh = share.model.text.num_layers, share.update.mesh
     values = layers * share.layer_values
     yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
     # Gradients: the head's in float32; of adapters, nothing else has any.
     head = FLOAT32_BYTES // share.item_bytes * share.table_values
     yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
-    passes = 2 if share.config.model.remat == "none" else 3
+    passes = 2 if share.update.policy.remat == "none" else 3
     yield _over_tensor(share, 2 * layers * passes + 2)
     yield _among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
 
@@ -174,12 +172,12 @@ def _seen_collectives(share: Share) -> Iterator[Collective]:
 
 
 def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
-    return _among(kind, num_values * share.item_bytes, share.config.mesh.fsdp, share.config.mesh.tensor)
+    return _among(kind, num_values * share.item_bytes, share.update.mesh.fsdp, share.update.mesh.tensor)
 
 
 def _over_tensor(share: Share, times: int) -> Collective:
     """Of activations."""
-    return _among("all-reduce", times * _token_values(share) * share.item_bytes, share.config.mesh.tensor, 1)
+    return _among("all-reduce", times * _token_values(share) * share.item_bytes, share.update.mesh.tensor, 1)
 
 
 def _token_values(share: Share) -> int:

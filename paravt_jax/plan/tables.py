@@ -83,8 +83,9 @@ def render_imitation(plan: ImitationPlan) -> str:
         rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
     verdict = {None: "is not judged", True: "fits", False: "DOES NOT FIT"}[plan.fits]
     peak_gib, usable_gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
+    mesh, hosts = plan.config.mesh, plan.config.hosts
     blocks = [
-        [_title(plan.config.mesh, plan.device, num_hosts(plan.config, plan.device))],
+        [_title(mesh, plan.device, num_hosts(hosts, mesh.num_devices, plan.device))],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         ["a step by its rows", *_aligned(rows)],

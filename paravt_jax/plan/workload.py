@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 
 from model_port.adapters import adapter_shapes
-from model_port.attention import computed_pairs, form_of
-from model_port.config import ModelConfig
+from model_port.attention import Form, computed_pairs, form_of
+from model_port.config import ModelConfig, VisionConfig
 from paravt_jax.config import Config, SftConfig
 from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
 from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.update import PlannedUpdate, update_of
 
 # A typical episode. The bounds of a config say little: most turns end long before them.
 FRAME_TEXT_TOKENS = 11  # a frame's time, and its start and end
@@ -81,7 +82,7 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
     train, rollout, video = config.train, config.rollout, config.video
     most = max(video.frame_budgets) if video.gating else video.overview_frames
     frames = sum(video.frame_budgets) / len(video.frame_budgets) if video.gating else float(most)
-    frame_tokens = tokens_per_frame(config, model)
+    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
     prompt, max_prompt = (min(round(n * frame_tokens) + PROMPT_TEXT_TOKENS, room) for n in (frames, most))
@@ -144,7 +145,7 @@ def typical_step(config: Config | SftConfig, model: ModelConfig) -> Step:
         row_tokens=work.row_tokens,
         row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
         num_frame_rows=num_parts * -(-round(work.num_groups * work.frames / work.num_batches) // num_parts),
-        row_patches=row_patches(config, model),
+        row_patches=row_patches(config.video.max_pixels, model.vision),
         num_parts=num_parts,
     )
     return Step(shape, work.num_batches, config.train.updates_per_step, work.shared_tokens)
@@ -157,7 +158,8 @@ def full_step(shape: BatchShape) -> Step:
 
 def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
     """The largest that the config allows."""
-    pack, frame_tokens, num_parts = config.pack, tokens_per_frame(config, model), config.mesh.num_row_parts
+    pack, num_parts = config.pack, config.mesh.num_row_parts
+    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
     if isinstance(config, SftConfig):
         trace = config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
@@ -172,25 +174,27 @@ def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
         row_tokens=pack.row_tokens,
         row_actions=min(pack.row_tokens, actions),
         num_frame_rows=num_parts * stepped(-(-min(frames, room) // num_parts), FRAME_ROW_STEP),
-        row_patches=row_patches(config, model),
+        row_patches=row_patches(config.video.max_pixels, model.vision),
         num_parts=num_parts,
     )
 
 
-def tokens_per_frame(config: Config | SftConfig, model: ModelConfig) -> int:
+def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
     """Of a frame, with its text."""
-    return config.video.max_pixels // (model.vision.patch_px * model.vision.merge) ** 2 + FRAME_TEXT_TOKENS
+    return max_pixels // (vision.patch_px * vision.merge) ** 2 + FRAME_TEXT_TOKENS
 
 
-def row_patches(config: Config | SftConfig, model: ModelConfig) -> int:
-    return max(model.vision.merge_unit, config.video.max_pixels // model.vision.patch_px**2)
+def row_patches(max_pixels: int, vision: VisionConfig) -> int:
+    return max(vision.merge_unit, max_pixels // vision.patch_px**2)
 
 
 def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) -> dict[str, float]:
     """Of a step, over all devices."""
     step = typical_step(config, model)
-    update = batch_flops(config, model, step.shape, platform)
-    return _rollout_flops(config, model, work) | {name: step.num_batches * flops for name, flops in update.items()}
+    update = batch_flops(update_of(config), model, step.shape, platform)
+    cache_tokens = config.rollout.max_context_tokens if config.engine.kind == "jax" else None
+    rollout = _rollout_flops(model, work, step.shape.row_patches, cache_tokens)
+    return rollout | {name: step.num_batches * flops for name, flops in update.items()}
 
 
 def layer_params(model: ModelConfig) -> int:
@@ -200,25 +204,13 @@ def layer_params(model: ModelConfig) -> int:
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
 
 
-def adapter_params(config: Config | SftConfig, model: ModelConfig) -> int:
-    return sum(math.prod(shape) for shape in adapter_shapes(model, config.lora.rank).values())
+def adapter_params(rank: int, model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in adapter_shapes(model, rank).values())
 
 
-def reads_reference(config: Config | SftConfig) -> bool:
-    return isinstance(config, Config) and config.loss.kl_coef > 0
-
-
-def scores_before(config: Config | SftConfig) -> bool:
-    """Are the policy's log-probs taken before the update?"""
-    if isinstance(config, SftConfig):
-        return False
-    return config.train.updates_per_step > 1 or (config.loss.kl_in == "reward" and config.loss.kl_coef > 0)
-
-
-def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[str, float]:
-    """The embedded engine reads a dialogue again at every turn, its frames too; servers find it in their caches."""
-    embedded = config.engine.kind == "jax"
-    again = work.num_calls if embedded else 0
+def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_tokens: int | None) -> dict[str, float]:
+    """The embedded engine reads a dialogue again at every turn, its frames too; servers (None) have it cached."""
+    again = 0 if cache_tokens is None else work.num_calls
     dialogue = work.prompt_tokens + work.response_tokens
     reads = (
         (work.prompt_tokens, work.num_groups),
@@ -226,9 +218,9 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
         (work.call_prompt_tokens, work.num_calls),
     )
     num_frames = work.frames * (work.num_groups + again) + work.call_frames * work.num_calls
-    context = config.rollout.max_context_tokens if embedded else dialogue  # ours attends to every slot of the cache
+    context = cache_tokens or dialogue  # ours attends to every slot of the cache
     return {
-        "rollout, frames": num_frames * frame_flops(model, row_patches(config, model)),
+        "rollout, frames": num_frames * frame_flops(model, patches),
         "rollout, reading": sum(
             count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2)) for length, count in reads
         ),
@@ -238,17 +230,18 @@ def _rollout_flops(config: Config, model: ModelConfig, work: Workload) -> dict[s
     }
 
 
-def batch_flops(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
+def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
     """Of an update with one batch, over all devices: all that is computed, by pass."""
-    remat, form = config.model.remat, form_of(config.model.attention, shape.row_tokens, platform)
+    policy, rank, trained = update.policy, update.lora.rank, update.optim.train_vision
+    remat, form = policy.remat, form_of(policy.attention, shape.row_tokens, platform)
     tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
-    products, adapters = _product_flops(model, tokens), 2.0 * adapter_params(config, model) * tokens
-    attention = _attention_flops(model, shape.num_rows * row_pairs(config, model, shape.row_tokens, platform))
+    products, adapters = _product_flops(model, tokens), 2.0 * adapter_params(rank, model) * tokens
+    attention = _attention_flops(model, shape.num_rows * row_pairs(policy.attention, model, shape.row_tokens, platform))
     head = _head_flops(model, actions)
     layers = products + adapters + attention
     forward = layers + head
     backward = 2.0 * forward
-    if config.lora.rank:  # what is frozen has no gradients of its own
+    if rank:  # what is frozen has no gradients of its own
         backward -= products + head
     # The head's logits are always computed again. Nothing reads what the last product of a layer made.
     again = head + SCORES_AGAIN[form] * attention
@@ -256,11 +249,10 @@ def batch_flops(config: Config | SftConfig, model: ModelConfig, shape: BatchShap
     saved = attention if remat == "attention" and form != "xla" else 0.0
     again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
     seen = shape.num_frame_rows * frame_flops(model, shape.row_patches)
-    before, trained = scores_before(config), config.optim.train_vision
-    passes = {"update, frames": seen * (1 + before)}
-    if reads_reference(config):
+    passes = {"update, frames": seen * (1 + update.scores_before)}
+    if update.reads_reference:
         passes["update, reference"] = forward + (seen if trained else 0.0)
-    if before:
+    if update.scores_before:
         passes["update, log-probs before"] = forward
     passes["update, forward and backward"] = forward + backward
     passes["update, computed again"] = again
@@ -269,22 +261,23 @@ def batch_flops(config: Config | SftConfig, model: ModelConfig, shape: BatchShap
     return passes
 
 
-def needed_flops(config: Config | SftConfig, model: ModelConfig, step: Step) -> float:
+def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float:
     """Of a step, by the mathematics alone: nothing again, no padding, of scores the causal half."""
     shape, times = step.shape, step.num_batches
     causal = times * shape.num_rows * shape.row_tokens * (shape.row_tokens + 1) // 2
     weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
-    forward = weights + 2.0 * adapter_params(config, model) * step.num_tokens + _attention_flops(model, causal)
+    adapters = 2.0 * adapter_params(update.lora.rank, model) * step.num_tokens
+    forward = weights + adapters + _attention_flops(model, causal)
     seen = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
-    others = reads_reference(config) + scores_before(config)
-    frozen = weights if config.lora.rank else 0.0  # has no gradients of its own
-    return (3 + others) * forward - frozen + (3 if config.optim.train_vision else 1) * seen
+    others = update.reads_reference + update.scores_before
+    frozen = weights if update.lora.rank else 0.0  # has no gradients of its own
+    return (3 + others) * forward - frozen + (3 if update.optim.train_vision else 1) * seen
 
 
-def row_pairs(config: Config | SftConfig, model: ModelConfig, row_tokens: int, platform: str) -> int:
+def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: str) -> int:
     """Pairs of tokens of a full causal row whose scores are computed, for one head."""
     queries_per_key = model.text.num_heads // model.text.num_kv_heads
-    return computed_pairs(config.model.attention, row_tokens, queries_per_key, platform)
+    return computed_pairs(attention, row_tokens, queries_per_key, platform)
 
 
 def token_flops(model: ModelConfig, context: int) -> float:

@@ -31,6 +31,7 @@ from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import DEVICES, make_plan, model_config
 from paravt_jax.plan.products import product_flops
 from paravt_jax.plan.tables import plan_of
+from paravt_jax.plan.update import update_of
 from paravt_jax.plan.workload import batch_flops
 
 # Of RL; those of the miniature begin from a checkpoint that is made first, those of machines have tests of their own.
@@ -159,7 +160,7 @@ def test_flops_are_those_of_the_traced_update(rank, monkeypatch):
     config = config_of((1, 1, 1), rows=2, row_tokens=1024, lora=LoraConfig(rank))
     plan = make_plan(config, MID, device=CPU)
     counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID), monkeypatch)
-    planned = batch_flops(config, MID, plan.batch, "cpu")
+    planned = batch_flops(update_of(config), MID, plan.batch, "cpu")
     assert planned["update, frames"] == pytest.approx(counted["see"], rel=0.02)
     update = planned["update, forward and backward"] + planned["update, computed again"]
     assert update == pytest.approx(counted["add_gradients"], rel=0.05)
@@ -253,5 +254,5 @@ def test_an_engine_beside_the_update_takes_memory_in_every_phase():
 def test_memory_needs_no_device():
     batch = make_plan(Config(), preset("8b")).batch
     config = load_config(None, "mesh.fsdp=64", "mesh.tensor=8", "pack.num_rows=64")
-    memory = memory_of(config, preset("8b"), replace(batch, num_rows=64), None, "gpu")
+    memory = memory_of(update_of(config), preset("8b"), replace(batch, num_rows=64), None, "gpu")
     assert memory.peak_bytes > sum(memory.resident.values()) > 0

@@ -8,7 +8,7 @@ import pytest
 from model_port.config import preset
 from model_port.tiny import tiny_config
 from paravt_jax import sft, train
-from paravt_jax.config import Config, load_config
+from paravt_jax.config import EngineConfig, load_config
 from paravt_jax.plan.plan import DEVICES, make_plan
 from paravt_jax.plan.rollouts import make_rollout_plan, server_devices, typical_groups
 from paravt_jax.plan.service import ServiceTimes, load_service
@@ -125,10 +125,10 @@ def test_typical_episodes_are_as_long_as_the_workload_says_and_repeat():
 
 
 def test_a_model_that_is_too_large_for_a_device_has_servers_of_several():
-    assert [server_devices(Config(), preset(size), H100) for size in ("8b", "32b")] == [1, 2]
-    assert server_devices(Config(), preset("8b"), DEVICES["v6e"]) == 2
+    assert [server_devices(EngineConfig(), preset(size), H100) for size in ("8b", "32b")] == [1, 2]
+    assert server_devices(EngineConfig(), preset("8b"), DEVICES["v6e"]) == 2
     given = load_config("configs/8b_8x80gb.yaml", "engine.num_servers=1")
-    assert server_devices(given, preset("8b"), H100) == len(given.engine.gpus) == 4
+    assert server_devices(given.engine, preset("8b"), H100) == len(given.engine.gpus) == 4
 
 
 def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_path):

@@ -12,6 +12,7 @@ from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import DEVICES, Rates
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, _among, batch_works, step_seconds
+from paravt_jax.plan.update import update_of
 from paravt_jax.plan.workload import Step, full_step, largest_batch, layer_params, needed_flops, typical_step
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
@@ -21,7 +22,7 @@ def seconds(shape=(1, 8, 1), *, rows=1, row_tokens=8192, size="8b", dtype="bfloa
     config = config_of(shape, rows=rows, row_tokens=row_tokens, dtype=dtype, **sections)
     model, device = preset(size), DEVICES["h100"]
     step = full_step(largest_batch(config, model))
-    return step_seconds(batch_works(config, model, step.shape, "gpu"), step, device.rates(dtype))
+    return step_seconds(batch_works(update_of(config), model, step.shape, "gpu"), step, device.rates(dtype))
 
 
 def test_products_memory_and_collectives_follow_each_other():
@@ -79,13 +80,13 @@ def test_adapters_save_gradients_of_weights_the_optimizer_and_what_fsdp_scatters
     assert adapted.collectives < 0.75 * full.collectives and adapted.memory < full.memory
     config = config_of((1, 8, 1), rows=1, row_tokens=8192, lora=LoraConfig(rank=16))
     step = full_step(largest_batch(config, preset("8b")))
-    plain = needed_flops(replace(config, lora=LoraConfig()), preset("8b"), step)
-    assert 0.6 * plain < needed_flops(config, preset("8b"), step) < 0.75 * plain  # 4 of 6
+    plain = needed_flops(update_of(replace(config, lora=LoraConfig())), preset("8b"), step)
+    assert 0.6 * plain < needed_flops(update_of(config), preset("8b"), step) < 0.75 * plain  # 4 of 6
 
 
 def test_the_optimizer_moves_32_bytes_of_every_parameter_that_a_device_has():
     config = config_of((2, 4, 1), rows=1, row_tokens=1024)
-    works = batch_works(config, preset("8b"), largest_batch(config, preset("8b")), "gpu")
+    works = batch_works(update_of(config), preset("8b"), largest_batch(config, preset("8b")), "gpu")
     split = works["apply_gradients"].memory_bytes / 32
     assert 8_190_735_360 / 4 <= split < 1.001 * 8_190_735_360 / 4  # norms are whole everywhere
 
@@ -99,14 +100,14 @@ def test_devices_of_a_mesh_axis_are_in_as_many_boxes_as_they_reach_over(num_devi
 
 def test_one_device_sends_nothing():
     config = config_of((1, 1, 1), rows=1, row_tokens=1024)
-    works = batch_works(config, tiny_config(), largest_batch(config, tiny_config()), "cpu")
+    works = batch_works(update_of(config), tiny_config(), largest_batch(config, tiny_config()), "cpu")
     assert sum(work.sent_bytes for work in works.values()) == 0
 
 
 def test_fsdp_sends_weights_tensor_sends_activations():
     def sent(shape, row_tokens):
         config = config_of(shape, rows=1, row_tokens=row_tokens, dtype="bfloat16")
-        works = batch_works(config, preset("8b"), largest_batch(config, preset("8b")), "gpu")
+        works = batch_works(update_of(config), preset("8b"), largest_batch(config, preset("8b")), "gpu")
         return works["add_gradients"].sent_bytes
 
     assert sent((1, 8, 1), 16384) == pytest.approx(sent((1, 8, 1), 8192), rel=0.01)  # and rows of the embedding
@@ -116,13 +117,15 @@ def test_fsdp_sends_weights_tensor_sends_activations():
 def test_what_the_mathematics_needs_is_less_than_what_is_computed():
     config = config_of((1, 8, 1), rows=1, row_tokens=8192, dtype="bfloat16")
     step = full_step(largest_batch(config, preset("8b")))
-    computed = 8 * sum(work.flops for work in batch_works(config, preset("8b"), step.shape, "gpu").values())
-    assert 0.6 * computed < needed_flops(config, preset("8b"), step) < 0.8 * computed  # 6 of 8, and half of the scores
+    computed = 8 * sum(work.flops for work in batch_works(update_of(config), preset("8b"), step.shape, "gpu").values())
+    assert (
+        0.6 * computed < needed_flops(update_of(config), preset("8b"), step) < 0.8 * computed
+    )  # 6 of 8, and half of the scores
 
 
 def test_imitation_has_full_rows_and_no_reference():
     config = SftConfig(data=DataConfig(train="traces.jsonl"), pack=PackConfig(8192, 2))
     step = typical_step(config, preset("8b"))
     assert (step.num_batches, step.num_tokens) == (4, 8 * 8192)
-    assert "score" not in batch_works(config, preset("8b"), step.shape, "gpu")
+    assert "score" not in batch_works(update_of(config), preset("8b"), step.shape, "gpu")
     assert replace(step.shape, num_rows=2) == largest_batch(config, preset("8b"))
