@@ -15,15 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from model_port.cli import DEBUG_FLAG, FAILED, one_line
 from paravt_jax.config import AUTO, HostsConfig
 from paravt_jax.run import coordinator
 from paravt_jax.run.process import say
+from paravt_jax.run.relay import port_that_leads_to
 
 Value = TypeVar("Value")
 JOIN_S = 300.0  # for all hosts to be there
@@ -32,6 +35,7 @@ BEAT_S = 1.0
 LOST_S = 30.0  # without a beat a host is taken for dead: longer than any call that holds Python's lock
 LATE_S = 60.0  # after which it is said for whom the others wait; then twice as long
 SLICE_MS = 1000  # of waiting, between two looks at whether anybody still waits
+TOLD_S = 3.0  # for the others to hear why host 0 ends: the coordinator may end with it
 OWN_WORDS_S = 5.0  # for a host to say itself what all hosts find wrong
 MAX_WAITING = 64  # threads that wait for other hosts
 SHOWN = 3  # of what differs
@@ -151,7 +155,12 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
         if index == 0:
             service = _coordinator(address, num)
         hosts = Hosts(index, num, _connected(address, num, index))
-        watch = threading.Thread(target=_watch, args=(hosts, left), name="watch over hosts", daemon=True)
+        heard = Heard()
+        beat, watch = (
+            threading.Thread(target=work, args=(hosts, heard, left), name="watch over hosts", daemon=True)
+            for work in (_beat, _watch)
+        )
+        beat.start()
         watch.start()
         hosts.names = hosts.gather("names", socket.gethostname())
         yield hosts
@@ -159,7 +168,7 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
     except BaseException as problem:
         _end(hosts, problem)
     left.set()
-    watch.join()
+    beat.join(LOST_S)
     _leave()
     if service is not None:
         service.communicate(f"{coordinator.DONE}\n")
@@ -209,15 +218,15 @@ def _coordinator(address: str, num: int) -> subprocess.Popen[str]:
 
 def _connected(address: str, num: int, index: int) -> Any:
     """The client of the coordinator, once all hosts are there. Our words for what jax says in a stack trace."""
+    import jax  # which fails here, if it does: once the roll is called, all wait for this host
+    from jax._src import distributed
+
     answer = _answered(address, num, index)
     if answer != coordinator.GO:
         raise RuntimeError(f"hosts.coordinator={address}: {answer}")
-    import jax
-    from jax._src import distributed
-
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
     jax.distributed.initialize(
-        address,
+        f"127.0.0.1:{port_that_leads_to(_socket_address(address))}",
         num,
         index,
         cluster_detection_method="deactivate",
@@ -229,13 +238,17 @@ def _connected(address: str, num: int, index: int) -> Any:
     return distributed.global_state.client
 
 
+def _socket_address(address: str) -> tuple[str, int]:
+    name, _, port = address.rpartition(":")
+    return name.strip("[]"), int(port)
+
+
 def _answered(address: str, num: int, index: int) -> str:
     """What the coordinator says when all hosts have told it which they are, or when they have not."""
-    name, _, port = address.rpartition(":")
     give_up_s = time.monotonic() + JOIN_S
     while True:
         try:
-            with socket.create_connection((name.strip("[]"), int(port)), timeout=coordinator.WORDS_S) as there:
+            with socket.create_connection(_socket_address(address), timeout=coordinator.WORDS_S) as there:
                 words = there.makefile(errors="replace")
                 if words.readline().strip() != coordinator.HELLO:
                     raise OSError("what answers is no coordinator")
@@ -251,30 +264,46 @@ def _answered(address: str, num: int, index: int) -> str:
             time.sleep(BEAT_S)
 
 
-def _watch(hosts: Hosts, left: threading.Event) -> None:
-    """Beats, and looks whether all others do. What has ended elsewhere ends here, with its name."""
-    store, heard, number = hosts.store, {}, 0
+@dataclass
+class Heard:
+    """What the coordinator last said."""
+
+    answer: int = 0  # how many it gave
+    beats: Mapping[str, str] = field(default_factory=dict)
+    ended: Sequence[tuple[str, str]] = ()
+    stop: bool = False
+
+
+def _beat(hosts: Hosts, heard: Heard, left: threading.Event) -> None:
+    """Says that this host is there, and hears of the others. A coordinator that is cut off never answers."""
+    store = hosts.store
     while not left.wait(BEAT_S):
-        number += 1
         try:
-            store.key_value_set(f"beat/{hosts.index}", str(number), allow_overwrite=True)
-            beats, ended = dict(store.key_value_dir_get("beat")), store.key_value_dir_get("ended")
-            stop = store.key_value_dir_get("stop")
+            store.key_value_set(f"beat/{hosts.index}", str(heard.answer), allow_overwrite=True)
+            heard.beats, heard.ended = dict(store.key_value_dir_get("beat")), store.key_value_dir_get("ended")
+            heard.stop = bool(store.key_value_dir_get("stop"))
         except RuntimeError as problem:
             if not left.is_set():
                 _exit(f"the coordinator beside {hosts.name_of(0)} is gone ({one_line(problem)[:100]})")
-            return
-        for key, sentence in ended:
+        heard.answer += 1
+
+
+def _watch(hosts: Hosts, heard: Heard, left: threading.Event) -> None:
+    """What has ended elsewhere ends here, with its name. Looks are counted: a process that hangs takes none."""
+    keys = [f"beat/{host}" for host in range(hosts.num)]
+    last: dict[str, object] = {}
+    silent = Counter[str]()
+    while not left.wait(BEAT_S):
+        for key, sentence in heard.ended:
             left.wait(OWN_WORDS_S)
             _exit(f"{hosts.name_of(_host_of(key))} ended: {sentence}")
-        now_s = time.monotonic()
-        for host in range(hosts.num):
-            beat = beats.get(f"beat/{host}")
-            if heard.setdefault(host, (beat, now_s))[0] != beat:
-                heard[host] = beat, now_s
-            if now_s - heard[host][1] > LOST_S and not left.is_set():
-                _exit(f"{hosts.name_of(host)} is lost: nothing was heard of it for {LOST_S:.0f} s")
-        if stop:
+        # The coordinator is beside host 0, and may outlive it.
+        for key, sign in {"answer/0": heard.answer, **{key: heard.beats.get(key) for key in keys}}.items():
+            silent[key] = silent[key] + 1 if last.get(key) == sign else 0
+            last[key] = sign
+            if silent[key] * BEAT_S > LOST_S and not left.is_set():
+                _exit(f"{hosts.name_of(_host_of(key))} is lost: nothing was heard of it for {LOST_S:.0f} s")
+        if heard.stop:
             hosts.stop()
 
 
@@ -290,6 +319,7 @@ def _end(hosts: Hosts | None, problem: BaseException) -> NoReturn:
     if hosts is not None:
         try:
             hosts.store.key_value_set(f"ended/{hosts.index}", sentence, allow_overwrite=True)
+            time.sleep(TOLD_S if hosts.leads else 0)
         except RuntimeError:
             sentence += "; the other hosts could not be told"
     _exit(sentence)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -17,8 +18,10 @@ from paravt_jax.config import HostsConfig
 from paravt_jax.run import policy
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.hosts import ALONE
+from rollout.supervisor import descendants
 
 pytestmark = pytest.mark.slow
+CUT_OFF_S = 25  # longer than the others take to notice
 ONE = np.ones(1, np.float32)
 
 
@@ -170,6 +173,25 @@ def test_a_killed_host_ends_the_other_which_names_it(victim, tmp_path):
     assert other.code == 1
     assert other.last.startswith(f"error: host {victim} (") and "is lost: nothing was heard of it" in other.last
     assert len(other.said.strip().splitlines()) == 1
+
+
+def machine_gone(hosts, how):
+    """Host 0 with the coordinator beside it, as where a container or a machine ends, or is cut off."""
+    hosts.gather("there", None)
+    if hosts.leads:
+        pids = [*descendants(os.getpid()), os.getpid()]
+        subprocess.Popen(["sh", "-c", f"sleep {CUT_OFF_S}; kill -KILL {' '.join(map(str, pids))}"])
+        for pid in pids:
+            os.kill(pid, how)
+    hosts.gather("never", None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_the_machine_of_host_0_is_gone_the_others_end_and_name_it(how, tmp_path):
+    first, second = several.start_work(tmp_path, machine_gone, 2, how).ended(60)
+    assert first.code == -signal.SIGKILL and second.code == 1
+    assert second.last.startswith("error: host 0 (") and "is lost: nothing was heard of it" in second.last
+    assert len(second.said.strip().splitlines()) == 1
 
 
 def test_a_coordinator_that_never_comes_and_a_taken_port_are_one_sentence(tmp_path):
