@@ -9,6 +9,7 @@ Of several hosts each has devices next to each other, so that each has rows of i
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -69,6 +70,10 @@ def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {num_devices} devices of the {num_hosts} "
             f"hosts: each of them computes a part"
         )
+    each = Counter(device.process_index for device in jax.devices())
+    if len(set(each.values())) > 1:
+        told = ", ".join(f"host {host} {count}" for host, count in sorted(each.items()))
+        raise ValueError(f"all hosts must have as many devices, and they have: {told}")
     over_data, over_fsdp = over_hosts(data, fsdp, tensor, num_hosts)
     within = (data // over_data, fsdp // over_fsdp, tensor)
     devices = mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), process_is_granule=True)

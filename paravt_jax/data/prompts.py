@@ -46,6 +46,10 @@ class Prompt:
     question_type: str  # mcq, tvg or oe
     subtitles: tuple[str, ...] = ()  # absolute paths, of each video; empty where it has none
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.videos, *filter(None, self.subtitles))
+
 
 @dataclass(frozen=True)
 class PromptSet:

@@ -73,8 +73,16 @@ class Trace:
     @property
     def videos(self) -> tuple[str, ...]:
         """Those of which an overview is shown, each once."""
-        media = [part for message in self.messages for part in message.media]
-        return tuple(dict.fromkeys(part.path for part in media if part.kind == "video" and part.window_s is None))
+        overviews = (part for part in self._media if part.kind == "video" and part.window_s is None)
+        return tuple(dict.fromkeys(part.path for part in overviews))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part.path for part in self._media))
+
+    @property
+    def _media(self) -> list[Media]:
+        return [part for message in self.messages for part in message.media]
 
 
 @dataclass(frozen=True)

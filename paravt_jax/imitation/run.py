@@ -22,7 +22,8 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.run.hosts import ALONE, Hosts
-from paravt_jax.run.policy import check_sources, policy_of
+from paravt_jax.run.policy import policy_of
+from paravt_jax.run.sources import check_sources
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader
@@ -52,8 +53,12 @@ class SftRun:
         training.log.phase("update")
         begun_s = time.monotonic()
         self.hosts.check_same(
-            lambda: {"data.train": (batch.num_traces, batch.num_loss_tokens, batch.next)},
-            "all hosts must be able to show the same traces",
+            lambda: {
+                "the number of traces": batch.num_traces,
+                "that of the tokens to learn": batch.num_loss_tokens,
+                "that of the next trace": batch.next,
+            },
+            "what was left out is said above: all hosts must be able to show the same traces",
         )
         own = [self._own(packed) for packed in batch.batches]
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))

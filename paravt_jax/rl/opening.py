@@ -21,7 +21,8 @@ from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus, place_servers
-from paravt_jax.run.policy import Policy, check_sources, policy_of
+from paravt_jax.run.policy import Policy, policy_of
+from paravt_jax.run.sources import check_sources
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine

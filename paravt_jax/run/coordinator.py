@@ -40,27 +40,34 @@ def main() -> None:
 
 def call_roll(server: socket.socket, num_hosts: int, join_s: float) -> str:
     """Waits for every host, and tells all of them to go on, or what is wrong; that, or nothing."""
-    there: set[int] = set()
-    hosts: list[socket.socket] = []
+    hosts: dict[int, socket.socket] = {}
+    refused: list[socket.socket] = []
     give_up_s, problem = time.monotonic() + join_s, ""
-    while len(there) < num_hosts and not problem:
+    while len(hosts) < num_hosts and not problem:
         server.settimeout(max(0.01, give_up_s - time.monotonic()))
         try:
             host, _ = server.accept()
-            index, num = _words(host)
         except TimeoutError:
-            missing = ", ".join(str(index) for index in range(num_hosts) if index not in there)
+            missing = ", ".join(str(index) for index in range(num_hosts) if index not in hosts)
             problem = f"of hosts.num={num_hosts} hosts these did not come within {join_s:.0f} s: {missing}; start them"
-        except (OSError, ValueError):  # somebody else
             continue
-        else:
-            if num != num_hosts:
-                problem = f"host {index} has hosts.num={num}, host 0 has {num_hosts}; give both the same"
-            elif index in there:
-                problem = f"two hosts have hosts.index={index}; give each its own"
-            there.add(index)
-            hosts.append(host)
-    for host in hosts:
+        except OSError:  # it did not wait to be heard
+            continue
+        try:
+            index, num = _words(host)
+        except (OSError, TypeError, ValueError):  # somebody else
+            host.close()
+            continue
+        before = hosts.pop(index, None)
+        if num != num_hosts:
+            problem = f"host {index} has hosts.num={num}, host 0 has {num_hosts}; give both the same"
+        elif before is not None and _is_there(before):
+            problem = f"two hosts have hosts.index={index}; give each its own"
+            refused.append(before)
+        elif before is not None:
+            before.close()
+        hosts[index] = host
+    for host in (*hosts.values(), *refused):
         with host, suppress(OSError):  # one that has gone in the meantime is missed by jax
             host.sendall(f"{problem or GO}\n".encode())
     return problem
@@ -72,10 +79,21 @@ def _words(host: socket.socket) -> tuple[int, int]:
     host.sendall(f"{HELLO}\n".encode())
     host.settimeout(WORDS_S)
     try:
-        index, num = json.loads(host.makefile().readline())
+        index, num = map(int, json.loads(host.makefile().readline()))
     except TimeoutError:
         raise ValueError("it says nothing") from None
     return index, num
+
+
+def _is_there(host: socket.socket) -> bool:
+    """One that was started again has left its first connection."""
+    host.settimeout(0)
+    try:
+        return host.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def num_connected(port: int) -> int:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -92,7 +93,9 @@ def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, 
 
 
 def _commit(file: Path) -> str | None:
-    """Of the repository that the file belongs to; one that it is only installed in says nothing of it."""
+    """Of the repository that the file belongs to; one that it is only installed in says nothing of it, nor no git."""
+    if shutil.which("git") is None:
+        return None
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True)

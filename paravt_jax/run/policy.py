@@ -1,12 +1,10 @@
 """From the name of a model to everything that a run needs of it: tokenizer, pixels, files, parameters on the mesh."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import jax
-import xxhash
 from jax.sharding import Mesh
 
 import model_port
@@ -19,7 +17,7 @@ from model_port.layers import Compute
 from model_port.layout import base_of, hf_files_of, is_adapter
 from model_port.loading import base_directory
 from model_port.model import Qwen3VL
-from model_port.output_dir import LIST_FILE, output_directory
+from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
@@ -32,7 +30,6 @@ from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 HF_FILES_DIR = "hf_files"
-SUMMED_BYTES = 2**20  # of either end of a file: all of most, and of weights what says which they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,37 +95,6 @@ def meet(hosts: Hosts, mesh: Mesh) -> None:
     if hosts.num > 1:
         hosts.gather("mesh", None)
         add_up_once(mesh)
-
-
-def check_sources(hosts: Hosts, train: Iterable[object], held_out: Iterable[object], policy: Policy) -> None:
-    """All hosts learn from the same rows, and begin with the same model."""
-
-    def sums() -> dict[str, str]:
-        return {"data.train": sum_of(train), "data.validation": sum_of(held_out), "model.path": sum_of_files(policy)}
-
-    hosts.check_same(sums, "give all hosts the same data and the same model")
-
-
-def sum_of(rows: Iterable[object]) -> str:
-    """Of what they say of themselves."""
-    found = xxhash.xxh3_128()
-    for row in rows:
-        found.update(repr(row).encode())
-    return found.hexdigest()
-
-
-def sum_of_files(policy: Policy) -> str:
-    """Of what the model is made of: its files by name and size, and the beginning and end of each."""
-    found = xxhash.xxh3_128()
-    for directory in filter(None, (policy.source, policy.adapter)):
-        for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != LIST_FILE):
-            num_bytes = path.stat().st_size
-            found.update(f"{path.relative_to(directory)} {num_bytes}".encode())
-            with path.open("rb") as file:
-                found.update(file.read(SUMMED_BYTES))
-                file.seek(max(0, num_bytes - SUMMED_BYTES))
-                found.update(file.read(SUMMED_BYTES))
-    return found.hexdigest()
 
 
 def open_policy(

@@ -24,6 +24,7 @@ from paravt_jax.run.log import QuietLog, RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import say, stop_on_signals
+from paravt_jax.run.sources import code_sums
 from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
@@ -65,7 +66,7 @@ class RunDirectory:
         that have others, or other code, or see another directory.
         """
         hosts.check_same(
-            lambda: {**told_to_all(settings), **flat(versions())},
+            lambda: {**told_to_all(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
             "start all hosts with the same settings and the same code",
         )
         path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))

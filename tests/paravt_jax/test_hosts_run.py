@@ -59,6 +59,20 @@ def test_hosts_with_other_settings_end_with_one_sentence_before_anything_is_made
     assert not (tmp_path / "run").exists()
 
 
+def test_a_host_with_another_reward_of_its_user_ends_all_and_the_file_is_named(tmp_path):
+    for number in range(2):
+        (tmp_path / f"home{number}").mkdir()
+        (tmp_path / f"home{number}" / "own.py").write_text(
+            f"WEIGHT = {number}\n\n\ndef reward(**told):\n    return []\n"
+        )
+    homes = [{"HOME": str(tmp_path / f"home{number}")} for number in range(2)]
+    told = arguments(tmp_path / "run", *STEPS, "reward.plugin=~/own.py:reward")
+    for ended in several.start_command(tmp_path / "said", "paravt_jax.train", told, own=homes).ended(100):
+        assert ended.code == 1 and ended.said.count("error:") == 1
+        assert "~/own.py is " in ended.last and "start all hosts with the same settings and the same code" in ended.last
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [("nowhere", "nowhere"), ("other", "; give all hosts the same data and the same model")],

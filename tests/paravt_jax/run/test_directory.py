@@ -26,6 +26,11 @@ def test_only_the_repository_that_the_code_belongs_to_is_recorded(tmp_path):
     assert _commit(Path("/") / file.name) is None
 
 
+def test_without_git_no_commit_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _commit(Path(module.__file__)) is None
+
+
 def test_every_version_of_the_settings_is_kept_with_the_step_where_it_began(tmp_path):
     for step, settings in ((0, {"a": {"b": 1}}), (3, {"a": {"b": 1}}), (5, {"a": {"b": 2}, "c": [1]})):
         write_settings(settings, tmp_path, step)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import hosts as several
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model_port.sharding import make_mesh, on_host
 from paravt_jax.config import HostsConfig
-from paravt_jax.run import policy
+from paravt_jax.run import coordinator, policy
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.hosts import ALONE
 from rollout.supervisor import descendants
@@ -226,6 +227,50 @@ def test_hosts_that_cannot_be_those_of_one_run_are_told_so(tmp_path):
         time.sleep(1)
         guest = several.Started(folder / "other", 1, 1, several.answer, [(wrong,)])
         assert said in leader.ended(60)[0].last and said in guest.ended(60)[0].said
+
+
+def answers_to(*words):
+    """What the coordinator of two hosts says to these, who come one after the other; None has left before the next."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        roll = pool.submit(coordinator.call_roll, server, 2, 20.0)
+        files = []
+        for said, stays in words:
+            guest = socket.create_connection(server.getsockname())
+            file = guest.makefile("rw")
+            assert file.readline() == f"{coordinator.HELLO}\n"
+            file.write(f"{said}\n")
+            file.flush()
+            if stays:
+                files.append(file)
+            else:
+                file.close()
+            guest.close()  # the file keeps it
+        return roll.result(), [file.readline().strip() for file in files]
+
+
+def test_a_host_that_was_started_again_is_the_one_that_counts():
+    assert answers_to(("[1, 2]", False), ("[1, 2]", True), ("[0, 2]", True)) == ("", [coordinator.GO] * 2)
+    problem, told = answers_to(("[1, 2]", True), ("[1, 2]", True))
+    assert problem == "two hosts have hosts.index=1; give each its own" and told == [problem] * 2
+
+
+@pytest.mark.parametrize("words", ["5", "[0]", "GET / HTTP/1.1", ""])
+def test_a_stranger_at_the_port_is_no_host(words):
+    assert answers_to((words, False), ("[1, 2]", True), ("[0, 2]", True)) == ("", [coordinator.GO] * 2)
+
+
+def uneven(hosts):
+    make_mesh(fsdp=3)
+
+
+def test_hosts_with_other_numbers_of_devices_are_told_so(tmp_path):
+    each = [(uneven, one) for one in several.settings(2)]
+    started = [
+        several.Started(tmp_path / f"{count}", 1, count, several._joined, [arguments])
+        for count, arguments in zip((2, 1), each, strict=True)
+    ]
+    for (ended,) in (one.ended(60) for one in started):
+        assert ended.code == 1 and "and they have: host 0 2, host 1 1" in ended.last
 
 
 def test_where_nobody_says_which_hosts_there_are_auto_is_refused(monkeypatch):

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from model_port.adapters import new_adapter, write_adapter
 from model_port.config import LoraConfig
 from model_port.sharding import flat_params
 from paravt_jax.config import MeshConfig, PolicyConfig
-from paravt_jax.run.policy import HF_FILES_DIR, open_policy, sum_of_files
+from paravt_jax.run.policy import HF_FILES_DIR, open_policy
 from paravt_jax.run.recipe import Recipe
 
 RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
@@ -87,15 +86,3 @@ def test_an_adapter_as_the_model_trains_on_with_its_own_settings_only(tiny_hf, t
     for other in (LoraConfig(), LoraConfig(rank=3)):
         with pytest.raises(ValueError, match=r"has rank 3 and alpha 6, .*set lora\.rank=3 lora\.alpha=6"):
             opened(path, tmp_path, lora=other)
-
-
-def test_a_model_with_another_byte_or_name_of_a_file_is_another(tiny_hf, tmp_path):
-    first = shutil.copytree(tiny_hf, tmp_path / "first")
-    found = {sum_of_files(SimpleNamespace(source=path, adapter=None)) for path in (tiny_hf, first)}
-    content = bytearray((first / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (first / "model.safetensors").write_bytes(content)
-    found.add(sum_of_files(SimpleNamespace(source=first, adapter=None)))
-    (first / "tokenizer.json").rename(first / "tokens.json")
-    found.add(sum_of_files(SimpleNamespace(source=first, adapter=None)))
-    assert len(found) == 3

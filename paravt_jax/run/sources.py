@@ -1,0 +1,85 @@
+"""What a run is made from, by sums that several hosts can compare: code, rows and the files they name, the model."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from model_port.output_dir import LIST_FILE
+from paravt_jax.run.hosts import Hosts
+from paravt_jax.run.policy import Policy
+
+PACKAGES = ("paravt_jax", "model_port", "rollout")
+OWN_CODE = re.compile(r"(.+\.py):\w+")  # a setting that names a function of the user's
+SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # of a file: so many in each so many, and its end; all weights are too many
+SHOWN_DIGITS = 12
+
+
+class NamingFiles(Protocol):
+    @property
+    def files(self) -> tuple[str, ...]: ...
+
+
+def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence[NamingFiles], policy: Policy) -> None:
+    """All hosts learn from the same rows, and begin with the same model."""
+
+    def sums() -> dict[str, str]:
+        rows = {"data.train": sum_of_rows(train), "data.validation": sum_of_rows(held_out)}
+        return rows | model_sums(filter(None, (policy.source, policy.adapter)))
+
+    hosts.check_same(sums, "give all hosts the same data and the same model")
+
+
+def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Of every file of the program, and of those that settings name: a commit says nothing of what is not committed."""
+    root = Path(__file__).parents[2]
+    files = {str(path.relative_to(root)): path for name in PACKAGES for path in (root / name).rglob("*.py")}
+    files |= dict(_own_files(settings))
+    return {name: _sum(path.read_bytes()) for name, path in sorted(files.items())}
+
+
+def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    for value in settings.values():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and (named := OWN_CODE.fullmatch(one)):
+                path = Path(named[1]).expanduser()
+                yield from [(named[1], path)] * path.is_file()  # one that is not there is refused by what reads it
+
+
+def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
+    """Of what they say of themselves; of files the name and size, since where they lie may differ between hosts."""
+    found = xxhash.xxh3_128()
+    for row in rows:
+        said = repr(row)
+        for file in row.files:
+            path = Path(file)
+            said = said.replace(file, path.name) + f" {path.stat().st_size}"
+        found.update(said.encode())
+    return f"{len(rows)} rows with the sum {found.hexdigest()[:SHOWN_DIGITS]}"
+
+
+def model_sums(directories: Iterable[Path]) -> dict[str, str]:
+    """Of every file of a model; what downloads leave in hidden folders is none."""
+    sums = {}
+    for directory in directories:
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory)
+            if path.is_file() and path.name != LIST_FILE and not any(part.startswith(".") for part in name.parts):
+                sums[f"{name} of model.path"] = _sampled_sum(path)
+    return sums
+
+
+def _sampled_sum(path: Path) -> str:
+    num_bytes = path.stat().st_size
+    found = xxhash.xxh3_128(str(num_bytes).encode())
+    with path.open("rb") as file:
+        for place in (*range(0, num_bytes, EVERY_BYTES), max(0, num_bytes - SUMMED_BYTES)):
+            file.seek(place)
+            found.update(file.read(SUMMED_BYTES))
+    return found.hexdigest()[:SHOWN_DIGITS]
+
+
+def _sum(content: bytes) -> str:
+    return xxhash.xxh3_128(content).hexdigest()[:SHOWN_DIGITS]
