@@ -49,8 +49,8 @@ def dialogues(tiny_hf):
     return found
 
 
-def learner(tiny_hf, optim=OPTIM, loss=LOSS, mesh=None) -> Learner:
-    return Learner(model_port.load(tiny_hf, mesh=mesh), optim, loss, temperature=0.7, mesh=mesh)
+def learner(tiny_hf, optim=OPTIM, loss=LOSS, mesh=None, temperature=0.7) -> Learner:
+    return Learner(model_port.load(tiny_hf, mesh=mesh), optim, loss, temperature=temperature, mesh=mesh)
 
 
 def batches(tiny_hf, dialogues, frames, shape=ONE_ROW):
@@ -257,7 +257,8 @@ def test_no_coefficient_compiles_a_program_of_its_own(tiny_hf, dialogues, frames
     sizes = [program._cache_size() for program in PROGRAMS]
     numbers = {"clip_low": 0.1, "clip_high": 0.4}
     other = replace(loss, kl_coef=0.2, numbers=numbers, behavior_cap=3.0, geometric_low=0.5)
-    ours = learner(tiny_hf, replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, max_grad_norm=2.0), other)
+    optim = replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, max_grad_norm=2.0)
+    ours = learner(tiny_hf, optim, other, temperature=0.9)
     ours.update([StepPart(packed, StepCounts(72.0, 4.0, 200.0))], 4)
     assert [program._cache_size() for program in PROGRAMS] == sizes
     learner(tiny_hf, loss=replace(loss, behavior_correction="truncate")).update([StepPart(packed, COUNTS)], 3)
