@@ -22,7 +22,7 @@ from paravt_jax.run.hosts import ALONE
 from rollout.supervisor import descendants
 
 pytestmark = pytest.mark.slow
-CUT_OFF_S = 25  # longer than the others take to notice
+CUT_OFF_S = 15  # longer than the others take to notice
 ONE = np.ones(1, np.float32)
 
 
@@ -160,6 +160,7 @@ def test_an_error_of_one_host_is_said_by_all(tmp_path):
 
 
 def killed(hosts, victim):
+    several.hosts.LOST_S = 6.0
     hosts.gather("there", None)
     if hosts.index == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -178,6 +179,7 @@ def test_a_killed_host_ends_the_other_which_names_it(victim, tmp_path):
 
 def machine_gone(hosts, how):
     """Host 0 with the coordinator beside it, as where a container or a machine ends, or is cut off."""
+    several.hosts.LOST_S = 6.0
     hosts.gather("there", None)
     if hosts.leads:
         pids = [*descendants(os.getpid()), os.getpid()]
