@@ -44,10 +44,15 @@ class Taken(NamedTuple):
         return Taken(*(one + two for one, two in both))  # type: ignore[arg-type]
 
 
-def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
-    """As a user starts it."""
+def check_clone() -> None:
+    """Before anything that takes long is begun."""
     if not CONFIG.is_file():
         raise RuntimeError(f"{CONFIG} is not there: this bench runs from a clone of the repository")
+
+
+def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
+    """As a user starts it."""
+    check_clone()
     command = [sys.executable, "-m", "paravt_jax.train", "--config", str(CONFIG), f"run_dir={run_dir}"]
     return [*command, *SETTINGS, *settings]
 

@@ -22,7 +22,7 @@ from paravt_jax.bench.chaos.checks import episodes_of, problems_of
 from paravt_jax.bench.chaos.faults import Fault, happen, schedule
 from paravt_jax.bench.chaos.replay import replay
 from paravt_jax.bench.chaos.stage import NUM_SERVERS, Ended, Stage
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, check_clone
 from paravt_jax.config import load_config
 from rollout.engine.publishing import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    check_clone()
     if args.minutes <= 0:
         raise ValueError(f"--minutes {args.minutes} must be greater than 0")
     if args.out is not None and args.out.exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.bench import chaos
+from paravt_jax.bench import chaos, smoke_run
 from paravt_jax.bench.chaos import left_in_memory, recovers, stage
 from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, schedule
@@ -23,6 +23,13 @@ from paravt_jax.config import load_config
 from rollout.supervisor import SHARED_MEMORY
 
 SEED, MINUTES = 198_130, 0.19  # a slow server, a decoder without memory, a killed trainer, in eleven seconds
+
+
+def test_without_a_clone_nothing_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke_run, "CONFIG", tmp_path / "none.yaml")
+    with pytest.raises(RuntimeError, match="this bench runs from a clone of the repository"):
+        chaos.run(argparse.Namespace(minutes=1.0, seed=0, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_seed_gives_the_same_faults_and_many_give_all():
