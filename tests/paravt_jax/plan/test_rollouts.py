@@ -54,6 +54,19 @@ def test_only_learners_that_fit_are_compared(split_plan):
     assert min(split.mesh.num_devices for split in split_plan.splits) > 1
 
 
+def test_another_mesh_of_the_learners_own_devices_is_found():
+    """Where it is the quicker one; the config's own is there anyway."""
+
+    def meshes(*settings: str) -> list[tuple[int, int, int]]:
+        config = load_config(None, *SPLIT, *settings, "engine.num_servers=1")
+        rollouts = make_rollout_plan(config, preset("8b"), make_plan(config, preset("8b"), device=H100))
+        assert rollouts is not None and rollouts.now.mesh == config.mesh
+        return [(one.mesh.data, one.mesh.fsdp, one.mesh.tensor) for one in rollouts.splits if one.num_servers == 1]
+
+    assert meshes("mesh.fsdp=2", "mesh.tensor=4", "pack.num_rows=2") == [(1, 2, 4), (1, 8, 1)]
+    assert meshes() == [(1, 8, 1)]
+
+
 def test_a_plan_simulates_the_step_and_names_the_split(capsys, monkeypatch):
     out = said(capsys, train, monkeypatch, "--plan", "--config", "configs/paragrpo_8b.yaml", *SPLIT)
     assert "a step of the run, simulated with the table of h100, seconds" in out
