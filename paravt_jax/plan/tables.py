@@ -50,14 +50,24 @@ def _known(device: str) -> DeviceSpec:
 
 
 def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) -> None:
-    if rollouts is None or len(rollouts.splits) < 2:
-        raise ValueError(
-            f"--png {path} has nothing to compare: the learner and engine.kind={config.engine.kind} can share "
-            f"{plan.mesh.num_devices} of {plan.device.name} in one way only, or its seconds are not known"
-        )
+    if rollouts is None or plan.update_s is None:
+        raise ValueError(f"--png {path} has nothing to compare: the seconds of {plan.device.name} are not known")
+    if len(rollouts.splits) < 2:
+        total = f"{rollouts.now.num_devices} x {plan.device.name}"
+        raise ValueError(f"--png {path} has nothing to compare: {_only_split(rollouts.now, total)}")
     from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second
 
     draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", path)
+
+
+def _only_split(now: DeviceSplit, total: str) -> str:
+    """Why so many devices are shared out in one way."""
+    if not now.server_devices:
+        return f"with engine.kind=jax all of {total} learn and sample, so there is one way to share them"
+    return (
+        f"{total} can be shared in one way only, {_devices(now)}: no learner on another number of them fits beside a "
+        f"server, and no other mesh of {now.mesh.num_devices} is quicker"
+    )
 
 
 def _draw_imitation(plan: ImitationPlan, path: Path) -> None:

@@ -150,8 +150,19 @@ def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_pat
     path = tmp_path / "splits.png"
     plan_of(load_config(None, *SPLIT), png=path)
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ValueError, match=r"--png .* has nothing to compare: .* engine\.kind=jax"):
-        plan_of(load_config(None, *LEARNER, "engine.kind=jax"), png=path)
+
+
+@pytest.mark.parametrize(
+    ("file", "device", "why"),
+    [
+        ("8b_8x80gb", "h100", "8 x h100 can be shared in one way only, 1 x 4 x 1 + 4: no learner on another number"),
+        ("8b_8x80gb_embedded", "h100", "with engine.kind=jax all of 8 x h100 learn and sample"),
+        ("smoke_cpu", "cpu", "the seconds of cpu are not known"),
+    ],
+)
+def test_a_sweep_of_one_split_says_of_how_many_devices_and_why(tmp_path, file, device, why):
+    with pytest.raises(ValueError, match=re.escape(f"s.png has nothing to compare: {why}")):
+        plan_of(load_config(f"configs/{file}.yaml"), device, png=tmp_path / "s.png")
 
 
 def test_a_cold_start_is_drawn_by_its_rows(tmp_path, capsys, monkeypatch):
