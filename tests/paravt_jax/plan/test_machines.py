@@ -47,6 +47,7 @@ ESTIMATES = re.compile(
 )
 RECIPE_ROW = re.compile(r"`configs/(\w+)\.yaml` \| (\S+) of (\S+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
 START_ROW = re.compile(r"`configs/(sft_\w+)\.yaml ?([^`]*)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
+README_ROW = re.compile(r"`(\w+)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
 OF_THE_METHOD = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations").iterdir()])
 H100 = DEVICES["h100"]
 SHORTER = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
@@ -190,6 +191,11 @@ def test_the_tables_have_every_recipe_and_every_cold_start():
     text = TRAINING.read_text()
     assert {row[0] for row in RECIPE_ROW.findall(text)} == set(LEARNERS)
     assert {row[0] for row in START_ROW.findall(text)} == set(STARTS)
+
+
+def test_the_readme_says_of_every_machine_what_its_table_says():
+    told = {(name, gib, usable, step_s) for name, gib, usable, _, step_s in RECIPE_ROW.findall(TRAINING.read_text())}
+    assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == told
 
 
 def test_a_figure_that_is_off_by_its_last_digit_is_noticed():
