@@ -7,7 +7,15 @@ from model_port.config import ModelConfig
 from paravt_jax.config import SftConfig
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.memory import Memory
-from paravt_jax.plan.plan import ParamCounts, assumed_of_seconds, param_counts, planned_memory, update_seconds
+from paravt_jax.plan.plan import (
+    Fit,
+    ParamCounts,
+    assumed_of_seconds,
+    fit_of,
+    param_counts,
+    planned_memory,
+    update_seconds,
+)
 from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import RESPONSE_TOKENS, Step, batch_flops, tokens_per_frame, typical_step
 
@@ -30,24 +38,25 @@ class ImitationPlan:
     step: Step
     flops: dict[str, float]  # of a batch, over all devices, by pass
     steps: tuple[ImitationStep, ...]  # fewest rows first
+    peaks: tuple[tuple[int, int], ...]  # pack.num_rows that divide the step, fewest first, and bytes of a device
+    fit: Fit
     assumptions: tuple[str, ...]
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.device.memory_gib is None else self.memory.peak_bytes <= self.device.usable_bytes
 
 
 def make_imitation_plan(config: SftConfig, model: ModelConfig, device: DeviceSpec) -> ImitationPlan:
     step, update = typical_step(config, model), update_of(config)
+    memory = planned_memory(config, model, device)
     return ImitationPlan(
         config=config,
         device=device,
         params=param_counts(update, model),
-        memory=planned_memory(config, model, device),
+        memory=memory,
         step=step,
         flops=batch_flops(update, model, step.shape, device.platform),
         steps=tuple(_steps(update, model, device, step)),
-        assumptions=tuple(_assumptions(config, model, device)),
+        peaks=tuple(_peaks(config, model, device)),
+        fit=fit_of(config, model, memory, device),
+        assumptions=tuple(_assumptions(config, model, device, step)),
     )
 
 
@@ -61,11 +70,23 @@ def _steps(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: 
             yield ImitationStep(resized.num_batches * step.shape.num_rows, resized.num_batches, total_s)
 
 
-def _assumptions(config: SftConfig, model: ModelConfig, device: DeviceSpec) -> Iterator[str]:
+def _peaks(config: SftConfig, model: ModelConfig, device: DeviceSpec) -> Iterator[tuple[int, int]]:
+    num_rows = config.mesh.num_row_parts
+    while config.sft.rows_per_step % num_rows == 0:
+        batch = replace(config, pack=replace(config.pack, num_rows=num_rows))
+        yield num_rows, planned_memory(batch, model, device).peak_bytes
+        num_rows *= 2
+
+
+def _assumptions(config: SftConfig, model: ModelConfig, device: DeviceSpec, step: Step) -> Iterator[str]:
     frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     yield (
         f"a trace: {config.video.overview_frames} frames (video.overview_frames) x {frame_tokens} "
         f"tokens + text, and {RESPONSE_TOKENS} that are learnt from"
     )
-    yield "rows are computed whole, whatever they hold; frames are decoded beside the update, and are not in it"
+    yield "rows are computed whole, whatever they hold"
+    yield (
+        f"decoding is not in the seconds: up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
+        f"decoded beside the update; where that takes longer, a step takes as long as it"
+    )
     yield from assumed_of_seconds(device, config.model.dtype)

@@ -15,7 +15,7 @@ from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read
 from model_port.layout import hf_files_of
 from model_port.sharding import over_hosts
 from model_port.tiny import tiny_config
-from paravt_jax.config import TINY, Config, MeshConfig, SftConfig
+from paravt_jax.config import TINY, Config, ImitationConfig, MeshConfig, SftConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
@@ -29,6 +29,7 @@ from paravt_jax.plan.workload import (
     adapter_params,
     flops_of,
     largest_batch,
+    trace_tokens,
     typical_step,
     workload_of,
 )
@@ -110,7 +111,7 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
         workload=workload,
         flops=flops,
         update=update_seconds(update, model, device, typical_step(config, model)),
-        fit=_fit(config, model, memory, device),
+        fit=fit_of(config, model, memory, device),
         assumptions=tuple(_assumptions(workload, device, config.model.dtype, gating=config.video.gating)),
     )
 
@@ -136,9 +137,13 @@ def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
     num_rows = -(-config.pack.num_rows // mesh.num_row_parts) * mesh.num_row_parts
     changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
     if isinstance(config, SftConfig):
-        rows_per_step = -(-config.sft.rows_per_step // num_rows) * num_rows
-        changed["sft"] = replace(config.sft, rows_per_step=rows_per_step)
+        changed["sft"] = _in_batches_of(num_rows, config.sft)
     return replace(config, **changed)
+
+
+def _in_batches_of(num_rows: int, sft: ImitationConfig) -> ImitationConfig:
+    """Of whole batches, with as many rows more as that takes."""
+    return replace(sft, rows_per_step=-(-sft.rows_per_step // num_rows) * num_rows)
 
 
 def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
@@ -159,7 +164,7 @@ def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec
     return step_seconds(batch_works(update, model, step.shape, device.platform), step, rates)
 
 
-def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
+def fit_of(config: Config | SftConfig, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
     if device.memory_gib is None:
         return Fit(None, 0, 0, ())
     most_tokens, parts = max(config.pack.row_tokens, model.text.max_positions), config.mesh.num_row_parts
@@ -171,25 +176,43 @@ def _fit(config: Config, model: ModelConfig, memory: Memory, device: DeviceSpec)
     return Fit(fits, row_tokens, num_rows, () if fits else tuple(_advice(config, model, device, row_tokens)))
 
 
-def _advice(config: Config, model: ModelConfig, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
+def _advice(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
     """Changes that suffice, each alone."""
     if config.model.remat == "none" and _fits(_changed(config, remat="full"), model, device):
         yield "model.remat=full"
+    offloaded = replace(config, optim=replace(config.optim, offload=True))
+    if not config.optim.offload and _fits(offloaded, model, device):
+        yield "optim.offload=true"
     fewest = config.mesh.num_row_parts
     if fewest < config.pack.num_rows and _fits(_changed(config, num_rows=fewest), model, device):
         yield f"pack.num_rows={fewest}"
-    needed = workload_of(config, model).row_tokens
+    needed, said = _needed_tokens(config, model)
     if row_tokens >= needed:
-        shorter = f" and rollout.max_context_tokens={row_tokens}" * (row_tokens < config.rollout.max_context_tokens)
-        yield f"pack.row_tokens={row_tokens}{shorter}; the rows of a typical step have {needed}"
+        cut = isinstance(config, Config) and row_tokens < config.rollout.max_context_tokens
+        shorter = f" and rollout.max_context_tokens={row_tokens}" * cut
+        yield f"pack.row_tokens={row_tokens}{shorter}; {said} {needed}"
     for mesh in _meshes(config.mesh.num_devices):
-        if mesh != config.mesh and _fits(_changed(config, mesh=mesh, num_rows=mesh.num_row_parts), model, device):
+        changed = _changed(config, mesh=mesh, num_rows=mesh.num_row_parts)
+        if mesh != config.mesh and _fits(changed, model, device):
             yield (
-                f"mesh.fsdp={mesh.fsdp} mesh.tensor={mesh.tensor} pack.num_rows={mesh.num_row_parts}, "
-                f"which takes {mesh.num_devices} devices"
+                f"mesh.fsdp={mesh.fsdp} mesh.tensor={mesh.tensor} pack.num_rows={mesh.num_row_parts}"
+                f"{_more_rows(config, changed)}, which takes {mesh.num_devices} devices"
             )
             return
     yield f"no mesh of up to {MAX_DEVICES} devices is enough: lower pack.row_tokens, or take devices with more memory"
+
+
+def _needed_tokens(config: Config | SftConfig, model: ModelConfig) -> tuple[int, str]:
+    """The shortest rows that leave nothing out, and of what."""
+    if isinstance(config, SftConfig):
+        return trace_tokens(config, model), "a trace has"
+    return workload_of(config, model).row_tokens, "the rows of a typical step have"
+
+
+def _more_rows(config: Config | SftConfig, changed: Config | SftConfig) -> str:
+    if isinstance(config, Config) or isinstance(changed, Config) or changed.sft == config.sft:
+        return ""
+    return f" sft.rows_per_step={changed.sft.rows_per_step}"
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
@@ -202,24 +225,28 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _changed(
-    config: Config, *, mesh: MeshConfig | None = None, remat: Any = None, num_rows: int = 0, row_tokens: int = 0
-) -> Config:
+    config: Config | SftConfig,
+    *,
+    mesh: MeshConfig | None = None,
+    remat: Any = None,
+    num_rows: int = 0,
+    row_tokens: int = 0,
+) -> Config | SftConfig:
     """The config with other sizes; contexts shrink with the rows that must hold them."""
     pack = replace(
         config.pack, num_rows=num_rows or config.pack.num_rows, row_tokens=row_tokens or config.pack.row_tokens
     )
+    policy = replace(config.model, remat=remat or config.model.remat)
+    if isinstance(config, SftConfig):
+        sft = _in_batches_of(pack.num_rows, config.sft)
+        return replace(config, mesh=mesh or config.mesh, model=policy, pack=pack, sft=sft)
     context = min(config.rollout.max_context_tokens, pack.row_tokens)
     new_tokens = min(config.rollout.max_new_tokens, context)
-    return replace(
-        config,
-        mesh=mesh or config.mesh,
-        model=replace(config.model, remat=remat or config.model.remat),
-        pack=pack,
-        rollout=replace(config.rollout, max_context_tokens=context, max_new_tokens=new_tokens),
-    )
+    rollout = replace(config.rollout, max_context_tokens=context, max_new_tokens=new_tokens)
+    return replace(config, mesh=mesh or config.mesh, model=policy, pack=pack, rollout=rollout)
 
 
-def _fits(config: Config, model: ModelConfig, device: DeviceSpec) -> bool:
+def _fits(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> bool:
     try:
         return planned_memory(config, model, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing

@@ -110,15 +110,16 @@ def _split(config: Config, service: ServiceTimes, devices: int, plan: Plan, num_
 
 
 def _learners(config: Config, model: ModelConfig, plan: Plan, total: int, server_devices: int) -> Iterator[Plan]:
-    """The plan of a learner for every number of devices that it fits, as the config has it or on the first mesh."""
-    unit = _unit(plan.device, total)
-    for num_devices in sorted({plan.mesh.num_devices, *range(unit, total - server_devices + 1, unit)}):
-        others = (_on_mesh(config, model, plan, mesh) for mesh in _meshes(num_devices))
-        fitting = (other for other in others if other and other.memory.peak_bytes <= plan.device.usable_bytes)
-        if num_devices == plan.mesh.num_devices:
-            yield plan
-        elif learner := next(fitting, None):
-            yield learner
+    """The config's own, and of every number of devices, its own too, the quickest that fits where that is another."""
+    own, unit = plan.mesh.num_devices, _unit(plan.device, total)
+    for num_devices in sorted({own, *range(unit, total - server_devices + 1, unit)}):
+        same = [plan] if num_devices == own else []
+        others = (_on_mesh(config, model, plan, mesh) for mesh in _meshes(num_devices) if mesh != plan.mesh)
+        fitting = [one for one in (*same, *others) if one and one.memory.peak_bytes <= plan.device.usable_bytes]
+        yield from same
+        quickest = min(fitting, key=lambda one: one.update_s or 0.0, default=plan)
+        if quickest is not plan:
+            yield quickest
 
 
 def _unit(device: DeviceSpec, total: int) -> int:

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart, num_hosts
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
-from paravt_jax.plan.plan import Plan, make_plan, model_config
+from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
 from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
 from paravt_jax.plan.service import load_service
 
@@ -33,10 +34,12 @@ def plan_of(config: Config, device: str = "h100", service: Path | None = None, p
     return render(replace(plan, assumptions=assumptions), rollouts)
 
 
-def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
+def imitation_plan_of(config: SftConfig, device: str = "h100", png: Path | None = None) -> str:
     """The same of a cold start."""
     model, remarks = model_config(config.model.path)
     plan = make_imitation_plan(config, model, _known(device))
+    if png is not None:
+        _draw_imitation(plan, png)
     return render_imitation(replace(plan, assumptions=(*remarks, *plan.assumptions)))
 
 
@@ -47,14 +50,32 @@ def _known(device: str) -> DeviceSpec:
 
 
 def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) -> None:
-    if rollouts is None or len(rollouts.splits) < 2:
-        raise ValueError(
-            f"--png {path} has nothing to compare: the learner and engine.kind={config.engine.kind} can share "
-            f"{plan.mesh.num_devices} of {plan.device.name} in one way only, or its seconds are not known"
-        )
+    if rollouts is None or plan.update_s is None:
+        raise ValueError(f"--png {path} has nothing to compare: the seconds of {plan.device.name} are not known")
+    if len(rollouts.splits) < 2:
+        total = f"{rollouts.now.num_devices} x {plan.device.name}"
+        raise ValueError(f"--png {path} has nothing to compare: {_only_split(rollouts.now, total)}")
     from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second
 
     draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", path)
+
+
+def _only_split(now: DeviceSplit, total: str) -> str:
+    """Why so many devices are shared out in one way."""
+    if not now.server_devices:
+        return f"with engine.kind=jax all of {total} learn and sample, so there is one way to share them"
+    return (
+        f"{total} can be shared in one way only, {_devices(now)}: no learner on another number of them fits beside a "
+        f"server, and no other mesh of {now.mesh.num_devices} is quicker"
+    )
+
+
+def _draw_imitation(plan: ImitationPlan, path: Path) -> None:
+    if plan.device.rates(plan.config.model.dtype) is None:
+        raise ValueError(f"--png {path} has nothing to draw: the seconds of {plan.device.name} are not known")
+    from paravt_jax.plan.plots import draw_imitation  # late: matplotlib takes a second
+
+    draw_imitation(plan, f"{plan.config.mesh.num_devices} x {plan.device.name}, {plan.config.model.path}", path)
 
 
 def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
@@ -66,7 +87,7 @@ def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
         _step_lines(plan),
         *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
         _simulated_lines(plan, rollouts),
-        ["what fits", *_wrapped(_fit_lines(plan))],
+        ["what fits", *_wrapped(_fit_lines(plan.fit, plan.batch, plan.memory, plan.device))],
         ["assumed", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -81,18 +102,13 @@ def render_imitation(plan: ImitationPlan) -> str:
         remark = "sft.rows_per_step" if step.num_rows == plan.config.sft.rows_per_step else ""
         tokens = f"{step.num_rows * batch.row_tokens:,}"
         rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
-    verdict = {None: "is not judged", True: "fits", False: "DOES NOT FIT"}[plan.fits]
-    peak_gib, usable_gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
     mesh, hosts = plan.config.mesh, plan.config.hosts
     blocks = [
         [_title(mesh, plan.device, num_hosts(hosts, mesh.num_devices, plan.device))],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         ["a step by its rows", *_aligned(rows)],
-        [
-            "what fits",
-            f"  {batch.num_rows} x {batch.row_tokens:,} tokens {verdict}: {peak_gib:.2f} of {usable_gib:.1f} GiB",
-        ],
+        ["what fits", *_wrapped(_fit_lines(plan.fit, batch, plan.memory, plan.device))],
         ["assumed", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -197,12 +213,11 @@ def _devices(split: DeviceSplit) -> str:
     return f"{mesh} + {split.num_servers}" + f" of {split.server_devices}" * (split.server_devices > 1)
 
 
-def _fit_lines(plan: Plan) -> Iterator[str]:
-    fit, batch, device = plan.fit, plan.batch, plan.device
+def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:
     if fit.fits is None:
         yield f"not judged: the memory of {device.name} is not known"
         return
-    peak_gib, usable_gib = plan.memory.peak_bytes / GIB, device.usable_bytes / GIB
+    peak_gib, usable_gib = memory.peak_bytes / GIB, device.usable_bytes / GIB
     verdict = "fits" if fit.fits else "DOES NOT FIT"
     yield f"{batch.num_rows} x {batch.row_tokens:,} tokens {verdict}: {peak_gib:.2f} of {usable_gib:.1f} GiB"
     yield f"largest pack.row_tokens with pack.num_rows={batch.num_rows}: {fit.row_tokens or 'none'}"

@@ -162,8 +162,7 @@ def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
     frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
     if isinstance(config, SftConfig):
-        trace = config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
-        traces = max(1, pack.row_tokens // trace)  # of a row
+        traces = max(1, pack.row_tokens // trace_tokens(config, model))  # of a row
         frames, actions = pack.num_rows * traces * config.video.overview_frames, traces * RESPONSE_TOKENS
     else:
         work = workload_of(config, model)
@@ -177,6 +176,11 @@ def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
         row_patches=row_patches(config.video.max_pixels, model.vision),
         num_parts=num_parts,
     )
+
+
+def trace_tokens(config: SftConfig, model: ModelConfig) -> int:
+    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
+    return config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
 
 
 def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:

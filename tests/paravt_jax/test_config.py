@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def schema_of(path: Path) -> type:
     if path.parent.name == "reproduce":
         return EvalConfig
-    return {"sft": SftConfig, "eval": EvalConfig}.get(path.stem.removesuffix("_8b"), Config)
+    return {"sft": SftConfig, "eval": EvalConfig}.get(path.stem.partition("_")[0], Config)
 
 
 RUNS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "launch")

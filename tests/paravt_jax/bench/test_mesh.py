@@ -100,8 +100,8 @@ def test_a_million_tokens_cost_what_the_devices_cost_meanwhile():
 
 @pytest.mark.slow
 def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
-    config = ("--config", f"{CONFIGS}/paragrpo_8b.yaml", "model.path=2b", "pack.num_rows=2")
-    rows = planned(*config)
+    config = ("--config", f"{CONFIGS}/paragrpo_8b.yaml", "model.path=2b")
+    rows = planned(*config, "mesh.fsdp=2", "mesh.tensor=4", "pack.num_rows=2")
     assert {shape: row["num_rows"] for shape, row in rows.items() if row["num_rows"]}[1, 8, 1] == 8
     assert rows[1, 2, 4]["num_rows"] == 2
     without = planned(*config, "loss.kl_coef=0")[1, 8, 1]

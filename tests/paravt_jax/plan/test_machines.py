@@ -1,19 +1,26 @@
 """A recipe for each machine: only the machine differs, and it fits, by the plan and by the compiler's own figures."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 
 import pytest
 
 from model_port.sharding import make_mesh
-from paravt_jax.config import Config, load_config, to_record
+from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_record
 from paravt_jax.keys import flat
 from paravt_jax.plan.ahead import compiled_update
-from paravt_jax.plan.devices import DEVICES
-from paravt_jax.plan.meshes import compiled_bytes
-from paravt_jax.plan.plan import Plan, make_plan, model_config
+from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
+from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
+from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
+from paravt_jax.plan.plan import Plan, make_plan, model_config, planned_memory, update_seconds
+from paravt_jax.plan.rollouts import make_rollout_plan
 from paravt_jax.plan.tables import render
 from paravt_jax.plan.topology import Topology, check_compiler, topology
-from paravt_jax.plan.workload import largest_batch
+from paravt_jax.plan.update import update_of
+from paravt_jax.plan.workload import largest_batch, typical_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LEARNERS = {  # what each learner computes on
@@ -27,6 +34,22 @@ LEARNERS = {  # what each learner computes on
     "8b_lora_1x80gb": "h100:1",
     "2b_lora_24gb": "l4:1",
 }
+STARTS = {  # what begins with the base model, and on what
+    "sft_8b": "h100:8",
+    "sft_32b_64": "h100:64",
+    "sft_4b_1x80gb": "h100:1",
+    "sft_8b_lora_1x80gb": "h100:1",
+    "sft_2b_lora_24gb": "l4:1",
+}
+TRAINING = CONFIGS.parent / "docs" / "training.md"
+ESTIMATES = re.compile(
+    r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+) s a step, and (\S+) of (\S+) GiB"
+)
+RECIPE_ROW = re.compile(r"`configs/(\w+)\.yaml` \| (\S+) of (\S+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
+START_ROW = re.compile(r"`configs/(sft_\w+)\.yaml ?([^`]*)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
+README_ROW = re.compile(r"`(\w+)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
+OF_THE_METHOD = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations").iterdir()])
+H100 = DEVICES["h100"]
 SHORTER = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
 OF_THE_MACHINE = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", "pack.num_rows", "optim.offload")
 
@@ -38,7 +61,50 @@ def config_of(name: str) -> Config:
 def plan_for(name: str) -> Plan:
     config = config_of(name)
     model, _ = model_config(config.model.path)
-    return make_plan(config, model, device=DEVICES[LEARNERS[name].partition(":")[0]])
+    return make_plan(config, model, device=device_of(name))
+
+
+def device_of(name: str) -> DeviceSpec:
+    return DEVICES[(LEARNERS | STARTS)[name].partition(":")[0]]
+
+
+def start_of(name: str, *settings: str) -> SftConfig:
+    return load_config(CONFIGS / f"{name}.yaml", *settings, schema=SftConfig)
+
+
+def start_plan(config: SftConfig, device: DeviceSpec) -> ImitationPlan:
+    model, _ = model_config(config.model.path)
+    return make_imitation_plan(config, model, device)
+
+
+def header_of(name: str) -> str:
+    """What a file says before its settings, on one line; a command ends with a bar."""
+    lines = (CONFIGS / f"{name}.yaml").read_text().partition("\nrun_dir:")[0].splitlines()
+    return "".join(f"{line[4:]} | " if line.startswith("#   ") else f"{line[2:]} " for line in lines)
+
+
+def same_figures(said: Sequence[str], estimated: Sequence[float | None]) -> bool:
+    """As many digits of an estimate as are said."""
+    shown = [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(said, estimated, strict=True)]
+    return list(said) == shown
+
+
+def figures_of(name: str) -> tuple[float, float, float, float]:
+    """Seconds of an update and a step, GiB of a device and usable."""
+    config, plan = config_of(name), plan_for(name)
+    model, _ = model_config(config.model.path)
+    rollouts = make_rollout_plan(config, model, plan)
+    assert rollouts is not None and plan.update_s is not None
+    gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
+    return plan.update_s, rollouts.now.times.step_s, *gib
+
+
+def start_figures(config: SftConfig, device: DeviceSpec) -> tuple[float, float, float]:
+    """Seconds of a step, GiB of a device and usable."""
+    plan = start_plan(config, device)
+    (step_s,) = (step.seconds for step in plan.steps if step.num_rows == config.sft.rows_per_step)
+    assert step_s is not None
+    return step_s, plan.memory.peak_bytes / GIB, device.usable_bytes / GIB
 
 
 def other_settings(name: str) -> set[str]:
@@ -60,7 +126,7 @@ def test_a_recipe_of_a_machine_is_the_published_one_but_for_the_machine(name):
 
 def test_a_recipe_that_changes_the_method_is_noticed(monkeypatch):
     monkeypatch.setitem(globals(), "OF_THE_MACHINE", ("run_dir",))
-    assert {"engine.kind", "pack.num_rows"} <= other_settings("8b_8x80gb_embedded")
+    assert {"engine.gpus", "mesh.fsdp", "pack.num_rows"} <= other_settings("8b_8x80gb")
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -71,20 +137,101 @@ def test_the_mesh_of_a_recipe_is_its_machine_and_the_plan_says_that_it_fits(name
     assert max(map(len, render(plan).splitlines())) <= 100
 
 
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_recipe_says_how_its_policy_is_made_on_its_machine(name):
+    commands = header_of(name)
+    start, settings = re.findall(r"paravt_jax\.sft --config configs/(\w+)\.yaml ([^|]*)\|", commands)[0]
+    src, dst = re.findall(r"model_port\.export --src (\S+) --dst (\S+)", commands)[0]
+    recipe, config, device = config_of(name), start_of(start, *settings.split()), device_of(name)
+    assert (src, dst) == (f"{config.run_dir}/checkpoints/{config.sft.num_steps}", recipe.model.path)
+    assert config.mesh.num_devices == recipe.mesh.num_devices + len(recipe.engine.gpus)
+    assert start_plan(config, device).fit.fits
+    assert config.rollout.forced_prefix == recipe.rollout.forced_prefix and config.lora == recipe.lora
+    assert model_config(config.model.path)[0] == model_config(recipe.model.path)[0]
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_cold_start_of_a_machine_is_the_published_one_but_for_the_machine(name):
+    published, own = (flat(to_record(start_of(one))) for one in ("sft_8b", name))
+    differ = {key for key in published if published[key] != own[key] and not key.startswith(OF_THE_MACHINE)}
+    assert differ == ({"lora.rank", "optim.learning_rate"} if "lora" in name else set())
+
+
+def test_every_cold_start_is_of_a_machine():
+    assert {path.stem for path in CONFIGS.glob("sft_*.yaml")} == set(STARTS)
+
+
+@pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
+def test_the_figures_of_a_header_are_those_of_the_plan(name):
+    said = ESTIMATES.search(header_of(name))
+    assert said is not None
+    figures = figures_of(name) if name in LEARNERS else (None, *start_figures(start_of(name), device_of(name)))
+    told = [(text, figure) for text, figure in zip(said.groups(), figures, strict=True) if figure is not None]
+    assert same_figures(*zip(*told, strict=True)), figures
+
+
+@pytest.mark.parametrize("row", RECIPE_ROW.findall(TRAINING.read_text()), ids=lambda row: row[0])
+def test_the_seconds_of_the_table_of_recipes_are_those_of_the_plan(row):
+    name, _, usable, update_s, step_s = row
+    figures = figures_of(name)
+    assert same_figures((update_s, step_s, usable), (figures[0], figures[1], figures[3])), figures
+
+
+@pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
+def test_the_table_of_cold_starts_is_what_the_plan_says(row):
+    name, settings, gib, usable, step_s = row
+    config = start_of(name, *settings.split())
+    device = next(
+        device_of(one) for one in [*LEARNERS, *STARTS] if f"configs/{name}.yaml {settings}".strip() in header_of(one)
+    )
+    assert same_figures((step_s, gib, usable), start_figures(config, device))
+
+
+def test_the_tables_have_every_recipe_and_every_cold_start():
+    text = TRAINING.read_text()
+    assert {row[0] for row in RECIPE_ROW.findall(text)} == set(LEARNERS)
+    assert {row[0] for row in START_ROW.findall(text)} == set(STARTS)
+
+
+def test_the_readme_says_of_every_machine_what_its_table_says():
+    told = {(name, gib, usable, step_s) for name, gib, usable, _, step_s in RECIPE_ROW.findall(TRAINING.read_text())}
+    assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == told
+
+
+def test_a_figure_that_is_off_by_its_last_digit_is_noticed():
+    assert same_figures(["3.8", "25"], [3.84, 24.6]) and not same_figures(["3.9", "25"], [3.84, 24.6])
+
+
 def test_a_box_of_eight_is_shared_out_whole():
     engine, mesh = config_of("8b_8x80gb").engine, config_of("8b_8x80gb").mesh
     assert len(engine.gpus) + mesh.num_devices == 8 and len(engine.gpus) == engine.num_servers
 
 
+@pytest.mark.parametrize("path", OF_THE_METHOD, ids=lambda path: path.stem)
+def test_no_mesh_of_eight_gpus_that_fits_is_quicker_than_that_of_the_method(path):
+    config = load_config(path)
+    model, _ = model_config(config.model.path)
+    seconds = {}
+    for mesh in starmap(MeshConfig, mesh_shapes(8)):
+        fewest = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=mesh.num_row_parts))
+        if planned_memory(fewest, model, H100).peak_bytes <= H100.usable_bytes:
+            estimated = update_seconds(update_of(fewest), model, H100, typical_step(fewest, model))
+            assert estimated is not None
+            seconds[mesh] = estimated.total
+    assert min(seconds, key=lambda mesh: seconds[mesh]) == config.mesh
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
 def test_a_recipe_fits_its_machine_by_the_figures_of_the_compiler(name):
-    config, learner = config_of(name), with_compiler(LEARNERS[name])
+    config = config_of(name) if name in LEARNERS else start_of(name)
+    learner = with_compiler((LEARNERS | STARTS)[name])
     model, _ = model_config(config.model.path)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, learner.devices())
     programs = compiled_update(config, model, largest_batch(config, model), mesh)
-    assert compiled_bytes(programs, plan_for(name).memory) <= learner.device.usable_bytes, programs
+    memory = planned_memory(config, model, learner.device)
+    assert compiled_bytes(programs, memory) <= learner.device.usable_bytes, programs
 
 
 def with_compiler(name: str) -> Topology:

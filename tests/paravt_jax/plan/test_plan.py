@@ -38,7 +38,7 @@ from paravt_jax.plan.workload import batch_flops
 CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
-    if path.stem not in ("sft_8b", "eval_8b")
+    if path.stem.partition("_")[0] not in ("sft", "eval")
     and path.parent.name not in ("miniature", "reproduce", "launch")
     and not path.stem[0].isdigit()  # test_machines.py
 ]

@@ -1,6 +1,7 @@
 """What a plan says of rollouts: the split that loses least, measured services in place of a table, and imitation."""
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,11 +9,12 @@ import pytest
 from model_port.config import preset
 from model_port.tiny import tiny_config
 from paravt_jax import sft, train
-from paravt_jax.config import EngineConfig, load_config
+from paravt_jax.config import EngineConfig, SftConfig, load_config
+from paravt_jax.plan.imitation import make_imitation_plan
 from paravt_jax.plan.plan import DEVICES, make_plan
 from paravt_jax.plan.rollouts import make_rollout_plan, server_devices, typical_groups
 from paravt_jax.plan.service import ServiceTimes, load_service
-from paravt_jax.plan.tables import plan_of
+from paravt_jax.plan.tables import imitation_plan_of, plan_of
 from paravt_jax.plan.workload import workload_of
 
 H100 = DEVICES["h100"]
@@ -52,6 +54,19 @@ def test_the_best_split_is_the_one_with_the_shortest_step(split_plan):
 def test_only_learners_that_fit_are_compared(split_plan):
     """Masters and moments of 8B alone are 92 GiB."""
     assert min(split.mesh.num_devices for split in split_plan.splits) > 1
+
+
+def test_another_mesh_of_the_learners_own_devices_is_found():
+    """Where it is the quicker one; the config's own is there anyway."""
+
+    def meshes(*settings: str) -> list[tuple[int, int, int]]:
+        config = load_config(None, *SPLIT, *settings, "engine.num_servers=1")
+        rollouts = make_rollout_plan(config, preset("8b"), make_plan(config, preset("8b"), device=H100))
+        assert rollouts is not None and rollouts.now.mesh == config.mesh
+        return [(one.mesh.data, one.mesh.fsdp, one.mesh.tensor) for one in rollouts.splits if one.num_servers == 1]
+
+    assert meshes("mesh.fsdp=2", "mesh.tensor=4", "pack.num_rows=2") == [(1, 2, 4), (1, 8, 1)]
+    assert meshes() == [(1, 8, 1)]
 
 
 def test_a_plan_simulates_the_step_and_names_the_split(capsys, monkeypatch):
@@ -135,8 +150,45 @@ def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_pat
     path = tmp_path / "splits.png"
     plan_of(load_config(None, *SPLIT), png=path)
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ValueError, match=r"--png .* has nothing to compare: .* engine\.kind=jax"):
-        plan_of(load_config(None, *LEARNER, "engine.kind=jax"), png=path)
+
+
+@pytest.mark.parametrize(
+    ("file", "device", "why"),
+    [
+        ("8b_8x80gb", "h100", "8 x h100 can be shared in one way only, 1 x 4 x 1 + 4: no learner on another number"),
+        ("8b_8x80gb_embedded", "h100", "with engine.kind=jax all of 8 x h100 learn and sample"),
+        ("smoke_cpu", "cpu", "the seconds of cpu are not known"),
+    ],
+)
+def test_a_sweep_of_one_split_says_of_how_many_devices_and_why(tmp_path, file, device, why):
+    with pytest.raises(ValueError, match=re.escape(f"s.png has nothing to compare: {why}")):
+        plan_of(load_config(f"configs/{file}.yaml"), device, png=tmp_path / "s.png")
+
+
+def test_a_cold_start_is_drawn_by_its_rows(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "rows.png"
+    out = said(capsys, sft, monkeypatch, "--plan", "--config", "configs/sft_8b.yaml", "--png", str(path))
+    assert "a step by its rows" in out and path.read_bytes().startswith(b"\x89PNG")
+    config = load_config("configs/sft_8b.yaml", "model.path=tiny", schema=SftConfig)
+    with pytest.raises(ValueError, match=r"--png .* has nothing to draw: the seconds of cpu are not known"):
+        imitation_plan_of(config, "cpu", png=path)
+
+
+def test_a_larger_batch_needs_more_and_a_larger_step_does_not():
+    config = load_config("configs/sft_8b.yaml", schema=SftConfig)
+    plan = make_imitation_plan(config, preset("8b"), H100)
+    peaks = dict(plan.peaks)
+    assert list(peaks) == [8, 16, 32] and sorted(peaks.values()) == list(peaks.values())
+    assert peaks[8] == plan.memory.peak_bytes
+    rows = replace(config, sft=replace(config.sft, rows_per_step=64))
+    assert make_imitation_plan(rows, preset("8b"), H100).memory == plan.memory
+
+
+def test_a_picture_of_imitation_without_a_plan_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sft", "--config", "configs/sft_8b.yaml", "--png", "file"])
+    with pytest.raises(SystemExit):
+        sft.main()
+    assert "--png is of --plan; add it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--service", "--png"])
@@ -153,10 +205,30 @@ def test_a_plan_of_imitation_has_seconds_by_rows(capsys, monkeypatch):
     rows = {line.split()[0]: line.split() for line in out.splitlines() if "262,144" in line or "524,288" in line}
     assert rows["32"][-1] == "sft.rows_per_step"
     assert float(rows["64"][4]) == pytest.approx(2 * float(rows["32"][4]), abs=0.1)
-    assert "8 x 8,192 tokens fits" in out and "frames are decoded beside the update" in out
+    assert "8 x 8,192 tokens fits" in out and "largest pack.row_tokens with pack.num_rows=8: " in out
+    assert "decoding is not in the seconds: up to 2,048 frames of a step" in out  # 32 rows of a trace of 64
 
 
 def test_a_plan_of_imitation_without_a_peak_has_no_seconds(capsys, monkeypatch):
     settings = ("model.path=tiny", "data.train=traces.jsonl", "model.dtype=float32")
     out = said(capsys, sft, monkeypatch, "--plan", "--device", "cpu", "--config", "configs/sft_8b.yaml", *settings)
-    assert "not estimated" in out and "is not judged" in out
+    assert "not estimated" in out and "not judged: the memory of cpu is not known" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        (("model.path=32b", "sft.rows_per_step=8"), {"optim.offload", "mesh.fsdp"}),
+        (("model.path=4b", "mesh.fsdp=1", "pack.num_rows=1"), {"optim.offload", "mesh.fsdp"}),
+        (("pack.num_rows=32", "pack.row_tokens=32768"), {"pack.num_rows", "pack.row_tokens", "mesh.fsdp"}),
+        (("mesh.fsdp=32", "pack.num_rows=32", "pack.row_tokens=262144"), {"pack.row_tokens", "mesh.fsdp"}),
+    ],
+)
+def test_imitation_that_does_not_fit_is_told_what_does(capsys, monkeypatch, settings, ways):
+    command = ("--plan", "--config", "configs/sft_8b.yaml", *settings)
+    out = said(capsys, sft, monkeypatch, *command)
+    advice = [line.removeprefix("  enough: ") for line in out.splitlines() if line.startswith("  enough: ")]
+    assert "DOES NOT FIT" in out and {one.partition("=")[0] for one in advice} == ways
+    for one in advice:
+        changed = re.split("[,;]", one)[0].split()
+        assert " DOES NOT FIT" not in said(capsys, sft, monkeypatch, *command, *changed)
