@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from paravt_jax.plan.devices import DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
+from paravt_jax.plan.devices import CHIPS_OF_A_HOST, DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
 
 PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "gpu": ("jax_plugins.xla_cuda12", "aot-gpu")}  # module, extra to install
 KNOWN = (
@@ -114,7 +114,10 @@ def topology(name: str) -> Topology:
             raise ValueError(f"--topology {name}: more than {DEVICES_OF_A_HOST} GPUs come in boxes of so many")
         return Topology(name, device, count)
     if device is not None and device.platform == "tpu" and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-        return Topology(name, device, math.prod(map(int, shape.split("x"))))
+        sides = [int(side) for side in shape.split("x")]
+        if math.prod(sides) > CHIPS_OF_A_HOST and (sides[0] % 2 or sides[1] % 2):
+            raise ValueError(f"--topology {name}: a slice of several hosts is made of the 2x2 chips of each")
+        return Topology(name, device, math.prod(sides))
     raise ValueError(f"--topology {name} is not known; there are {KNOWN}")
 
 

@@ -132,17 +132,17 @@ def test_what_cannot_be_asked_is_named(arguments, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h100:8", "v5p:2x2x2"])
-def test_an_update_is_compiled_for_devices_that_are_not_here(name, tmp_path):
+@pytest.mark.parametrize(("name", "shape"), [("h100:8", "1,4,2"), ("v5p:2x2x2", "1,4,2"), ("v6e:4x4", "1,8,2")])
+def test_an_update_is_compiled_for_devices_that_are_not_here(name, shape, tmp_path):
     try:
         check_compiler(topology(name).device.platform)
     except ValueError as missing:
         pytest.skip(str(missing))
     out = tmp_path / "mesh.json"
-    run = bench("--topology", name, "--mesh", "1,4,2", "--row-tokens", "128", "--json", str(out))
+    run = bench("--topology", name, "--mesh", shape, "--row-tokens", "128", "--json", str(out))
     assert run.returncode == 0, run.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["fits"] and row["compile_s"] > 0 and 0 < row["hbm_gib"] < 1
     assert row["compiled_flops"] > row["model_flops"] > 0
     assert row["collective_bytes"] or "collective_bytes" in row["unknown"]
-    assert run.stdout.splitlines()[-1] == "take 1 x 4 x 2"
+    assert run.stdout.splitlines()[-1] == f"take {shape.replace(',', ' x ')}"
