@@ -7,6 +7,7 @@ TPU, the CUDA plugin of jax (without a driver) for a GPU.
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -82,6 +83,17 @@ class Topology:
     @property
     def num_hosts(self) -> int:
         return self.device.num_hosts(self.num_devices)
+
+    def without_gpus(self, taken: Sequence[int]) -> list[int]:
+        """The numbers of the devices that are left where servers take these GPUs of every host."""
+        of_a_host = self.num_devices // self.num_hosts
+        num_gpus = of_a_host if self.device.platform == "gpu" else 0
+        if absent := [number for number in taken if number >= num_gpus]:
+            raise ValueError(
+                f"engine.gpus={list(taken)}: there is no GPU {absent[0]} on a host of --topology {self.name}; there "
+                f"are {num_gpus}, counted from 0"
+            )
+        return [number for number in range(self.num_devices) if number % of_a_host not in taken]
 
     def devices(self) -> Any:
         """For a mesh to compile for; nothing can run on them."""
