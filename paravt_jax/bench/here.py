@@ -40,7 +40,7 @@ from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
 from paravt_jax.plan.meshes import MeshEstimate, Shape
 from paravt_jax.plan.plan import assumed_of_seconds
 from paravt_jax.plan.workload import Step, full_step, largest_batch
-from paravt_jax.run.placement import place_servers
+from paravt_jax.run.placement import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
@@ -51,12 +51,11 @@ ONE_DEVICE = (1, 1, 1)
 def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     run = benched_run(args)
     _check_alone(run)
-    _prepare(run, args.devices or CPU_DEVICES)
+    remarks = [*run.remarks, *_prepare(run, args.devices or CPU_DEVICES)]
     there = jax.devices()
     num_devices = args.devices or len(there)
     if num_devices > len(there):
         raise ValueError(f"--devices {num_devices}: there are {len(there)} of {there[0].device_kind}")
-    remarks = [*run.remarks, *servers_remark(run.server_gpus, len(there))]
     device, rates, rows = device_here(), _rates(run.dtype), {}
     shapes = shapes_of(args, num_devices)
     for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
@@ -87,14 +86,16 @@ def _check_alone(run: BenchedRun) -> None:
         )
 
 
-def _prepare(run: BenchedRun, num_cpu_devices: int) -> None:
-    """Before jax starts a backend: what it may take and see, as a run would have it."""
+def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
+    """Before jax starts a backend: what it may take and see, as a run would have it; a remark where it is less."""
     claim_memory()
-    if isinstance(run.config, Config) and run.server_gpus:
-        place_servers(run.config.engine, 0)
     # It concerns CPUs only, and the last one counts.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
     os.environ["XLA_FLAGS"] = flags
+    if not isinstance(run.config, Config) or not run.server_gpus:
+        return []
+    place_servers(run.config.engine, 0)
+    return [*servers_remark(run.server_gpus, len(visible_gpus(os.environ, 0)))]
 
 
 def device_here() -> DeviceSpec:

@@ -173,8 +173,13 @@ def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
 def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environment, monkeypatch):
     run = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    here._prepare(run, 2)
+    (remark,) = here._prepare(run, 2)
+    assert remark.endswith("are the servers': 4 devices are left to the learner")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    taken = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
+    with pytest.raises(ValueError, match="leaves no device to the learner"):
+        here._prepare(taken, 2)
 
 
 @pytest.mark.slow
