@@ -51,23 +51,34 @@ _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
     """A mesh whose axes XLA propagates through (Auto); our constraints name only what it must not guess."""
-    if devices is None and jax.process_count() > 1:
-        return _mesh_of_hosts(data, fsdp, tensor)
     devices = jax.devices() if devices is None else devices
+    place = _places if len({device.process_index for device in devices}) == 1 else _places_on_hosts
+    try:
+        placed = place(data, fsdp, tensor, devices)
+    except NotImplementedError:  # jax's word for links that are not there
+        raise ValueError(
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not lie along the links of these "
+            f"{len(devices)} {devices[0].device_kind}: what a host has of each of the three must be a side of its part "
+            f"of the slice, or a product of sides"
+        ) from None
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _places(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
     wanted = data * fsdp * tensor
     if wanted > len(devices):
         raise ValueError(
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
         )
-    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted])
+    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices[:wanted]).devices
 
 
-def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
+def _places_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
     """All devices of all hosts; the outer axes go over the hosts."""
-    num_hosts, num_devices = jax.process_count(), jax.device_count()
-    if data * fsdp * tensor != num_devices:
+    num_hosts = len({device.process_index for device in devices})
+    if data * fsdp * tensor != len(devices):
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {num_devices} devices of the {num_hosts} "
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {len(devices)} devices of the {num_hosts} "
             f"hosts: each of them computes a part"
         )
     each = Counter(device.process_index for device in jax.devices())
@@ -76,8 +87,7 @@ def _mesh_of_hosts(data: int, fsdp: int, tensor: int) -> Mesh:
         raise ValueError(f"all hosts must have as many devices, and they have: {told}")
     over_data, over_fsdp = over_hosts(data, fsdp, tensor, num_hosts)
     within = (data // over_data, fsdp // over_fsdp, tensor)
-    devices = mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), process_is_granule=True)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), devices, process_is_granule=True)
 
 
 def over_hosts(data: int, fsdp: int, tensor: int, num_hosts: int) -> tuple[int, int]:

@@ -60,8 +60,6 @@ def main() -> None:
     if args.replay is not None and args.config is None:
         args.config = args.replay / SETTINGS_FILE
         args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]
-    if not args.plan and (args.service or args.png):
-        parser.error("--service and --png are of --plan; add it")
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return

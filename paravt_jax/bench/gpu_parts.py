@@ -35,7 +35,7 @@ DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # of the 8B's layers, to choose from
 FP32_BOUND, BF16_BOUND = 1e-5, 2.0
 FRAME_PATCHES = 196  # as in the recipe
 MODEL_DIR = "model"
-NO_ROOM = "RESOURCE_EXHAUSTED"  # as XLA says it
+SQUARE_FORMS = ("xla", "blocked")  # keep scores of all pairs, for which long rows may have no room
 SHOWN_CHARS = 200
 REPEATS = 3
 
@@ -114,12 +114,15 @@ def attention(check: Check) -> Iterator[Row]:
         oracle = errors(with_gradients("xla")(*short, layout), exact)
         for form in forms():
             row: Row = {"form": form, "head_dim": head_dim, "tokens": sizes.parity_tokens}
+            if missing := no_kernel(form):
+                yield row | missing
+                continue
             try:
                 with jax.default_matmul_precision("highest"):
                     long = max(errors(with_gradients(form)(*inputs, layout), exact))
                 halves = zip(errors(with_gradients(form)(*short, layout), exact), oracle, strict=True)
             except Exception as problem:
-                yield row | excuse(problem)
+                yield row | failure(problem)
                 continue
             row |= {"fp32_error": long, "bf16_error_of_oracles": max(own / of_oracle for own, of_oracle in halves)}
             within = row["fp32_error"] <= FP32_BOUND and row["bf16_error_of_oracles"] <= BF16_BOUND
@@ -136,11 +139,14 @@ def attention_time(check: Check) -> Iterator[Row]:
     inputs = attention_inputs(sizes.attention_tokens, sizes.attention_heads, sizes.head_dims[0])
     short = [x.astype(jnp.bfloat16) for x in inputs]
     for form in forms():
+        if missing := no_kernel(form):
+            yield {"form": form} | missing
+            continue
         try:
             call = partial(with_gradients(form), *short, layout)
             seconds = timed(lambda call=call: jax.block_until_ready(call()))
         except Exception as problem:
-            yield {"form": form} | excuse(problem)
+            yield {"form": form} | failure(problem, may_lack_room=form in SQUARE_FORMS)
             continue
         yield {"form": form, "tokens": sizes.attention_tokens, "forward_backward_ms": 1e3 * seconds}
 
@@ -149,6 +155,15 @@ def forms() -> list[Any]:
     from model_port.attention import Form
 
     return [form for form in get_args(Form) if form != "auto"]
+
+
+def no_kernel(form: Any) -> Row:
+    """A note where this is no device for the form: on a CPU, where the check itself is tried."""
+    from model_port.attention.choice import KERNEL_PLATFORMS
+    from model_port.sharding import platform
+
+    missing = form == "kernel" and platform() not in KERNEL_PLATFORMS
+    return {"note": f"there is no kernel for {platform()}"} if missing else {}
 
 
 def packed_layout(num_tokens: int) -> Any:
@@ -215,7 +230,9 @@ def update(check: Check) -> Iterator[Row]:
     model = at_depth(whole, limit)
     policy = random_model(model, Compute("bfloat16", remat="full"))
     learner = Learner(policy, OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
-    peak = peak_flops(jax.devices()[0].device_kind)
+    kind = jax.devices()[0].device_kind
+    peak = peak_flops(kind)
+    unrated = {"note": f"no MFU: the peak of {kind} is not known"} if peak is None else {}
     for num_tokens in check.sizes.update_tokens:
         num_scored = num_tokens // 8
         shape = BatchShape(1, num_tokens, num_scored, check.sizes.frames, FRAME_PATCHES)
@@ -223,7 +240,8 @@ def update(check: Check) -> Iterator[Row]:
         try:
             update_s = timed(lambda part=part: learner.update([part], 1))
         except Exception as problem:
-            yield {"layers": model.text.num_layers, "tokens": num_tokens} | excuse(problem)
+            longer = num_tokens > min(check.sizes.update_tokens)
+            yield {"layers": model.text.num_layers, "tokens": num_tokens} | failure(problem, may_lack_room=longer)
             continue
         of_model, of_whole = (model_flops(one, num_tokens, num_scored) for one in (model, whole))
         yield {
@@ -235,6 +253,7 @@ def update(check: Check) -> Iterator[Row]:
             "mfu": None if peak is None else of_model / update_s / peak,
             f"tokens_per_s_of_{whole.text.num_layers}_layers": num_tokens / update_s * of_model / of_whole,
             "peak_gib_so_far": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
+            **unrated,
         }
 
 
@@ -262,10 +281,10 @@ def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    from paravt_jax.plan.devices import DEVICES
+    from paravt_jax.plan.devices import device_of
 
-    known = [spec for name, spec in DEVICES.items() if name in device_kind.lower()]
-    return known[0].peak_tflops * 1e12 if known and known[0].peak_tflops else None
+    known = device_of(device_kind)
+    return None if known is None or known.peak_tflops is None else known.peak_tflops * 1e12
 
 
 def weights(check: Check) -> Iterator[Row]:
@@ -343,10 +362,12 @@ def timed(work: Callable[[], Any], warm: bool = False) -> float:
     return statistics.median(seconds)
 
 
-def excuse(problem: Exception) -> Row:
-    """What is not for this device, or has no room on it, is noted; whatever else goes wrong is a problem."""
-    expected = isinstance(problem, ValueError | NotImplementedError | ImportError) or NO_ROOM in str(problem)
-    return {"note" if expected else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
+def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
+    """A problem, unless it is of a size for which this device need not have room: that is noted."""
+    from paravt_jax.plan.devices import NO_ROOM
+
+    noted = may_lack_room and NO_ROOM in str(problem)
+    return {"note" if noted else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
 
 
 PARTS: dict[str, Callable[[Check], Iterator[Row]]] = {

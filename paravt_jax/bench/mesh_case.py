@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from model_port.config import ModelConfig, preset
 from paravt_jax.bench.learner import MODELS
-from paravt_jax.config import Config
+from paravt_jax.config import Config, SftConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
     from paravt_jax.plan.plan import Plan
+    from paravt_jax.plan.workload import Step
 
 PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
 FRAMES_OF_A_ROW = 4
@@ -92,15 +93,35 @@ def config_of(
     return Config(**given | sections)
 
 
-def make_learner(config: Config, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
+def make_learner(config: Config | SftConfig, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
     """Of random weights."""
     from model_port.layers import Compute
     from paravt_jax.learner.learner import Learner
+    from paravt_jax.learner.settings import LossConfig
     from paravt_jax.plan.batch import random_model
 
     settings = config.model
+    loss = config.loss if isinstance(config, Config) else LossConfig(kl_coef=0.0)
     policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), config.lora, mesh)
-    return Learner(policy, config.optim, config.loss, temperature=config.rollout.temperature, mesh=mesh)
+    return Learner(policy, config.optim, loss, temperature=config.rollout.temperature, mesh=mesh)
+
+
+def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch", step: "Step") -> None:
+    """A step of the run: its batches dealt out to its updates, scored before where the run does so."""
+    from paravt_jax.learner.learner import StepPart
+    from paravt_jax.learner.variants import StepCounts
+    from paravt_jax.plan.update import update_of
+
+    batches = [batch] * step.num_batches
+    if isinstance(config, SftConfig):
+        learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)
+        return
+    known = [learner.known(one) for one in batches] if update_of(config).scores_before else None
+    parts = []
+    for first in range(step.num_updates):
+        before = None if known is None else known[first :: step.num_updates]
+        parts.append(StepPart(batches[first :: step.num_updates], StepCounts(1.0, 1.0, 1.0), before))
+    learner.update(parts, len(batch.text.tokens))
 
 
 def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:

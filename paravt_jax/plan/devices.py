@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from paravt_jax.run.process import RESERVE_FRAC
 
 GIB = 2**30
+NO_ROOM = "RESOURCE_EXHAUSTED"  # as XLA says that a device's memory is not enough
 DEVICES_OF_A_HOST = 8  # GPUs
 CHIPS_OF_A_HOST = 4  # TPUs of a slice, by their compiler
 
@@ -81,3 +82,8 @@ DEVICES = {
         DeviceSpec("cpu", "cpu", None, None, None, None, platform="cpu"),
     )
 }
+
+
+def device_of(kind: str) -> DeviceSpec | None:
+    """What a runtime calls so, to the letter: an H100 with PCIe is no H100 SXM, and an L40S no L4."""
+    return next((device for device in DEVICES.values() if device.kind == kind), None)

@@ -16,7 +16,7 @@ from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.ahead import NoRoom, Program, compiled_update
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import bytes_by_kind
-from paravt_jax.plan.devices import GIB, DeviceSpec
+from paravt_jax.plan.devices import GIB, DeviceSpec, Rates
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
@@ -24,7 +24,8 @@ from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import Step, largest_batch, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
-UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s"), "nothing is compiled")
+UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s", "compiled_flops"), "nothing is compiled")
+UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # where a device's rates are not known
 Shape = tuple[int, int, int]  # of a mesh: data, fsdp, tensor
 
 
@@ -55,9 +56,14 @@ def mesh_shapes(num_devices: int) -> Iterator[Shape]:
 
 
 def estimate(
-    config: Config | SftConfig, model: ModelConfig, step: Step, device: DeviceSpec, devices: Any | None
+    config: Config | SftConfig,
+    model: ModelConfig,
+    step: Step,
+    device: DeviceSpec,
+    devices: Any | None,
+    rates: Rates | None = None,
 ) -> MeshEstimate:
-    """Of the config's own mesh; without `devices` to compile for, by the plan."""
+    """Of the config's own mesh; without `devices` to compile for, by the plan. `rates` stand in for its own."""
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     memory, largest = planned_memory(config, model, device), largest_batch(config, model)
     always, programs = sum(memory.resident.values()), []
@@ -80,7 +86,8 @@ def estimate(
         compile_s=compile_s if programs else None,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
     )
-    return _timed(found, update_of(config), model, step, largest, device, programs)
+    rates = device.rates(config.model.dtype) if rates is None else rates
+    return _timed(found, update_of(config), model, step, largest, device, programs, rates)
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
@@ -98,6 +105,7 @@ def _timed(
     largest: BatchShape,
     device: DeviceSpec,
     programs: list[Program],
+    rates: Rates | None,
 ) -> MeshEstimate:
     num_devices = update.mesh.num_devices
     works = batch_works(update, model, step.shape, device.platform)
@@ -106,19 +114,19 @@ def _timed(
         compiled = _by_name(programs, num_devices)
         works = {name: _as_compiled(work, of_largest[name], compiled[name]) for name, work in works.items()}
     printed = bool(programs) and all(program.collectives is not None for program in programs)
-    rates = device.rates(update.policy.dtype)
-    assert rates is not None, f"{device.name} has no rates"
-    seconds = step_seconds(works, step, rates)
-    return replace(
+    unknown = {} if printed else UNPRINTED if programs else UNCOMPILED
+    flops = step.num_batches * num_devices * sum(work.flops for work in works.values())
+    found = replace(
         found,
         model_flops=needed_flops(update, model, step),
-        compiled_flops=step.num_batches * num_devices * sum(work.flops for work in works.values()),
+        compiled_flops=flops if programs else None,
         collective_bytes=_sent(works, step) if printed else None,
-        est_step_s=seconds.total,
-        seconds=seconds,
-        tokens_per_s=step.num_tokens / seconds.total,
-        unknown={} if printed else UNPRINTED if programs else UNCOMPILED,
+        unknown=unknown,
     )
+    if rates is None:
+        return replace(found, unknown=unknown | dict.fromkeys(UNTIMED, f"{device.name} has no stated rates"))
+    seconds = step_seconds(works, step, rates)
+    return replace(found, est_step_s=seconds.total, seconds=seconds, tokens_per_s=step.num_tokens / seconds.total)
 
 
 def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:

@@ -7,11 +7,12 @@ TPU, the CUDA plugin of jax (without a driver) for a GPU.
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from paravt_jax.plan.devices import DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
+from paravt_jax.plan.devices import CHIPS_OF_A_HOST, DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
 
 PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "gpu": ("jax_plugins.xla_cuda12", "aot-gpu")}  # module, extra to install
 KNOWN = (
@@ -83,6 +84,17 @@ class Topology:
     def num_hosts(self) -> int:
         return self.device.num_hosts(self.num_devices)
 
+    def without_gpus(self, taken: Sequence[int]) -> list[int]:
+        """The numbers of the devices that are left where servers take these GPUs of every host."""
+        of_a_host = self.num_devices // self.num_hosts
+        num_gpus = of_a_host if self.device.platform == "gpu" else 0
+        if absent := [number for number in taken if number >= num_gpus]:
+            raise ValueError(
+                f"engine.gpus={list(taken)}: there is no GPU {absent[0]} on a host of --topology {self.name}; there "
+                f"are {num_gpus}, counted from 0"
+            )
+        return [number for number in range(self.num_devices) if number % of_a_host not in taken]
+
     def devices(self) -> Any:
         """For a mesh to compile for; nothing can run on them."""
         check_compiler(self.device.platform)
@@ -114,7 +126,10 @@ def topology(name: str) -> Topology:
             raise ValueError(f"--topology {name}: more than {DEVICES_OF_A_HOST} GPUs come in boxes of so many")
         return Topology(name, device, count)
     if device is not None and device.platform == "tpu" and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-        return Topology(name, device, math.prod(map(int, shape.split("x"))))
+        sides = [int(side) for side in shape.split("x")]
+        if math.prod(sides) > CHIPS_OF_A_HOST and (sides[0] % 2 or sides[1] % 2):
+            raise ValueError(f"--topology {name}: a slice of several hosts is made of the 2x2 chips of each")
+        return Topology(name, device, math.prod(sides))
     raise ValueError(f"--topology {name} is not known; there are {KNOWN}")
 
 

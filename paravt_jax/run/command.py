@@ -18,6 +18,7 @@ from paravt_jax.keys import comments_of
 
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
 COMMENT_COLUMN, LAST_COLUMN = 40, 120
+PLANNED_DEVICE = "h100"
 
 
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -35,7 +36,18 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
-    parser.add_argument("--device", default="h100", help="for --plan: the accelerator (default h100)")
+    parser.add_argument("--device", help=f"for --plan: the accelerator (default {PLANNED_DEVICE})")
+
+
+def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What only a plan reads would be ignored without one."""
+    names = [name for name in ("device", "service", "png") if name in args]
+    if not args.plan and any(getattr(args, name) is not None for name in names):
+        *others, last = [f"--{name}" for name in names]
+        parser.error(
+            f"{', '.join(others)} and {last} are of --plan; add it" if others else f"{last} is of --plan; add it"
+        )
+    args.device = args.device or PLANNED_DEVICE
 
 
 def add_changes_flag(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +60,8 @@ def read_config(
     parser: argparse.ArgumentParser, args: argparse.Namespace, schema: type[Settings], example: str, *needed: str
 ) -> Settings | None:
     """The settings, or None when they were only to be shown. `needed` stand in for those without a default there."""
+    if "plan" in args:
+        _check_plan_flags(parser, args)
     if args.config is None and not args.show:
         file = next((one for one in args.overrides if "=" not in one), None)
         parser.error(f"--config FILE is needed; {f'write it as --config {file}' if file else example}")

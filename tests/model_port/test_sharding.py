@@ -1,13 +1,15 @@
 """Every parameter of the full-size models has a place on every mesh we promise, checked on shapes alone."""
 
 import math
+from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from jax.sharding import PartitionSpec
 
 from model_port.config import PRESETS
 from model_port.loading import abstract_model, abstract_params
-from model_port.sharding import check_divisible, make_mesh, param_spec
+from model_port.sharding import _places_on_hosts, check_divisible, make_mesh, over_hosts, param_spec
 from model_port.weights import check_param_paths, rules
 
 
@@ -54,3 +56,51 @@ def test_an_indivisible_parameter_is_named_with_its_axis():
 def test_a_mesh_larger_than_the_machine_is_refused():
     with pytest.raises(ValueError, match="data=3 x fsdp=2 x tensor=2 needs 12 devices, there are 8"):
         make_mesh(data=3, fsdp=2, tensor=2)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What jax asks of a TPU to lay a mesh on it."""
+
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    device_kind: str = "TPU v6 lite"
+    platform: str = "tpu"
+
+
+def chips(x: int, y: int, z: int = 1, *, host_sides: tuple[int, int]) -> list[Chip]:
+    """Of a slice whose hosts have so many chips each; host after host."""
+    wide, high = host_sides
+    found = [
+        Chip((c * (y // high) + b // high) * (x // wide) + a // wide, (a, b, c))
+        for c, b, a in product(range(z), range(y), range(x))
+    ]
+    return sorted(found, key=lambda chip: chip.process_index)
+
+
+def test_a_mesh_that_does_not_lie_along_the_links_is_refused_with_its_settings():
+    with pytest.raises(
+        ValueError, match=r"^mesh.data=1 x mesh.fsdp=8 x mesh.tensor=2 does not lie along .* 16 TPU v6 lite: .* sides$"
+    ):
+        make_mesh(1, 8, 2, chips(4, 4, host_sides=(4, 4)))
+
+
+@pytest.mark.parametrize("sides", [(2, 2), (4, 4), (2, 2, 2), (4, 8), (2, 2, 4), (4, 4, 4)])
+def test_every_mesh_that_hosts_of_four_chips_split_lies_on_them(sides):
+    slice_of_hosts, num_chips = chips(*sides, host_sides=(2, 2)), math.prod(sides)
+    shapes = [shape for shape in product(range(1, num_chips + 1), repeat=3) if math.prod(shape) == num_chips]
+    splitting = [shape for shape in shapes if splits(shape, num_chips // 4)]
+    assert splitting
+    for shape in splitting:
+        placed = _places_on_hosts(*shape, slice_of_hosts)
+        assert placed.shape == shape and set(placed.flat) == set(slice_of_hosts)
+        assert all(len({chip.process_index for chip in row}) == 1 for row in placed.reshape(-1, shape[-1]))
+
+
+def splits(shape: tuple[int, int, int], num_hosts: int) -> bool:
+    try:
+        over_hosts(*shape, num_hosts)
+    except ValueError:
+        return False
+    return True

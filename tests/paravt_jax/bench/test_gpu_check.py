@@ -11,7 +11,7 @@ import pytest
 
 from model_port.config import preset
 from paravt_jax.bench import gpu_check
-from paravt_jax.bench.gpu_parts import PARTS, at_depth, excuse, model_flops, peak_flops
+from paravt_jax.bench.gpu_parts import PARTS, Check, at_depth, attention_time, failure, model_flops, peak_flops
 
 ROOT = Path(__file__).parents[3]
 ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""
@@ -79,10 +79,22 @@ def test_ways_that_compute_something_else_are_no_comparison():
     assert "the ways disagree on loss/total" in problem
 
 
-def test_what_a_device_cannot_do_is_noted_and_what_breaks_is_a_problem():
-    assert excuse(NotImplementedError("on a TPU only")) == {"note": "NotImplementedError: on a TPU only"}
-    assert list(excuse(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))) == ["note"]
-    assert list(excuse(RuntimeError("INTERNAL: illegal address"))) == ["problem"]
+def test_only_what_has_no_room_is_noted_and_only_of_a_size_that_may_lack_it():
+    room = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert list(failure(room, may_lack_room=True)) == ["note"] and list(failure(room)) == ["problem"]
+    assert failure(NotImplementedError("no such product")) == {"problem": "NotImplementedError: no such product"}
+    assert list(failure(ValueError("illegal block"), may_lack_room=True)) == ["problem"]
+
+
+@pytest.mark.parametrize(("platform", "said"), [("cpu", "note"), ("gpu", "problem")])
+def test_a_kernel_that_does_not_run_on_a_gpu_is_a_problem(monkeypatch, tmp_path, platform, said):
+    for module in ("model_port.sharding", "model_port.attention.choice"):
+        monkeypatch.setattr(f"{module}.platform", lambda: platform)
+    rows = [*attention_time(Check(tiny=True, folder=tmp_path))]
+    (kernel,) = (row for row in rows if row["form"] == "kernel")
+    assert said in kernel and "forward_backward_ms" not in kernel  # Pallas has no GPU here
+    problems = gpu_check.problems_of({"attention_time": {"rows": rows, "problem": None}})
+    assert len(problems) == (said == "problem")
 
 
 def test_all_parts_have_a_title_and_end_within_ten_minutes():
@@ -105,7 +117,8 @@ def test_a_model_has_as_many_layers_as_the_device_has_room_for():
 
 def test_the_peak_is_that_of_the_device_or_none():
     assert (peak_flops("NVIDIA H200"), peak_flops("NVIDIA A100-SXM4-80GB")) == (989e12, 312e12)
-    assert peak_flops("NVIDIA GeForce RTX 4090") is None
+    others = ("NVIDIA GeForce RTX 4090", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert {peak_flops(kind) for kind in others} == {None}
 
 
 @pytest.mark.slow

@@ -6,14 +6,22 @@ import math
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import forked
 import pytest
+from jax.errors import JaxRuntimeError
 
-from paravt_jax.bench import mesh
-from paravt_jax.plan.meshes import mesh_shapes
+from model_port.tiny import tiny_config
+from paravt_jax.bench import here, mesh
+from paravt_jax.bench.mesh_case import config_of
+from paravt_jax.bench.mesh_rows import MEASURED, benched_run
+from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.meshes import UNTIMED, estimate, mesh_shapes
 from paravt_jax.plan.topology import check_compiler, topology
+from paravt_jax.plan.workload import full_step, largest_batch
+from paravt_jax.run.process import MEMORY_FRAC
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -33,14 +41,22 @@ def test_shapes_are_all_ways_to_split_the_devices():
 @pytest.mark.slow
 def test_every_mesh_is_measured_beside_one_device(tmp_path):
     out = tmp_path / "mesh.json"
-    run = bench("--devices", "2", "--row-tokens", "128", "--repeats", "1", "--json", str(out))
+    run = bench("--devices", "2", "--row-tokens", "128", "--repeats", "1", "--price", "2", "--json", str(out))
     assert run.returncode == 0, run.stderr
-    rows = json.loads(out.read_text())["rows_measured"]
-    assert [row["mesh"] for row in rows] == [[1, 1, 1], [1, 2, 1], [2, 1, 1], [1, 1, 2]]
-    assert [row["tokens"] for row in rows] == [128, 256, 256, 128]
-    assert rows[0]["efficiency"] == 1 and all(row["update_s"] > 0 for row in rows)
-    assert all(row["compiled_bytes"] > 0 and row["planned_bytes"] > 0 for row in rows)
-    assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count("| 1 x ") == 3
+    result = json.loads(out.read_text())
+    rows = {tuple(row["mesh"]): row for row in result["rows"]}
+    assert {shape: row["tokens"] for shape, row in rows.items()} == {
+        (1, 1, 1): 128,
+        (1, 2, 1): 256,
+        (2, 1, 1): 256,
+        (1, 1, 2): 128,
+    }
+    keys = {*planned("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
+    for row in rows.values():
+        assert set(row) == keys and [name for name, value in row.items() if value is None] == ["problem"]
+    assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
+    assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count("as measured\n") == 4
+    assert run.stdout.splitlines()[-1] == f"take {' x '.join(map(str, result['rows'][0]['mesh']))}"
 
 
 @pytest.mark.slow
@@ -49,10 +65,22 @@ def test_a_bad_option_is_one_line_and_a_failure():
     assert (run.returncode, run.stdout) == (1, "") and run.stderr.startswith("error: --row-tokens 10 must be at least")
 
 
-def found(*arguments: str) -> dict:
+def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     mesh.add_arguments(parser)
-    return mesh.run(parser.parse_args(arguments))
+    return parser.parse_args(arguments)
+
+
+def found(*arguments: str) -> dict:
+    return mesh.run(parsed(*arguments))
+
+
+@pytest.fixture
+def own_environment(monkeypatch):
+    """What a bench sets for this process ends with the test."""
+    for name in ("XLA_FLAGS", MEMORY_FRAC, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.delenv(MEMORY_FRAC)
 
 
 def planned(*arguments: str) -> dict[tuple[int, int, int], dict]:
@@ -87,6 +115,74 @@ def test_meshes_that_fit_come_first_and_the_fastest_of_them_is_taken():
 
 
 @pytest.mark.slow
+def test_a_mesh_without_room_is_refused_and_the_others_are_measured(own_environment, monkeypatch):
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], memory_gib=0.02))  # of the tiny model less than one has
+    result = found("--devices", "2", "--row-tokens", "128", "--repeats", "1")
+    rows = {tuple(row["mesh"]): row for row in result["rows"]}
+    assert {shape for shape, row in rows.items() if row["fits"]} == {(1, 2, 1), (1, 1, 2)}
+    assert all(row["efficiency"] is None and (row["update_s"] is not None) == row["fits"] for row in rows.values())
+    lines = mesh.table(result).splitlines()
+    assert "refused: 2 x 1 x 1, 0.0 GiB of 0.0 usable" in lines and lines[-1] in ("take 1 x 2 x 1", "take 1 x 1 x 2")
+    assert os.environ[MEMORY_FRAC] == "0.90"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("smoke_cpu.yaml", "loss.kl_coef=0.1", "train.updates_per_step=2", "pack.row_tokens=1024"),
+        ("sft_8b.yaml", "model.path=tiny", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
+    ],
+    ids=["rl", "imitation"],
+)
+def test_the_run_of_a_file_is_measured_on_the_mesh_that_is_asked_for(own_environment, settings):
+    file, *overrides = settings
+    small = ("video.max_pixels=1024", "video.overview_frames=2")
+    arguments = ("--devices", "2", "--mesh", "1,2,1", "--repeats", "1", "--config", f"{CONFIGS}/{file}")
+    result = found(*arguments, *overrides, *small)
+    (row,) = result["rows"]
+    assert row["mesh"] == (1, 2, 1) and row["fits"] and row["update_s"] > 0 and row["efficiency"] is None
+    assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["update_s"])
+    assert mesh.table(result).splitlines()[-1] == "take 1 x 2 x 1"
+
+
+def test_what_has_no_room_when_it_runs_is_a_refusal_and_nothing_else_is():
+    assert here.no_room(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")).endswith(
+        "9 bytes"
+    )
+    with pytest.raises(JaxRuntimeError, match="illegal address"):
+        here.no_room(JaxRuntimeError("INTERNAL: illegal address"))
+
+
+def test_of_a_device_without_stated_rates_no_seconds_are_estimated_and_that_is_said():
+    config, model = config_of((1, 1, 1), rows=1, row_tokens=128), tiny_config()
+    row = estimate(config, model, full_step(largest_batch(config, model)), DEVICES["cpu"], None)
+    assert row.fits and row.est_step_s is None and row.tokens_per_s is None
+    assert {row.unknown[name] for name in UNTIMED} == {"cpu has no stated rates"}
+
+
+def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
+    config = ("--config", f"{CONFIGS}/8b_8x80gb.yaml", "model.path=2b")
+    result = found("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
+    assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "take 1 x 4 x 1"
+    assert "engine.gpus=[4, 5, 6, 7] are the servers': 4 devices are left to the learner" in result["assumed"]
+    with pytest.raises(ValueError, match="--mesh 1,8,1 is not data,fsdp,tensor of 4 devices"):
+        found("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
+
+
+def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environment, monkeypatch):
+    run = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    (remark,) = here._prepare(run, 2)
+    assert remark.endswith("are the servers': 4 devices are left to the learner")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    taken = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
+    with pytest.raises(ValueError, match="leaves no device to the learner"):
+        here._prepare(taken, 2)
+
+
+@pytest.mark.slow
 def test_fewer_rows_are_not_a_faster_mesh():
     shared, split = (next(iter(planned("--model", "2b", "--mesh", mesh).values())) for mesh in ("1,1,8", "1,8,1"))
     assert shared["est_step_s"] < split["est_step_s"]  # an eighth of the rows
@@ -111,13 +207,19 @@ def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
 def test_imitation_has_meshes_too():
     row = planned("--config", f"{CONFIGS}/sft_8b.yaml", "model.path=2b", "--mesh", "1,8,1")[1, 8, 1]
     assert row["fits"] and row["est_step_s"] > 0 and row["unknown"]["collective_bytes"] == "nothing is compiled"
+    assert row["compiled_flops"] is None and row["unknown"]["compiled_flops"] == "nothing is compiled"
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("--plan-only", "--plan-only needs --topology"),
-        ("--config configs/sft_8b.yaml", "--config needs --topology"),
+        ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto is of a run on several"),
+        (
+            "--topology h100:4 --config configs/8b_8x80gb.yaml",
+            "there is no GPU 4 on a host of --topology h100:4; there",
+        ),
+        ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2; there are 0, counted from 0"),
         ("--topology v4:8 --plan-only", "--topology v4:8 is not known; there are h100:8"),
         ("--topology h100:8 --devices 2", "--devices does nothing with --topology"),
         ("--topology h100:8 --plan-only --mesh 8,1", "--mesh 8,1 is not data,fsdp,tensor of 8 devices, as 1,8,1"),
@@ -132,17 +234,17 @@ def test_what_cannot_be_asked_is_named(arguments, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h100:8", "v5p:2x2x2"])
-def test_an_update_is_compiled_for_devices_that_are_not_here(name, tmp_path):
+@pytest.mark.parametrize(("name", "shape"), [("h100:8", "1,4,2"), ("v5p:2x2x2", "1,4,2"), ("v6e:4x4", "1,8,2")])
+def test_an_update_is_compiled_for_devices_that_are_not_here(name, shape, tmp_path):
     try:
         check_compiler(topology(name).device.platform)
     except ValueError as missing:
         pytest.skip(str(missing))
     out = tmp_path / "mesh.json"
-    run = bench("--topology", name, "--mesh", "1,4,2", "--row-tokens", "128", "--json", str(out))
+    run = bench("--topology", name, "--mesh", shape, "--row-tokens", "128", "--json", str(out))
     assert run.returncode == 0, run.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["fits"] and row["compile_s"] > 0 and 0 < row["hbm_gib"] < 1
     assert row["compiled_flops"] > row["model_flops"] > 0
     assert row["collective_bytes"] or "collective_bytes" in row["unknown"]
-    assert run.stdout.splitlines()[-1] == "take 1 x 4 x 2"
+    assert run.stdout.splitlines()[-1] == f"take {shape.replace(',', ' x ')}"

@@ -33,6 +33,12 @@ def test_more_gpus_than_a_box_has_come_in_whole_boxes():
         topology("h100:12")
 
 
+@pytest.mark.parametrize("name", ["v6e:4x3", "v6e:1x8", "v5p:3x3x3"])
+def test_a_slice_that_hosts_do_not_make_is_refused(name):
+    with pytest.raises(ValueError, match=f"--topology {name}: a slice of several hosts is made of the 2x2 chips of"):
+        topology(name)
+
+
 @pytest.mark.parametrize(("name", "extra"), [("h100:8", "aot-gpu"), ("v5p:2x2x2", "aot-tpu")])
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch, name, extra):
     monkeypatch.setattr(topologies, "PACKAGES", {"gpu": ("no_such.plugin", "aot-gpu"), "tpu": ("no_such", "aot-tpu")})

@@ -48,6 +48,15 @@ def test_plan_may_stand_between_settings(shown):
     assert "v5p" in found
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("train", "--device, --service and --png are of --plan"), ("sft", "--device is of --plan")]
+)
+def test_a_device_to_plan_for_is_refused_without_a_plan(name, said, shown, capsys):
+    with pytest.raises(SystemExit):
+        shown(name, "--config", str(CONFIGS / COMMANDS[name]), "--device", "v5p", "--show")
+    assert f"{said}; add it" in capsys.readouterr().err
+
+
 def test_a_replay_has_the_settings_of_its_run_and_a_directory_below_it(shown, tmp_path):
     record = to_record(load_config(CONFIGS / "smoke_cpu.yaml", "seed=41"))
     (tmp_path / "config.json").write_text(json.dumps({"config": record, "git_commit": None}))

@@ -1,0 +1,184 @@
+"""An update on every mesh of the devices of this machine: what their compiler says of it, and how long it takes.
+
+A mesh that has no room, by the plan, by the compiler or when it runs, is refused like any other, and the next one is
+measured. First of all runs the largest batch that the config allows, then a typical step is timed.
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.errors import JaxRuntimeError
+
+from model_port.sharding import make_mesh, platform
+from paravt_jax.bench.mesh_case import make_learner, name_of, shapes_of, take_step
+from paravt_jax.bench.mesh_rows import (
+    MEASURED,
+    BenchedRun,
+    Row,
+    benched_run,
+    estimated_on,
+    in_order,
+    price_of_mtokens,
+    row_of,
+    said,
+    servers_remark,
+    unknowns,
+)
+from paravt_jax.config import Config, SftConfig
+from paravt_jax.plan.batch import make_batch
+from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
+from paravt_jax.plan.meshes import MeshEstimate, Shape
+from paravt_jax.plan.plan import assumed_of_seconds
+from paravt_jax.plan.workload import Step, full_step, largest_batch
+from paravt_jax.run.placement import place_servers, visible_gpus
+from paravt_jax.run.process import claim_memory
+
+CPU_DEVICES = 8  # by default, where there is no accelerator
+SAID_CHARS = 200
+ONE_DEVICE = (1, 1, 1)
+
+
+def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
+    run = benched_run(args)
+    _check_alone(run)
+    remarks = [*run.remarks, *_prepare(run, args.devices or CPU_DEVICES)]
+    there = jax.devices()
+    num_devices = args.devices or len(there)
+    if num_devices > len(there):
+        raise ValueError(f"--devices {num_devices}: there are {len(there)} of {there[0].device_kind}")
+    device, rates, rows = device_here(), _rates(run.dtype), {}
+    shapes = shapes_of(args, num_devices)
+    for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
+        print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
+        rows[shape] = _row(run, device, shape, rates)
+        if rows[shape]["fits"] and rows.get(ONE_DEVICE, {}).get("fits"):
+            alone = rows[ONE_DEVICE]["device_tokens_per_s"]
+            rows[shape]["efficiency"] = rows[shape]["device_tokens_per_s"] / alone
+        print(said(rows[shape]), file=sys.stderr, flush=True)
+    return {
+        "title": run.title,
+        "topology": None,
+        "device": there[0].device_kind,
+        "num_devices": num_devices,
+        "num_hosts": 1,
+        "price": args.price,
+        "rates": None if rates is None else _finite(dataclasses.asdict(rates)),
+        "assumed": [*remarks, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
+        "rows": in_order(rows.values()),
+    }
+
+
+def _check_alone(run: BenchedRun) -> None:
+    if run.config is not None and run.config.hosts.coordinator:
+        raise ValueError(
+            f"hosts.coordinator={run.config.hosts.coordinator} is of a run on several hosts, and one alone cannot "
+            f"measure it; estimate it with --topology, or add hosts.coordinator= to measure it on this one"
+        )
+
+
+def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
+    """Before jax starts a backend: what it may take and see, as a run would have it; a remark where it is less."""
+    claim_memory()
+    # It concerns CPUs only, and the last one counts.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
+    os.environ["XLA_FLAGS"] = flags
+    if not isinstance(run.config, Config) or not run.server_gpus:
+        return []
+    place_servers(run.config.engine, 0)
+    return [*servers_remark(run.server_gpus, len(visible_gpus(os.environ, 0)))]
+
+
+def device_here() -> DeviceSpec:
+    """As the plan knows it; of one that it does not know memory is not judged, and seconds are not estimated."""
+    kind = jax.devices()[0].device_kind
+    return device_of(kind) or DeviceSpec(kind, kind, None, None, None, None, platform=platform())
+
+
+def _rates(dtype: str) -> Rates | None:
+    """Of a device of this machine: by its data sheet, or of a CPU as a large product and a large sum are measured."""
+    if jax.default_backend() != "cpu":
+        return device_here().rates(dtype)
+    square, long = jnp.ones((2048, 2048), dtype), jnp.ones(2**26, jnp.float32)
+    flops = 2 * 2048**3 / _best_s(jax.jit(jnp.matmul), square, square)
+    memory_bytes = 2 * long.nbytes / _best_s(jax.jit(lambda x: x + 1), long)
+    return Rates(flops, memory_bytes, memory_bytes / 2)  # what is sent is read and written
+
+
+def _finite(rates: dict[str, float]) -> dict[str, float | None]:
+    """JSON knows no infinity, the rate to hosts that there are not."""
+    return {name: rate if math.isfinite(rate) else None for name, rate in rates.items()}
+
+
+def _best_s(function: Callable[..., Any], *arguments: Any) -> float:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None) -> list[str]:
+    if rates is None or device.platform != "cpu":
+        return list(assumed_of_seconds(device, dtype))
+    return [
+        f"seconds: by a product at {rates.flops / 1e12:.2f} TFLOP/s and a sum at {rates.memory_bytes / 1e9:.0f} GB/s, "
+        f"as measured just now, which the devices of a CPU share"
+    ]
+
+
+def _row(run: BenchedRun, device: DeviceSpec, shape: Shape, rates: Rates | None) -> Row:
+    if rates is not None and device.platform == "cpu":
+        rates = rates.shared_by(math.prod(shape))
+    own, found = None, MeshEstimate(shape)
+    measured: dict[str, float] = {}
+    try:
+        own, step, found = estimated_on(shape, run, device, jax.devices(), rates)
+        if found.fits and own is not None and step is not None:
+            measured = _measured(run, own, step)
+    except JaxRuntimeError as problem:
+        found = dataclasses.replace(found, fits=False, problem=no_room(problem))
+    gc.collect()  # what did not fit lies there no longer
+    return _with_measured(row_of(found, own, run.args.price), measured, run.args.price)
+
+
+def no_room(problem: RuntimeError) -> str:
+    """In a line; whatever else goes wrong on a device is raised again."""
+    if NO_ROOM not in str(problem):
+        raise problem
+    return str(problem).partition("\n")[0][:SAID_CHARS]
+
+
+def _measured(run: BenchedRun, own: Config | SftConfig, step: Step) -> dict[str, float]:
+    several = own.mesh.num_devices > 1
+    mesh = make_mesh(own.mesh.data, own.mesh.fsdp, own.mesh.tensor) if several else None
+    learner, largest = make_learner(own, run.model, mesh), largest_batch(own, run.model)
+    take_step(learner, own, make_batch(largest, run.model), full_step(largest))
+    seconds, batch = [], make_batch(step.shape, run.model)
+    for turn in range(run.args.repeats + 1):
+        start = time.perf_counter()
+        take_step(learner, own, batch, step)
+        if turn:  # the first warms up
+            seconds.append(time.perf_counter() - start)
+    update_s = statistics.median(seconds)
+    tokens_per_s = step.num_tokens / update_s / own.mesh.num_devices
+    return {"tokens": step.num_tokens, "update_s": update_s, "device_tokens_per_s": tokens_per_s}
+
+
+def _with_measured(row: Row, measured: dict[str, float], price: float | None) -> Row:
+    """What was measured stands in place of what was estimated of the same."""
+    row = row | dict.fromkeys(MEASURED) | measured
+    row["tokens_per_s"] = measured["tokens"] / measured["update_s"] if measured else None
+    row["price_per_mtokens"] = price_of_mtokens(price, row["mesh"], row["tokens_per_s"])
+    row["unknown"] = {name: why for name, why in row["unknown"].items() if name != "tokens_per_s"}
+    return row

@@ -1,0 +1,168 @@
+"""Meshes side by side, measured or estimated: the run on each of them, its row, and the page of all."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from model_port.config import ModelConfig
+from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, table_of, title_of
+from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
+from paravt_jax.plan.devices import DeviceSpec, Rates
+from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
+from paravt_jax.plan.plan import config_on, model_config
+from paravt_jax.plan.roofline import StepSeconds
+from paravt_jax.plan.workload import Step, full_step, largest_batch, typical_step
+
+Row = dict[str, Any]
+MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null where nothing ran
+
+
+@dataclass(frozen=True)
+class BenchedRun:
+    """What is benched on every mesh: the run of a file, or the one that a few flags mean."""
+
+    title: str
+    model: ModelConfig
+    remarks: tuple[str, ...]
+    args: argparse.Namespace
+    config: Config | SftConfig | None  # of the file
+
+    @property
+    def dtype(self) -> str:
+        return self.args.dtype if self.config is None else self.config.model.dtype
+
+    @property
+    def server_gpus(self) -> list[int]:
+        """Of the servers that the run starts on the learner's machine."""
+        return self.config.engine.gpus if isinstance(self.config, Config) else []
+
+    def on(self, shape: Shape) -> tuple[Config | SftConfig, Step]:
+        """The run on this mesh, and a step of it."""
+        if self.config is None:
+            args = self.args
+            own = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
+            return own, full_step(largest_batch(own, self.model))
+        own = config_on(self.config, MeshConfig(*shape))
+        return own, typical_step(own, self.model)
+
+
+def estimated_on(
+    shape: Shape, run: BenchedRun, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
+) -> tuple[Config | SftConfig | None, Step | None, MeshEstimate]:
+    """The run on this mesh, a step of it, and what is known of it before; a mesh that it cannot be on is refused."""
+    own, step = None, None
+    try:
+        own, step = run.on(shape)
+        return own, step, estimate(own, run.model, step, device, devices, rates)
+    except ValueError as problem:
+        return own, step, MeshEstimate(shape, problem=str(problem))
+
+
+def benched_run(args: argparse.Namespace) -> BenchedRun:
+    if args.config is None:
+        return BenchedRun(title_of(settings_of(args)), model_of(args), (), args, None)
+    config = _config(args)
+    model, remarks = model_config(config.model.path)
+    return BenchedRun(" ".join(map(str, [args.config, *args.overrides])), model, remarks, args, config)
+
+
+def _config(args: argparse.Namespace) -> Config | SftConfig:
+    """Of RL, or of imitation where the file has that section."""
+    keys = OmegaConf.load(args.config) if Path(args.config).suffix != ".json" else {}
+    return load_config(args.config, *args.overrides, schema=SftConfig if "sft" in keys else Config)
+
+
+def servers_remark(gpus: Sequence[int], num_left: int) -> Iterator[str]:
+    """What the servers of a run leave; a machine that they take whole has no mesh."""
+    if gpus and not num_left:
+        raise ValueError(f"engine.gpus={list(gpus)} leaves no device to the learner")
+    if gpus:
+        yield f"engine.gpus={list(gpus)} are the servers': {num_left} devices are left to the learner"
+
+
+def row_of(found: MeshEstimate, own: Config | SftConfig | None, price: float | None) -> Row:
+    """`own` is the run on that mesh, where it can be there; `price` is that of a device for an hour."""
+    return {
+        **dataclasses.asdict(found),
+        "seconds": None if found.seconds is None else found.seconds._asdict(),
+        "num_rows": None if own is None else own.pack.num_rows,
+        "price_per_mtokens": price_of_mtokens(price, found.mesh, found.tokens_per_s),
+    }
+
+
+def price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
+    """Of a million tokens."""
+    if price is None or tokens_per_s is None:
+        return None
+    return price * math.prod(shape) / 3600 / tokens_per_s * 1e6
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """What fits first, the fastest of it first; a mesh of fewer devices than there are is only beside them."""
+    return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), -(row["tokens_per_s"] or 0.0)))
+
+
+def unknowns(rows: Iterable[Row]) -> list[str]:
+    return sorted({f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()})
+
+
+def said(row: Row) -> str:
+    """A row in a few words, while others are still to come."""
+    if row["problem"]:
+        return row["problem"]
+    compiled = "" if row["compile_s"] is None else f", compiled in {row['compile_s']:.0f} s"
+    step_s, estimated = row.get("update_s"), row["est_step_s"]
+    step = f"{estimated:.2f} s" if step_s is None else f"{step_s:.3f} s, as measured"
+    return f"{_gib(row['hbm_gib'])} GiB{compiled}, a step in {step}"
+
+
+def page(result: dict[str, Any]) -> Iterator[str]:
+    """Meshes that fit, the fastest first; the others with what refuses them; what was assumed; which to take."""
+    fitting, columns = [row for row in result["rows"] if row["fits"]], _columns(result)
+    hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
+    yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
+    yield ""
+    yield from table_of(list(columns), [[cell(row) for cell in columns.values()] for row in fitting])
+    yield ""
+    for row in result["rows"]:
+        if row["problem"]:
+            yield f"refused: {name_of(row['mesh'])}, {row['problem']}"
+    yield from (f"assumed: {assumed}" for assumed in result["assumed"])
+    whole = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
+    yield f"take {name_of(whole[0]['mesh'])}" if whole else "no mesh of these devices fits"
+
+
+def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
+    measured = result["topology"] is None
+    columns: dict[str, Callable[[Row], str]] = {
+        "data x fsdp x tensor": lambda row: name_of(row["mesh"]),
+        "rows": lambda row: str(row["num_rows"]),
+        "GiB": lambda row: _gib(row["hbm_gib"]),
+        "compile s": lambda row: _shown(row["compile_s"], 0),
+    }
+    if measured:
+        columns["step s"] = lambda row: _shown(row["update_s"], 3)
+    columns["estimated s" if measured else "step s"] = lambda row: _shown(row["est_step_s"], 3 if measured else 2)
+    for part in StepSeconds._fields:
+        columns[part] = lambda row, part=part: _shown((row["seconds"] or {}).get(part), 3 if measured else 2)
+    columns["tokens/s a device"] = lambda row: f"{row['tokens_per_s'] / math.prod(row['mesh']):,.0f}"
+    if measured:
+        columns["efficiency"] = lambda row: _shown(row["efficiency"], 2)
+    if result["price"]:
+        columns["price of 1M tokens"] = lambda row: _shown(row["price_per_mtokens"], 2)
+    return columns
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _gib(gib: float) -> str:
+    """Of the tiny model too."""
+    return f"{gib:.1f}" if gib >= 1 else f"{gib:.3f}"
