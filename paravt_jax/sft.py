@@ -4,7 +4,6 @@ python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
 """
 
 import asyncio
-from pathlib import Path
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
@@ -30,12 +29,9 @@ def main() -> None:
     parser = config_parser(
         "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
     )
-    add_plan_flags(parser)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="for --plan: draw seconds and memory by rows")
+    add_plan_flags(parser, "seconds and memory by rows")
     add_changes_flag(parser)
     args = parser.parse_intermixed_args()
-    if args.png and not args.plan:
-        parser.error("--png is of --plan; add it")
     config = read_config(parser, args, SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE")
     if config is None:
         return

@@ -36,16 +36,13 @@ def main() -> None:
         "paravt_jax.train",
         "Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
     )
-    add_plan_flags(parser)
+    add_plan_flags(parser, "what every split of the devices takes")
     parser.add_argument(
         "--service",
         type=Path,
         metavar="FILE",
         help="for --plan: service times of the servers as `python -m paravt_jax.bench rollout --json FILE` measured "
         "them, in place of the accelerator's",
-    )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="for --plan: draw what every split of the devices takes"
     )
     add_changes_flag(parser)
     parser.add_argument(

@@ -8,6 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -34,19 +35,17 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+def add_plan_flags(parser: argparse.ArgumentParser, drawn: str) -> None:
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", help=f"for --plan: the accelerator (default {PLANNED_DEVICE})")
+    parser.add_argument("--png", type=Path, metavar="FILE", help=f"for --plan: draw {drawn}")
 
 
 def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What only a plan reads would be ignored without one."""
-    names = [name for name in ("device", "service", "png") if name in args]
-    if not args.plan and any(getattr(args, name) is not None for name in names):
-        *others, last = [f"--{name}" for name in names]
-        parser.error(
-            f"{', '.join(others)} and {last} are of --plan; add it" if others else f"{last} is of --plan; add it"
-        )
+    for name in ("device", "service", "png"):
+        if not args.plan and getattr(args, name, None) is not None:
+            parser.error(f"--{name} is of --plan; add it")
     args.device = args.device or PLANNED_DEVICE
 
 

@@ -49,12 +49,13 @@ def test_plan_may_stand_between_settings(shown):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("train", "--device, --service and --png are of --plan"), ("sft", "--device is of --plan")]
+    ("name", "flag", "value"),
+    [("train", "--device", "v5p"), ("train", "--service", "a.json"), ("sft", "--device", "v5p"), ("sft", "--png", "a")],
 )
-def test_a_device_to_plan_for_is_refused_without_a_plan(name, said, shown, capsys):
+def test_what_a_plan_alone_reads_is_refused_without_one(name, flag, value, shown, capsys):
     with pytest.raises(SystemExit):
-        shown(name, "--config", str(CONFIGS / COMMANDS[name]), "--device", "v5p", "--show")
-    assert f"{said}; add it" in capsys.readouterr().err
+        shown(name, "--config", str(CONFIGS / COMMANDS[name]), flag, value, "--show")
+    assert f"{flag} is of --plan; add it" in capsys.readouterr().err
 
 
 def test_a_replay_has_the_settings_of_its_run_and_a_directory_below_it(shown, tmp_path):
