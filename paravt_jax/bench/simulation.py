@@ -1,5 +1,7 @@
 """Simulated steps beside real ones: the smoke run on one and two real SGLang servers, and with the embedded engine.
 
+On one server also with rollouts of two later steps beside each step.
+
 Calls are forced on the random model, so that every episode has sub-agents. Service times are measured on the engine of
 the run, before its steps and after them; how many tokens were read and sampled is what the run has logged, and so are
 the seconds of update and publish. What is predicted is the rollout, and the step that it is in.
@@ -12,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 ARMS = {
     "one server": ("engine.kind=sglang", "engine.num_servers=1"),
     "two servers": ("engine.kind=sglang", "engine.num_servers=2"),
+    "one server, ahead": ("engine.kind=sglang", "engine.num_servers=1", "train.max_staleness=2"),  # as the 8B files
     "embedded": ("engine.kind=jax",),
 }
 OTHERWISE = (
@@ -49,7 +52,9 @@ HEAD = ("run", "rollout s", "simulated", "error", "step s (least to most)", "sim
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=6, help=f"of each run, after {FIRST_STEPS} that compile")
+    parser.add_argument(
+        "--steps", type=int, default=6, help=f"of each run that count, after {FIRST_STEPS} that compile"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="of each run; every one is a row")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
 
@@ -61,8 +66,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for arm in args.arms * args.repeats:
         with tempfile.TemporaryDirectory() as folder:
-            total = f"train.num_steps={FIRST_STEPS + args.steps}"
-            config = load_config(CONFIG, f"run_dir={folder}/run", *SETTINGS, *OTHERWISE, *ARMS[arm], total)
+            config = load_config(CONFIG, f"run_dir={folder}/run", *SETTINGS, *OTHERWISE, *ARMS[arm])
+            num_steps = FIRST_STEPS + args.steps + 2 * config.train.steps_ahead
+            config = replace(config, train=replace(config.train, num_steps=num_steps))
             rows.append({"arm": arm, **asyncio.run(_measured(config))})
         print(_line(rows[-1]), file=sys.stderr, flush=True)
     return {"steps": args.steps, "rows": rows}
@@ -90,7 +96,13 @@ async def _measured(config: Config) -> dict[str, Any]:
             metrics = await run.update(groups)
             run.record(groups, metrics, await run.publish())
         services.append(await _service(run))
-        return compared(run.training.directory.path, services, _num_servers(config.engine), run.policy.contract.unit_px)
+        return compared(
+            run.training.directory.path,
+            services,
+            num_servers=_num_servers(config.engine),
+            token_px=run.policy.contract.unit_px,
+            steps_ahead=config.train.steps_ahead,
+        )
 
 
 def _num_servers(engine: EngineConfig) -> int:
@@ -113,19 +125,27 @@ async def _service(run: Run) -> ServiceTimes:
     )
 
 
-def compared(run_dir: Path, services: Sequence[ServiceTimes], num_servers: int, token_px: int) -> dict[str, Any]:
-    """The steps of a log that count, beside those that are simulated with the mean of the services."""
-    steps = list(load_jsonl(run_dir / METRICS_FILE))[FIRST_STEPS:]
+def compared(
+    run_dir: Path, services: Sequence[ServiceTimes], *, num_servers: int, token_px: int, steps_ahead: int = 0
+) -> dict[str, Any]:
+    """The steps of a log that count, beside those that are simulated with the mean of the services.
+
+    Not the first and the last ones: beside them fewer than `steps_ahead` rollouts go on.
+    """
+    logged = list(load_jsonl(run_dir / METRICS_FILE))
+    counted = slice(FIRST_STEPS + steps_ahead, len(logged) - steps_ahead)
+    steps = logged[counted]
     real = {
         name: statistics.median(step[f"time/{name}"] for step in steps) for name in (*TIMES, "update_s", "publish_s")
     }
-    files = sorted((run_dir / EPISODES_DIR).glob("*.jsonl"))[FIRST_STEPS:]
+    files = sorted((run_dir / EPISODES_DIR).glob("*.jsonl"))[counted]
     scripts = [list(scripts_of(list(load_jsonl(file)), token_px)) for file in files]
     told = simulate(
         lambda step: scripts[step % len(scripts)],
         mean_service(services, real["publish_s"]),
         num_servers=num_servers,
         update_s=real["update_s"],
+        steps_ahead=steps_ahead,
     )
     return {
         "measured": real,

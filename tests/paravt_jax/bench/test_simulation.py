@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from paravt_jax.bench import simulation
 from paravt_jax.bench.rollout import SIMULATED_CORES, SIMULATED_SERVERS, simulated_turns
 from paravt_jax.bench.service import BURST, TEXTS, Probe, decoding, fitted, service_of
-from paravt_jax.bench.simulation import compared, mean_service, scripts_of
+from paravt_jax.bench.simulation import ARMS, FIRST_STEPS, OTHERWISE, compared, mean_service, scripts_of
+from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
+from paravt_jax.config import load_config
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, TurnScript
 from rollout.chat import Chat
@@ -53,12 +56,18 @@ def test_a_logged_episode_becomes_the_script_that_it_followed():
     assert first.episodes == (turns, turns)
 
 
+def write_run(directory: Path, steps: list[dict]) -> None:
+    """Steps with an episode each."""
+    (directory / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps({'step': n} | s)}\n" for n, s in enumerate(steps, 1))
+    )
+    (directory / "episodes").mkdir()
+    for number in range(1, len(steps) + 1):
+        (directory / "episodes" / f"{number:06d}.jsonl").write_text(f"{json.dumps(record(number))}\n")
+
+
 def test_a_log_is_compared_with_what_its_service_times_say(tmp_path):
-    steps = [{"time/rollout_s": 5.0, "time/step_s": 9.0, "time/update_s": 3.0, "time/publish_s": 1.0}] * 4
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': n} | s)}\n" for n, s in enumerate(steps, 1)))
-    (tmp_path / "episodes").mkdir()
-    for number in range(1, 5):
-        (tmp_path / "episodes" / f"{number:06d}.jsonl").write_text(f"{json.dumps(record(number))}\n")
+    write_run(tmp_path, [{"time/rollout_s": 5.0, "time/step_s": 9.0, "time/update_s": 3.0, "time/publish_s": 1.0}] * 4)
     found = compared(tmp_path, [SERVICE], num_servers=1, token_px=32)
     # 1 + 49 x 0.01 + 10 x 0.1, the report 1 + 22 x 0.01 + 8 x 0.1, and 1 + 17 x 0.01 + 6 x 0.1.
     assert found["simulated"]["rollout_s"] == pytest.approx(2.49 + 2.02 + 1.77)
@@ -66,6 +75,25 @@ def test_a_log_is_compared_with_what_its_service_times_say(tmp_path):
     assert found["measured"]["step_s"] == 9.0
     row = simulation.table({"rows": [{"arm": "one server", **found}]}).splitlines()[-1]
     assert row == "| one server | 5.00 | 6.28 | +26% | 9.00 (9.00 to 9.00) | 10.28 | +14% |"
+
+
+def test_rollouts_ahead_are_simulated_ahead_and_the_ends_of_the_log_do_not_count(tmp_path):
+    """Rollouts of 6.28 s, three at a time, are ready before an update of 60 s ends; else each step waits."""
+    counted = {"time/rollout_s": 0.5, "time/step_s": 61.5, "time/update_s": 60.0, "time/publish_s": 1.0}
+    other = dict.fromkeys(counted, 99.0)
+    write_run(tmp_path, [*[other] * (FIRST_STEPS + 2), *[counted] * 4, *[other] * 2])
+    alone = compared(tmp_path, [SERVICE], num_servers=1, token_px=32)
+    ahead = compared(tmp_path, [SERVICE], num_servers=1, token_px=32, steps_ahead=2)
+    assert ahead["measured"] == {key.removeprefix("time/"): value for key, value in counted.items()}
+    assert ahead["all_step_s"] == [61.5] * 4 and 99.0 in alone["all_step_s"]
+    assert ahead["simulated"]["rollout_s"] == pytest.approx(0.0) and ahead["simulated"]["step_s"] == pytest.approx(61.0)
+    assert alone["simulated"]["rollout_s"] == pytest.approx(6.28)
+
+
+def test_the_arm_with_rollouts_ahead_has_the_staleness_of_the_8b_files():
+    config = load_config(CONFIG, *SETTINGS, *OTHERWISE, *ARMS["one server, ahead"])
+    assert config.train.max_staleness == load_config(CONFIG.with_name("paragrpo_8b.yaml")).train.max_staleness
+    assert config.train.steps_ahead == 2
 
 
 def test_services_before_and_after_are_averaged():

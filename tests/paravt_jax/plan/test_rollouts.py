@@ -184,21 +184,6 @@ def test_a_larger_batch_needs_more_and_a_larger_step_does_not():
     assert make_imitation_plan(rows, preset("8b"), H100).memory == plan.memory
 
 
-def test_a_picture_of_imitation_without_a_plan_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sft", "--config", "configs/sft_8b.yaml", "--png", "file"])
-    with pytest.raises(SystemExit):
-        sft.main()
-    assert "--png is of --plan; add it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--service", "--png"])
-def test_options_of_a_plan_without_one_are_refused(capsys, monkeypatch, option):
-    monkeypatch.setattr("sys.argv", ["train", "--config", "configs/smoke_cpu.yaml", option, "file"])
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "--service and --png are of --plan; add it" in capsys.readouterr().err
-
-
 def test_a_plan_of_imitation_has_seconds_by_rows(capsys, monkeypatch):
     out = said(capsys, sft, monkeypatch, "--plan", "--config", "configs/sft_8b.yaml")
     assert max(map(len, out.splitlines())) <= 100

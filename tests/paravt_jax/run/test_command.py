@@ -50,7 +50,11 @@ def test_plan_may_stand_between_settings(shown):
 
 @pytest.mark.parametrize(
     ("name", "flag", "value"),
-    [("train", "--device", "v5p"), ("train", "--service", "a.json"), ("sft", "--device", "v5p"), ("sft", "--png", "a")],
+    [
+        *(("train", flag, "a") for flag in ("--device", "--service", "--png")),
+        ("sft", "--device", "a"),
+        ("sft", "--png", "a"),
+    ],
 )
 def test_what_a_plan_alone_reads_is_refused_without_one(name, flag, value, shown, capsys):
     with pytest.raises(SystemExit):
