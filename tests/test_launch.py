@@ -18,7 +18,7 @@ from paravt_jax.config import load_config
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "configs" / "launch"
 SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do shift; done
+while [[ $1 == --* ]]; do echo "$1" >> options; shift; done
 echo "${*: -2}" >> srun
 trap 'again=1; kill -TERM $tasks' TERM
 for rank in 0 1; do SLURM_NTASKS=2 SLURM_PROCID=$rank "$@" & tasks="$tasks $!"; done
@@ -64,7 +64,7 @@ def program(path: Path, text: str) -> None:
 def job(tmp_path):
     """A job of two nodes, submitted from a directory with an environment whose Python only meets the other task."""
     program(tmp_path / "bin" / "srun", SRUN)
-    program(tmp_path / "bin" / "scontrol", "#!/bin/sh\nprintf 'localhost\\nnode002\\n'\n")
+    program(tmp_path / "bin" / "scontrol", "#!/bin/sh\necho $3 | tr , '\\n'\n")
     program(tmp_path / ".venv" / "bin" / "python", TASK.format(python=sys.executable, root=ROOT))
     return os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -103,6 +103,34 @@ def test_a_slurm_job_that_fails_every_time_ends_with_its_exit_code(job, tmp_path
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "sft"]
     done = subprocess.run(command, env=job | {"RESTARTS": "2"}, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 7 and done.stderr.count("ended with exit code 7") == 3
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_queued_again_meets_on_its_new_nodes(job, tmp_path):
+    """As Slurm does with `--requeue` when a node is lost: the job's processes end, and the script begins elsewhere."""
+    program(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$@" >> "task$SLURM_PROCID"\n')
+    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "seed=3"]
+    for nodes in ("node001,node002", "node003,node001"):
+        subprocess.run(command, env=job | {"SLURM_JOB_NODELIST": nodes}, check=True, timeout=60)
+    port = 20000 + os.getpid() % 10000
+    for rank in range(2):
+        assert (tmp_path / f"task{rank}").read_text().splitlines() == [
+            f"-m paravt_jax.train seed=3 hosts.coordinator={first}:{port} hosts.num=2 hosts.index={rank}"
+            for first in ("node001", "node003")
+        ]
+    # a task has every CPU of its node, and the end of one does not take the others their last words
+    assert set((tmp_path / "options").read_text().split()) == {
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--kill-on-bad-exit=0",
+    }
+
+
+def test_a_slurm_job_asks_for_whole_nodes_and_to_be_queued_again():
+    """What sbatch reads of the script. Without --exclusive and --mem Slurm gives a task one CPU and some memory."""
+    lines = (ROOT / "scripts" / "launch_slurm.sh").read_text().splitlines()
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    assert {"--ntasks-per-node=1", "--exclusive", "--mem=0", "--requeue", "--open-mode=append"} <= asked
 
 
 def gke_tpu():

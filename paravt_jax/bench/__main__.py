@@ -22,7 +22,7 @@ BENCHES = {
     "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
     "decoders": "PyAV beside decord: whose frames are right in which container, and how fast each is",
     "gpu_check": "one NVIDIA GPU in ten minutes: attention, the update, torch beside it, weights for servers",
-    "hosts": "one run on 1, 2 and 4 processes of this machine, and new weights to 1, 2 and 4 servers",
+    "hosts": "one run and a checkpoint on 1, 2 and 4 processes of this machine, and new weights to 1, 2 and 4 servers",
     "learner": "forward and forward+backward of the policy, beside transformers in torch",
     "mesh": "one update on every mesh: measured on the devices of this machine, or compiled for others and estimated",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",

@@ -1,15 +1,18 @@
-"""One run on 1, 2 and 4 processes of this machine; and new weights to 1, 2 and 4 servers, beside a copy of their bytes.
+"""One run on 1, 2 and 4 processes of this machine, and a checkpoint by as many; new weights to servers, beside a copy.
 
 All runs have the same settings, seed and devices: what differs is how many processes hold these devices. With --engine
 jax the learner samples, so every run plays the same episodes, and is compared with the first. With --engine sglang real
 servers, which all processes share, sample at random, so every run is compared with one process that replays its
-episodes. Then weights go to those that merely receive them, or to real servers.
+episodes. Then a learner's state is saved and restored by all processes, and weights go to those that merely receive
+them, or to real servers.
 """
 
 import argparse
 import asyncio
+import json
 import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -25,7 +28,9 @@ import numpy as np
 
 import model_port
 from model_port.config import ModelConfig
+from model_port.layout import HF_DIR
 from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.bench import shared_checkpoint
 from paravt_jax.bench.checkpoint import sized_model
 from paravt_jax.bench.convert import peak_rss_bytes
 from paravt_jax.bench.publishing import publish_times, receivers
@@ -71,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="of a run each (default 1 2 4)")
     add("--steps", type=int, default=4, help=f"of each run, after {FIRST_STEPS} that compile (default 4)")
     add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="that get weights (default 1 2 4)")
-    add("--mib", type=int, default=320, help="of weights, about (default 320)")
+    add("--mib", type=int, default=320, help="of weights that are saved or published, about (default 320)")
     add("--repeats", type=int, default=5, help="of each publish; the median counts")
 
 
@@ -80,13 +85,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if np.min(getattr(args, name)) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
-        return {"engine": args.engine, "runs": _runs(args, Path(folder)), "publishes": _publishes(args, Path(folder))}
+        return {
+            "engine": args.engine,
+            "runs": _runs(args, Path(folder)),
+            "checkpoints": _checkpoints(args, Path(folder)),
+            "publishes": _publishes(args, Path(folder)),
+        }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as two Markdown tables."""
+    """The result as three Markdown tables."""
     head = "| processes | step s | rollout s | update s | publish s | most memory of each, MiB | metrics differ by |"
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
+    lines += ["| processes | share, MiB | most while saving | most while restoring | seconds to save, to restore |"]
+    lines += ["|---" * 5 + "|", *map(_checkpoint_line, result["checkpoints"]), ""]
     lines += ["| servers | MiB | publish s | copy s | publish / copy |", "|---" * 5 + "|"]
     return "\n".join([*lines, *map(_publish_line, result["publishes"])])
 
@@ -96,6 +108,11 @@ def _run_line(row: Mapping[str, Any]) -> str:
     return (
         f"| {row['processes']} | {times} | {max(row['peaks_mib']):.0f} | {row['differ_by']:.1e}, {row['differ_in']} |"
     )
+
+
+def _checkpoint_line(row: Mapping[str, Any]) -> str:
+    sizes = " | ".join(f"{row[name]:.0f}" for name in ("share_mib", "saving_mib", "restoring_mib"))
+    return f"| {row['processes']} | {sizes} | {row['save_s']:.1f}, {row['restore_s']:.1f} |"
 
 
 def _publish_line(row: Mapping[str, Any]) -> str:
@@ -122,6 +139,24 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             reference = replay_dir if real else folder / f"of{args.processes[0]}"
             rows.append({"processes": num, "peaks_mib": peaks_mib, **found_in(run_dir, reference)})
             _say(_run_line(rows[-1]))
+    return rows
+
+
+def _checkpoints(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A learner's state saved and restored by every number of processes in turn, of each the most of any process."""
+    num_devices, rows = math.lcm(*args.processes), []
+    for num in args.processes:
+        place = folder / f"saved{num}"
+        make_tiny(place / HF_DIR)
+        command = [sys.executable, "-m", shared_checkpoint.__name__, str(place), str(args.mib), str(num_devices)]
+        address = f"127.0.0.1:{free_port()}" if num > 1 else ""
+        each = [[*command, address, str(num), str(index)] for index in range(num)]
+        log = place.with_suffix(".log")
+        run_all(each, log, num_devices)
+        found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        rows.append({"processes": num, **{name: max(of_one[name] for of_one in found) for name in found[0]}})
+        shutil.rmtree(place)
+        _say(_checkpoint_line(rows[-1]))
     return rows
 
 
@@ -168,19 +203,25 @@ def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -
     """A run on so many processes, to its end; the most memory that each of them had, MiB."""
     joint = [f"hosts.coordinator=127.0.0.1:{free_port()}", f"hosts.num={num}"] if num > 1 else []
     each = [[*command, *joint, *([f"hosts.index={index}"] * (num > 1))] for index in range(num)]
+    return run_all(each, run_dir.with_suffix(".log"), num_devices)
+
+
+def run_all(commands: Sequence[Sequence[str]], log: Path, num_devices: int) -> list[float]:
+    """Processes that have so many devices together, to their end; the most memory that each of them had, MiB."""
+    num = len(commands)
     flags = with_devices(os.environ.get("XLA_FLAGS", ""), num_devices // num)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    log, peaks_mib = run_dir.with_suffix(".log"), [0.0] * num
+    peaks_mib = [0.0] * num
     with log.open("wb") as output:
         processes = [
             subprocess.Popen(one, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            for one in each
+            for one in commands
         ]
     try:
         while (codes := [process.poll() for process in processes]) != [0] * num:
             if any(codes):
                 said = " | ".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-                raise RuntimeError(f"{run_dir.name}: processes ended with exit codes {codes}: {said}")
+                raise RuntimeError(f"{log.stem}: processes ended with exit codes {codes}: {said}")
             now_mib = (peak_rss_bytes(process.pid) / MIB for process in processes)
             peaks_mib = [max(*both) for both in zip(peaks_mib, now_mib, strict=True)]
             time.sleep(LOOK_EVERY_S)

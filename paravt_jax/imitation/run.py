@@ -6,7 +6,7 @@ Of several hosts each renders and packs all traces, and gives the rows of its ow
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
+from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.sources import check_sources
@@ -36,14 +37,20 @@ class SftRun:
     config: SftConfig
     training: Training
     hosts: Hosts
+    probe: DeviceProbe
     batches: TraceBatches
     held_out: Sequence[Trace]
     num_traces: int  # of an epoch
     next_visit: int
+    own_time: OwnTime = field(default_factory=OwnTime)  # of this host until it had the last batch
 
     async def next_batch(self) -> TraceBatch | None:
         """The next step's traces, or None when there is nothing more to do."""
-        return await self.training.begin_step("data", self.batches.take)
+        return await self.training.begin_step("data", self._take)
+
+    async def _take(self) -> TraceBatch:
+        with self.own_time.working():
+            return await self.batches.take()
 
     async def imitate(self, batch: TraceBatch) -> dict[str, float]:
         training = self.training
@@ -64,7 +71,15 @@ class SftRun:
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
         training.step += 1
         self.next_visit = batch.next
-        return metrics | {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
+        metrics |= {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
+        return metrics | await self._of_hosts()
+
+    async def _of_hosts(self) -> dict[str, float]:
+        """What several hosts took for what they did by themselves."""
+        if self.hosts.num == 1:
+            return {}
+        devices_s = await in_thread(lambda: self.probe.seconds(self.training.learner.state))
+        return by_host(await self.hosts.gathered("times", {"data": self.own_time.seconds, "devices": devices_s}))
 
     def record(self, batch: TraceBatch, metrics: dict[str, float]) -> None:
         metrics |= {
@@ -158,7 +173,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)
-        run = SftRun(config, training, hosts, batches, held_out, visits.num_items, next_visit)
+        run = SftRun(config, training, hosts, DeviceProbe(hosts), batches, held_out, visits.num_items, next_visit)
         yield run
         await training.finish(run.progress())
 

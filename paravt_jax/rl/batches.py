@@ -6,6 +6,7 @@ of all hosts.
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,11 +20,14 @@ from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackSizes, Shape, fitting_row_tokens, pack, used_frac
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rl.rollouts import Group
+from paravt_jax.run.host_times import OwnTime
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 from rollout.episode import EpisodeConfig
 from rollout.seeds import derived_seed
+
+Value = TypeVar("Value")
 
 
 def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
@@ -55,19 +59,25 @@ class PolicyUpdate:
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
+        self.own_time = OwnTime()  # of this host in the last update, without others and without devices
 
     def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
         """Updates the learner, once for every part of the step. A step without anything to learn from passes."""
+        with self.own_time.working():
+            return self._run(groups, geometric_mask)
+
+    def _run(self, groups: Sequence[Group], geometric_mask: bool) -> dict[str, float]:
         parts = self.parts(groups)
         batches = [batch for part in parts for batch in part.batches]
-        used = self._hosts.gather("used", used_frac(batches))
+        used = self._gather("used", used_frac(batches))
         packed = {"perf/dummy_frac": 1.0 - float(np.mean(used)) if batches else 0.0}
         packed["perf/num_batches"] = float(len(batches))
         if not batches:
             for _ in parts:
                 self._learner.skip()
             return packed
-        return self._learner.update(parts, self._max_dialogues, geometric_mask=geometric_mask) | packed
+        with self.own_time.waiting():
+            return self._learner.update(parts, self._max_dialogues, geometric_mask=geometric_mask) | packed
 
     def parts(self, groups: Sequence[Group]) -> list[StepPart]:
         """What the updates of a step learn from, each one from groups of its own."""
@@ -78,7 +88,8 @@ class PolicyUpdate:
         parts, first_numbers = self._packed(dialogues, groups, part_of)
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if kl_in_reward or len(parts) > 1:
-            parts = [replace(part, known=[learner.known(batch) for batch in part.batches]) for part in parts]
+            with self.own_time.waiting():
+                parts = [replace(part, known=[learner.known(batch) for batch in part.batches]) for part in parts]
         if kl_in_reward:
             dialogues = self._penalised(dialogues, groups, part_of, parts, first_numbers)
             again, _ = self._packed(dialogues, groups, part_of)
@@ -96,7 +107,7 @@ class PolicyUpdate:
         parts, first_numbers = [], []
         for own in self._in_parts(dialogues, part_of):
             num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in own)
-            of_hosts = np.array(self._hosts.gather("dialogues", (num_tokens, len(own))))
+            of_hosts = np.array(self._gather("dialogues", (num_tokens, len(own))))
             all_tokens, all_dialogues = map(float, of_hosts.sum(axis=0))
             counts = StepCounts(all_tokens, all_dialogues, max_tokens / train.updates_per_step)
             first = int(of_hosts[: self._hosts.index, 1].sum())
@@ -104,8 +115,12 @@ class PolicyUpdate:
             first_numbers.append(first)
         return parts, first_numbers
 
+    def _gather(self, stream: str, value: Value) -> list[Value]:
+        with self.own_time.waiting():
+            return self._hosts.gather(stream, value)
+
     def _agreed(self, sizes: PackSizes) -> PackSizes:
-        of_hosts = self._hosts.gather("sizes", astuple(sizes))
+        of_hosts = self._gather("sizes", astuple(sizes))
         return PackSizes(*(max(each) for each in zip(*of_hosts, strict=True)))
 
     def _in_parts(self, dialogues: Sequence[Dialogue], part_of: np.ndarray) -> list[list[Dialogue]]:
@@ -156,7 +171,8 @@ class PolicyUpdate:
         of_episode = np.zeros(len(groups) * size)
         for own, part, first in zip(self._in_parts(dialogues, part_of), parts, first_numbers, strict=True):
             assert part.known is not None
-            penalties = self._learner.kl_penalties(part.batches, part.known, self._max_dialogues)
+            with self.own_time.waiting():
+                penalties = self._learner.kl_penalties(part.batches, part.known, self._max_dialogues)
             for dialogue, penalty in zip(own, penalties[first:], strict=False):
                 of_episode[dialogue.episode] += penalty
         return [
@@ -176,7 +192,7 @@ class PolicyUpdate:
         """One for all parts of the step: of the rows that this host packs."""
         settings, num_hosts = self._pack_settings, self._hosts.num
         fitting = fitting_row_tokens(dialogues, settings.row_tokens, settings.sizes_per_doubling)
-        row_tokens = max(self._hosts.gather("row tokens", fitting))
+        row_tokens = max(self._gather("row tokens", fitting))
         num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
         return Shape(num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling, num_parts)
 

@@ -19,6 +19,7 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
+from paravt_jax.run.host_times import DeviceProbe
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus, place_servers
 from paravt_jax.run.policy import Policy, policy_of
@@ -90,6 +91,7 @@ async def opened(
             held_out=() if log else held_out,
             frames=frames,
             hosts=hosts,
+            probe=DeviceProbe(hosts),
             geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
         if isinstance(run.engine, SGLangEngine):

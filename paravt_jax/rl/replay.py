@@ -157,6 +157,8 @@ class Verdict(Judge):
 class Replay:
     """Gives the groups of one step after another, as `Rollouts` does, from what a run has logged."""
 
+    played_s = 0.0
+
     def __init__(
         self,
         log: LoggedSteps,

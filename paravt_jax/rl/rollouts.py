@@ -207,9 +207,10 @@ class Rollouts:
         self._hosts = hosts
         self._train, self._video, self._advantage = train, video, advantage
         self._on_progress = on_progress
-        self._running: dict[int, asyncio.Task[tuple[list[Group], dict[str, float]]]] = {}  # by step
+        self._running: dict[int, asyncio.Task[tuple[list[Group], _Spent]]] = {}  # by step
         self._num_begun = self._num_done = 0
         self._cost: dict[str, float] = {}
+        self.played_s = 0.0  # by this host, for the step that was taken last
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, those of later steps begun as far as staleness allows."""
@@ -217,13 +218,15 @@ class Rollouts:
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect(ahead))
-        groups, self._cost = await self._running[step]
+        groups, spent = await self._running[step]
         del self._running[step]
+        self._cost = _oversampling(groups, spent.aborted) if train.oversample else {}
+        self.played_s = spent.seconds
         self._check(groups)
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """What oversampling cost in the step that was taken last, or how long each of several hosts played."""
+        """What oversampling cost in the step that was taken last."""
         return self._cost
 
     async def close(self) -> None:
@@ -231,7 +234,7 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _collect(self, step: int) -> tuple[list[Group], dict[str, float]]:
+    async def _collect(self, step: int) -> tuple[list[Group], _Spent]:
         """Groups for one step; those that teach nothing are replaced, as often as max_resamples says."""
         train, groups, spent = self._train, [], _Spent()
         for _ in range(1 + train.max_resamples):
@@ -239,10 +242,7 @@ class Rollouts:
             if not num_wanted:
                 break
             groups += await self._round(step, num_wanted, spent)
-        groups = over_step(groups, self.player.reward, self._advantage)
-        if self._hosts.num > 1:
-            return groups, _by_host(await self._hosts.gathered(f"seconds of step {step}", spent.seconds))
-        return groups, _oversampling(groups, spent.aborted) if train.oversample else {}
+        return over_step(groups, self.player.reward, self._advantage), spent
 
     async def _round(self, step: int, num_wanted: int, spent: _Spent) -> list[Group]:
         """Groups of all hosts, until so many teach or all are done."""
@@ -333,15 +333,6 @@ def learnable(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]
         if num_wanted or not group.teaches:
             num_wanted -= group.teaches
             yield group
-
-
-def _by_host(seconds: Sequence[float]) -> dict[str, float]:
-    """How long hosts played for a step, and which of them was the last."""
-    return {
-        "time/rollout_slowest_s": max(seconds),
-        "time/rollout_fastest_s": min(seconds),
-        "perf/slowest_host": float(np.argmax(seconds)),
-    }
 
 
 def _oversampling(groups: Sequence[Group], aborted: Sequence[_Begun]) -> dict[str, float]:

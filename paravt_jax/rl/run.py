@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from paravt_jax.rl.metrics import (
 )
 from paravt_jax.rl.replay import Replay
 from paravt_jax.rl.rollouts import Group, Member, Player, Rollouts, evaluate, records
+from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.threads import in_thread
@@ -48,7 +49,10 @@ class Run:
     held_out: Sequence[Prompt]  # none in a replay
     frames: FrameReader
     hosts: Hosts
+    probe: DeviceProbe
     geometric_mask: bool  # the mismatch ladder asks for it in the next step
+    own_s: dict[str, float] = field(default_factory=dict)  # that this host took in the step, of several
+    of_hosts: dict[str, float] = field(default_factory=dict)  # that all of them took
 
     async def collect(self) -> list[Group] | None:
         """The next step's episodes, or None when there is nothing more to do."""
@@ -67,6 +71,10 @@ class Run:
         found = await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
         metrics |= (await self.hosts.gathered("update", found))[0]  # from here on all decide on the same numbers
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
+        if self.hosts.num > 1:
+            devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
+            update_s = self.policy_update.own_time.seconds
+            self.own_s = {"rollout": self.rollouts.played_s, "update": update_s, "devices": devices_s}
         self._heed_mismatch(metrics)
         training.step += 1
         self.rollouts.cursor.done([group.visit.number for group in groups])
@@ -82,12 +90,13 @@ class Run:
 
     async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
         """Servers that all hosts share get them of host 0, to which the others give their parts, tensor by tensor."""
-        shares, leads = self.config.engine.connects, self.hosts.leads
+        shares, leads, begun_s = self.config.engine.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
         elif isinstance(weights, ModelWeights):
             await in_thread(lambda: deque(weights.tensors(), maxlen=0))
-        await self.hosts.gathered("published", None)
+        self.own_s["publish"] = time.monotonic() - begun_s
+        self.of_hosts = by_host(await self.hosts.gathered("published", self.own_s))
         if isinstance(self.engine, SGLangEngine) and not leads and shares:
             await self.engine.adopt(version)
 
@@ -95,6 +104,7 @@ class Run:
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         metrics |= {
             "time/publish_s": publish_s,
+            **(self.of_hosts if self.hosts.num > 1 else {}),
             **self.training.step_metrics(tokens),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }

@@ -1,5 +1,6 @@
 """A run on several hosts is the run of one: same episodes, same metrics, one directory; what ends one ends all."""
 
+import json
 import os
 import shutil
 import signal
@@ -100,6 +101,15 @@ def undisturbed(tmp_path_factory):
     return folder / "run"
 
 
+def test_every_step_says_which_host_took_longest_for_what(undisturbed):
+    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for what in ("rollout", "update", "devices", "publish"):
+            most, least = (row[f"time/hosts/{what}_{of}_s"] for of in ("max", "min"))
+            assert most >= least >= 0 and row[f"perf/hosts/{what}_slowest"] in (0, 1)
+    assert len(rows) == 3
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Likewise, but one of them was told to stop after the first step; and how both ended."""
@@ -109,14 +119,31 @@ def stopped(tmp_path_factory):
     return folder / "run", ended_well(started)
 
 
-@pytest.mark.timeout(600)
-def test_sigterm_on_one_host_saves_on_all_and_the_run_goes_on_bit_for_bit(stopped, undisturbed, tmp_path):
+def kill(started, victim, after):
+    """One host, once host 0 says something; the other one ends, and says whose end that was."""
+    send(started, victim, signal.SIGKILL, after)
+    ended = started.ended(120)
+    other = ended[1 - victim]
+    assert ended[victim].code == -signal.SIGKILL and other.code == 1
+    assert other.last.startswith(f"error: host {victim} (") and "is lost" in other.last
+    assert "Traceback" not in other.said
+
+
+def test_sigterm_on_one_host_saves_on_all(stopped):
     run_dir, ended = stopped
     steps = saved(run_dir)
     assert steps and len(metrics_of(run_dir)) == steps[-1] < 3
     assert all("stopping: a checkpoint follows" in one.said for one in ended)
-    again = shutil.copytree(run_dir, tmp_path / "run")
-    ended_well(start(tmp_path / "said", again))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_was_stopped_and_whose_host_0_was_killed_goes_on_bit_for_bit(stopped, undisturbed, tmp_path):
+    """Killed after a step that no checkpoint has, which is made again."""
+    again = shutil.copytree(stopped[0], tmp_path / "run")
+    num_saved = saved(again)[-1]
+    kill(start(tmp_path / "said", again), 0, f"step {num_saved + 1}/3")
+    assert len(metrics_of(again)) == num_saved + 1 and saved(again)[-1] == num_saved
+    ended_well(start(tmp_path / "said again", again))
     assert metrics_of(again) == metrics_of(undisturbed) and said_in(again) == said_in(undisturbed)
     assert arrays_of(again, 3) and arrays_of(again, 3) == arrays_of(undisturbed, 3)
     assert (again / "validation.jsonl").read_text().count("\n") == 2
@@ -125,12 +152,7 @@ def test_sigterm_on_one_host_saves_on_all_and_the_run_goes_on_bit_for_bit(stoppe
 @pytest.mark.timeout(600)
 def test_a_run_whose_host_was_killed_goes_on_with_one_as_with_two(stopped, undisturbed, tmp_path):
     run_dir = shutil.copytree(stopped[0], tmp_path / "run")
-    started = start(tmp_path / "said", run_dir)
-    send(started, 1, signal.SIGKILL, "going on after step")
-    first, second = started.ended(120)
-    assert second.code == -signal.SIGKILL and first.code == 1
-    assert first.last.startswith("error: host 1 (") and "is lost" in first.last
-    assert "Traceback" not in first.said
+    kill(start(tmp_path / "said", run_dir), 1, "going on after step")
     ended_well(start(tmp_path / "said again", run_dir, 1))
     assert said_in(run_dir) == said_in(undisturbed)
     for ours, theirs in zip(metrics_of(undisturbed), metrics_of(run_dir), strict=True):

@@ -191,6 +191,9 @@ def test_four_then_two_then_eight_hosts_imitate_what_one_does(world, tmp_path):
         told = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
         ended = several.start_command(tmp_path / f"said{num}", "paravt_jax.sft", told, num).ended()
         assert [one.code for one in ended] == [0] * num, "\n\n".join(one.said[-3000:] for one in ended)
+    for line, num in zip((tmp_path / "several" / "metrics.jsonl").read_text().splitlines(), (4, 2, 8), strict=True):
+        row = json.loads(line)
+        assert all(row[f"perf/hosts/{what}_slowest"] in range(num) for what in ("data", "devices"))
     ours, theirs = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "several")
     assert [row["step"] for row in theirs] == [1, 2, 3] and ours[2]["loss/imitation"] < ours[0]["loss/imitation"] - 0.1
     for one, other in zip(ours, theirs, strict=True):

@@ -1,14 +1,20 @@
 """The trainer as a user runs it: from a config to metrics, checkpoints and plots, through kills and restarts."""
 
+import asyncio
 import itertools
 import json
+from functools import partial
 
 import numpy as np
 import pytest
-from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here
+from fake_server import FakeServer
+from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here, train_in_loop
 
 import model_port
 from model_port.export import export
+from paravt_jax.rl import opening
+from paravt_jax.sampling import opening as sampling
+from rollout.engine.sglang import SGLangSettings
 
 pytestmark = pytest.mark.slow
 
@@ -130,3 +136,39 @@ def test_servers_serve_the_rollouts_and_get_every_version(tmp_path):
     ]
     assert versions
     assert all(version == step - 1 for step, version in versions)
+
+
+class LeavingServer(FakeServer):
+    """Once it is asked with the weights of the first step it answers no more, and the list has another in its place."""
+
+    def leave(self) -> None: ...
+
+    async def _generate(self, request, body):
+        if self.version == "1":
+            self.leave()
+            await asyncio.sleep(60)
+        return await super()._generate(request, body)
+
+
+def test_servers_change_with_their_list_between_steps(tmp_path, monkeypatch):
+    """Fakes, which no gate would let pass; the list is looked at more often than every five seconds."""
+    listed, run_dir = tmp_path / "servers", tmp_path / "run"
+
+    async def without_gate(*_): ...
+
+    monkeypatch.setattr(opening, "_check_parity", without_gate)
+    monkeypatch.setattr(sampling, "SGLangSettings", partial(SGLangSettings, probe_every_s=0.05))
+    settings = ("train.num_steps=3", "engine.kind=sglang", f"engine.urls_file={listed}", "mismatch.stop_kl=.inf")
+
+    async def run():
+        async with LeavingServer() as first, FakeServer() as second:
+            listed.write_text(first.url)
+            first.leave = lambda: listed.write_text(second.url)
+            await train_in_loop(run_dir, *QUICK, *settings)
+            return first.version, second.version, second.asked["/generate"]
+
+    assert asyncio.run(run()) == ("1", "3", 2 * 4)
+    episodes = episodes_of(run_dir)
+    sampled = [(one["step"], piece) for one in episodes for piece in one["segments"] if piece["kind"] == "sampled"]
+    assert {(step, piece["version"]) for step, piece in sampled} == {(1, 0), (2, 1), (3, 2)}
+    assert not any(one["missing"] for one in episodes)

@@ -94,7 +94,12 @@ def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.Comple
 
 def train_here(run_dir: Path, *overrides: str) -> None:
     """The same in this process: quicker, and with its types checked."""
-    asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides)))
+    asyncio.run(train_in_loop(run_dir, *overrides))
+
+
+async def train_in_loop(run_dir: Path, *overrides: str) -> None:
+    """Beside what else runs in the loop."""
+    await trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides))
 
 
 def train_forked(run_dir: Path, *overrides: str) -> str:

@@ -5,12 +5,19 @@ import json
 import math
 from argparse import Namespace
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import model_port
-from paravt_jax.bench import hosts
+from model_port.layout import CHECKPOINTS_DIR, HF_DIR
+from model_port.tiny import tiny_config
+from paravt_jax.bench import hosts, shared_checkpoint
 from paravt_jax.bench.publishing import copied_s, publish_times, receivers
+from paravt_jax.learner.learner import LANGUAGE
+from paravt_jax.run.checkpoint import verify
+from paravt_jax.run.hosts import ALONE
 from paravt_jax.sampling.weights import ModelWeights
 
 
@@ -34,8 +41,11 @@ def test_the_times_of_a_run_are_medians_of_the_steps_that_compile_nothing(tmp_pa
     assert found == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **found}]
     publishes = [{"servers": 4, "mib": 320, "publish_s": 3.0, "copy_s": 2.0}]
-    lines = hosts.table({"runs": runs, "publishes": publishes}).splitlines()
+    saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
+    checkpoints = [{"processes": 2, **saved}]
+    lines = hosts.table({"runs": runs, "checkpoints": checkpoints, "publishes": publishes}).splitlines()
     assert lines[2] == "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 640 | 0.0e+00, none |"
+    assert "| 2 | 512 | 600 | 701 | 8.1, 2.7 |" in lines
     assert lines[-1] == "| 4 | 320 | 3.00 | 2.00 | 1.50 |"
 
 
@@ -47,6 +57,17 @@ def test_receivers_take_the_weights_that_are_published(tiny_hf):
             return await publish_times(urls, weights, 1)
 
     assert all(seconds > 0 for seconds in asyncio.run(work()).values())
+
+
+def test_what_is_saved_and_restored_is_the_share_of_the_process(tiny_hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_checkpoint, "sized_model", lambda num_weights: tiny_config())
+    (tmp_path / HF_DIR).symlink_to(tiny_hf)
+    found = shared_checkpoint.saved_and_restored(tmp_path, 1, 2, ALONE)
+    _, *parts = nnx.split(model_port.load(tiny_hf, "float32"), LANGUAGE, ...)
+    text, vision = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in parts)
+    assert found["share_mib"] == pytest.approx((3 * text + vision) / 2**20, rel=0.01)  # moments of what trains
+    assert list(verify(tmp_path / CHECKPOINTS_DIR)) == [(tmp_path / CHECKPOINTS_DIR / "0", "")]
+    assert found["save_s"] > 0 and found["restore_s"] > 0
 
 
 def test_a_copy_is_whole_in_every_place():

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import time
 
 import hosts as several
 import jax
@@ -18,14 +19,18 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import LANGUAGE, Learner
+from paravt_jax.rl import batches
 from paravt_jax.rl.dealing import without_pixels
 from paravt_jax.rl.metrics import num_tokens, rollout_metrics
+from paravt_jax.run import host_times
+from paravt_jax.run.host_times import DeviceProbe, by_host
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.picture import Picture
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(3)]
+SLOW_S = 1.5
 SETTINGS = [
     "model.dtype=float32",
     "rollout.prompts.system=Call crop_video.",
@@ -55,6 +60,35 @@ def said(episode):
     return f"{'I have looked. ' * (1 if dull else much)}</think><answer>{'A' if dull else letter}</answer><|im_end|>"
 
 
+def slow(work):
+    def slowly(*arguments, **named):
+        time.sleep(SLOW_S)
+        return work(*arguments, **named)
+
+    return slowly
+
+
+def find_slow_hosts(hosts, rollouts, update, groups, learner):
+    """Host 0 packs slowly, host 1 has slow devices; nobody plays slowly."""
+    probe = DeviceProbe(hosts)
+    probe.seconds(learner.state)  # compiles
+    if hosts.index == 0:
+        batches.pack = slow(batches.pack)
+    else:
+        host_times.products = slow(host_times.products)
+    update.run(groups, geometric_mask=False)
+    own = {
+        "rollout": rollouts.played_s,
+        "update": update.own_time.seconds,
+        "devices": probe.seconds(learner.state),
+    }
+    found = by_host(hosts.gather("times", own))
+    assert (found["perf/hosts/update_slowest"], found["perf/hosts/devices_slowest"]) == (0, 1)
+    for what in ("update", "devices"):
+        assert found[f"time/hosts/{what}_max_s"] > SLOW_S > found[f"time/hosts/{what}_min_s"]
+    assert 0 < found["time/hosts/rollout_min_s"] <= found["time/hosts/rollout_max_s"]
+
+
 def two_steps(hosts, tiny_hf, file):
     """Two steps on the mesh of all hosts; host 0 leaves parameters and metrics in a file."""
     config = load_config(None, *SETTINGS)
@@ -74,10 +108,13 @@ def two_steps(hosts, tiny_hf, file):
             rollouts.cursor.done([group.visit.number for group in groups])
             tokens = num_tokens(groups, chat, contract.unit_px)
             found.append(rollout_metrics(groups) | update.run(groups, geometric_mask=False) | {"tokens": tokens})
-        return found, rollouts.cursor.to_record()
+        return found, rollouts, groups
 
-    metrics, cursor = asyncio.run(work())
+    metrics, rollouts, groups = asyncio.run(work())
+    cursor = rollouts.cursor.to_record()
     weights = [on_host(leaf) for leaf in jax.tree.leaves(learner.state.trainable)]
+    if hosts.num > 1:
+        find_slow_hosts(hosts, rollouts, update, groups, learner)
     if hosts.leads:
         file.write_bytes(pickle.dumps((weights, metrics, cursor)))
 
@@ -99,6 +136,17 @@ def test_two_hosts_learn_what_one_learns_from_the_same_episodes(tiny_hf, tmp_pat
     for ours, others in zip(metrics, theirs, strict=True):
         same = {key for key in ours if not key.startswith("perf/")}
         assert {key: others[key] for key in same} == pytest.approx({key: ours[key] for key in same}, rel=1e-4, abs=1e-6)
+
+
+def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
+    assert by_host([{"rollout": 3.0, "publish": 1.0}, {"rollout": 2.0, "publish": 5.0}]) == {
+        "time/hosts/rollout_max_s": 3.0,
+        "time/hosts/rollout_min_s": 2.0,
+        "perf/hosts/rollout_slowest": 0.0,
+        "time/hosts/publish_max_s": 5.0,
+        "time/hosts/publish_min_s": 1.0,
+        "perf/hosts/publish_slowest": 1.0,
+    }
 
 
 def test_a_picture_that_is_told_of_keeps_its_name_and_size_and_nothing_else():

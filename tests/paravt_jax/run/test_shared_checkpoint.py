@@ -99,9 +99,39 @@ def failing(hosts, directory, tiny_hf):
         assert not list(directory.iterdir())
 
 
+def hold_shares(hosts, directory, tiny_hf):
+    """What is handed to the writer, and what is read of it again, is what the devices of the host have."""
+    learner, said = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
+    checkpoints = open_on(hosts, directory, tiny_hf, said)
+    write, read, handed, heard = checkpoint.write_shards, checkpoint._read_summed, [], []
+
+    def watched_write(folder, shards):
+        handed.extend(one.values.nbytes for parts in shards.values() for one in parts)
+        return write(folder, shards)
+
+    def watched_read(path, parts, summed=True):
+        if checkpoint.BLOCK.search(str(path)):
+            heard.append(path.stat().st_size)
+        return read(path, parts, summed)
+
+    checkpoint.write_shards, checkpoint._read_summed = watched_write, watched_read
+    arrays = [leaf for leaf in jax.tree.leaves(learner.state) if leaf.ndim]
+    on_host = [{str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards} for leaf in arrays]
+    share, whole = sum(sum(one.values()) for one in on_host), sum(leaf.nbytes for leaf in arrays)
+    checkpoints.save(learner, {"step": 0})
+    checkpoints.wait()
+    assert sum(hosts.gather("handed", sum(handed))) == whole  # each byte by one host
+    heard.clear()  # what was written is summed
+    assert checkpoints.restore(learner) == {"step": 0}
+    checkpoints.close()
+    assert sum(handed) <= share < 0.6 * whole and sum(heard) == share
+    checkpoint.write_shards, checkpoint._read_summed = write, read
+
+
 def _all(hosts, folder, tiny_hf):
     save(hosts, folder / "of two", tiny_hf, {"fsdp": 2, "tensor": 2}, (1, 2))
     restore(hosts, folder / "of one", tiny_hf, TWO, 1, ("2",))
+    hold_shares(hosts, folder / "shares", tiny_hf)
     failing(hosts, folder / "nowhere", tiny_hf)
 
 
@@ -120,6 +150,10 @@ def shared(tiny_hf, tmp_path_factory):
     file.write_bytes(content)
     several.run_work(folder / "said", _all, 2, folder, tiny_hf, devices=2)
     return folder
+
+
+def test_a_host_hands_its_share_to_the_writer_and_reads_its_share(shared):
+    assert list(verify(shared / "shares")) == [(shared / "shares" / "0", "")]
 
 
 @pytest.fixture

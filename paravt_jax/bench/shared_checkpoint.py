@@ -1,0 +1,80 @@
+"""One of the processes that save a learner's state together and read it again: what it holds, and for how long.
+
+    python -m paravt_jax.bench.shared_checkpoint FOLDER MIB NUM_DEVICES COORDINATOR NUM INDEX     started by bench hosts
+
+What a device of a CPU holds is in the process's memory. So the most that a process had, beyond what it had before the
+learner was made, is its share of the state and what writing or reading adds.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from model_port.layout import CHECKPOINTS_DIR, HF_DIR
+from model_port.sharding import make_mesh
+from paravt_jax.bench.checkpoint import sized_model
+from paravt_jax.bench.convert import peak_rss_bytes
+from paravt_jax.bench.mesh_case import config_of, make_learner
+from paravt_jax.config import CheckpointConfig, HostsConfig
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.hosts import Hosts, joined
+from paravt_jax.run.policy import meet
+from paravt_jax.run.process import say
+
+MIB, BYTES_PER_WEIGHT = 2**20, 4  # masters; the moments of Adam are as many again, twice
+PEAK_RESET = Path("/proc/self/clear_refs"), "5"  # the kernel then counts the most memory from what there is now
+
+
+def main() -> None:
+    folder, mib, num_devices, coordinator, num, index = sys.argv[1:]
+    with joined(HostsConfig(coordinator, int(num), int(index))) as hosts:
+        print(json.dumps(saved_and_restored(Path(folder), int(mib), int(num_devices), hosts)), flush=True)
+
+
+def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -> dict[str, float]:
+    mesh = make_mesh(fsdp=num_devices)
+    meet(hosts, mesh)
+    before_mib, _ = most_mib(lambda: None)
+    model = sized_model(mib * MIB / BYTES_PER_WEIGHT)
+    learner = make_learner(config_of((1, num_devices, 1), rows=1, row_tokens=256), model, mesh)
+    leaves = jax.tree.leaves(jax.block_until_ready(learner.state))
+    share_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    checkpoints = Checkpoints(folder / CHECKPOINTS_DIR, folder / HF_DIR, CheckpointConfig(), say, hosts=hosts)
+
+    def save() -> None:
+        checkpoints.save(learner, {})
+        checkpoints.wait()
+
+    def restore() -> None:
+        checkpoints.restore(learner)
+        jax.block_until_ready(learner.state)
+
+    del leaves  # a restore gives the state up array by array
+    saving_mib, save_s = most_mib(save)
+    restoring_mib, restore_s = most_mib(restore)
+    checkpoints.close()
+    return {
+        "share_mib": share_bytes / MIB,
+        "saving_mib": saving_mib - before_mib,
+        "restoring_mib": restoring_mib - before_mib,
+        "save_s": save_s,
+        "restore_s": restore_s,
+    }
+
+
+def most_mib(work: Callable[[], object]) -> tuple[float, float]:
+    """The most memory that this process has meanwhile, and how long it takes."""
+    file, what = PEAK_RESET
+    file.write_text(what)
+    begun_s = time.monotonic()
+    work()
+    return peak_rss_bytes(os.getpid()) / MIB, time.monotonic() - begun_s
+
+
+if __name__ == "__main__":
+    main()
