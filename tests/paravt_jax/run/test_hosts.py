@@ -160,8 +160,8 @@ def test_an_error_of_one_host_is_said_by_all(tmp_path):
 
 
 def killed(hosts, victim):
-    several.hosts.LOST_S = 6.0
     hosts.gather("there", None)
+    several.hosts.LOST_S = 6.0
     if hosts.index == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     hosts.gather("never", None)
@@ -179,8 +179,8 @@ def test_a_killed_host_ends_the_other_which_names_it(victim, tmp_path):
 
 def machine_gone(hosts, how):
     """Host 0 with the coordinator beside it, as where a container or a machine ends, or is cut off."""
-    several.hosts.LOST_S = 6.0
     hosts.gather("there", None)
+    several.hosts.LOST_S = 6.0
     if hosts.leads:
         pids = [*descendants(os.getpid()), os.getpid()]
         subprocess.Popen(["sh", "-c", f"sleep {CUT_OFF_S}; kill -KILL {' '.join(map(str, pids))}"])
