@@ -75,13 +75,13 @@ def _places(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
 
 def _places_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
     """All devices of all hosts; the outer axes go over the hosts."""
-    num_hosts = len({device.process_index for device in devices})
+    each = Counter(device.process_index for device in devices)
+    num_hosts = len(each)
     if data * fsdp * tensor != len(devices):
         raise ValueError(
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {len(devices)} devices of the {num_hosts} "
             f"hosts: each of them computes a part"
         )
-    each = Counter(device.process_index for device in jax.devices())
     if len(set(each.values())) > 1:
         told = ", ".join(f"host {host} {count}" for host, count in sorted(each.items()))
         raise ValueError(f"all hosts must have as many devices, and they have: {told}")

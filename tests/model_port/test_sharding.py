@@ -98,6 +98,13 @@ def test_every_mesh_that_hosts_of_four_chips_split_lies_on_them(sides):
         assert all(len({chip.process_index for chip in row}) == 1 for row in placed.reshape(-1, shape[-1]))
 
 
+def test_hosts_with_other_numbers_of_devices_are_refused_wherever_the_mesh_is():
+    slice_of_hosts = chips(4, 2, host_sides=(2, 2))
+    uneven = [chip for chip in slice_of_hosts if chip.process_index == 0 or chip.coords[1] == 0]
+    with pytest.raises(ValueError, match="must have as many devices, and they have: host 0 4, host 1 2"):
+        make_mesh(1, 6, 1, uneven)
+
+
 def splits(shape: tuple[int, int, int], num_hosts: int) -> bool:
     try:
         over_hosts(*shape, num_hosts)
