@@ -1,7 +1,7 @@
 """What a run is made from, by sums that several hosts can compare: code, rows and the files they name, the model."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,8 @@ def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence
 
     def sums() -> dict[str, str]:
         rows = {"data.train": sum_of_rows(train), "data.validation": sum_of_rows(held_out)}
-        return rows | model_sums(filter(None, (policy.source, policy.adapter)))
+        adapter = {} if policy.adapter is None else model_sums(policy.adapter, "the adapter")
+        return rows | model_sums(policy.source, "model.path") | adapter
 
     hosts.check_same(sums, "give all hosts the same data and the same model")
 
@@ -51,23 +52,22 @@ def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
     """Of what they say of themselves; of files the name and size, since where they lie may differ between hosts."""
     found = xxhash.xxh3_128()
+    sizes = {file: Path(file).stat().st_size for file in {file for row in rows for file in row.files}}
     for row in rows:
         said = repr(row)
         for file in row.files:
-            path = Path(file)
-            said = said.replace(file, path.name) + f" {path.stat().st_size}"
+            said = said.replace(file, Path(file).name) + f" {sizes[file]}"
         found.update(said.encode())
     return f"{len(rows)} rows with the sum {found.hexdigest()[:SHOWN_DIGITS]}"
 
 
-def model_sums(directories: Iterable[Path]) -> dict[str, str]:
+def model_sums(directory: Path, what: str) -> dict[str, str]:
     """Of every file of a model; what downloads leave in hidden folders is none."""
     sums = {}
-    for directory in directories:
-        for path in sorted(directory.rglob("*")):
-            name = path.relative_to(directory)
-            if path.is_file() and path.name != LIST_FILE and not any(part.startswith(".") for part in name.parts):
-                sums[f"{name} of model.path"] = _sampled_sum(path)
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if path.is_file() and path.name != LIST_FILE and not any(part.startswith(".") for part in name.parts):
+            sums[f"{name} of {what}"] = _sampled_sum(path)
     return sums
 
 

@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.run.sources import EVERY_BYTES, code_sums, model_sums, sum_of_rows
+from paravt_jax.run.sources import EVERY_BYTES, check_sources, code_sums, model_sums, sum_of_rows
 
 
 def test_code_is_that_of_the_program_and_what_a_setting_names(tmp_path):
@@ -34,11 +35,11 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 2 * EVERY_BYTES, -1])
 def test_a_model_with_another_byte_at_the_beginning_the_middle_or_the_end_is_another(model, place):
-    before = model_sums([model])
+    before = model_sums(model, "model.path")
     content = bytearray((model / "model.safetensors").read_bytes())
     content[place] ^= 1
     (model / "model.safetensors").write_bytes(content)
-    after = model_sums([model])
+    after = model_sums(model, "model.path")
     assert [name for name in before if before[name] != after[name]] == ["model.safetensors of model.path"]
 
 
@@ -46,9 +47,21 @@ def test_a_model_with_another_name_of_a_file_is_another_and_what_a_download_leav
     other = shutil.copytree(model, tmp_path / "other")
     (other / ".cache" / "huggingface").mkdir(parents=True)
     (other / ".cache" / "huggingface" / "model.metadata").write_text("downloaded at noon")
-    assert model_sums([model]) == model_sums([other])
+    assert model_sums(model, "model.path") == model_sums(other, "model.path")
     (other / "config.json").rename(other / "settings.json")
-    assert model_sums([model]) != model_sums([other])
+    assert model_sums(model, "model.path") != model_sums(other, "model.path")
+
+
+def test_a_base_and_its_adapter_are_compared_file_by_file_whatever_their_names(model, tmp_path):
+    """Both have a config.json, and neither hides that of the other."""
+    adapter = shutil.copytree(model, tmp_path / "adapter")
+    policy, told = SimpleNamespace(source=model, adapter=adapter), []
+    hosts = SimpleNamespace(check_same=lambda sums, mend: told.append(sums()))
+    check_sources(hosts, [], [], policy)
+    (model / "config.json").write_text("{ }")
+    check_sources(hosts, [], [], policy)
+    before, after = told
+    assert [name for name in before if before[name] != after[name]] == ["config.json of model.path"]
 
 
 def prompt(folder):
