@@ -104,7 +104,7 @@ class Run:
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         metrics |= {
             "time/publish_s": publish_s,
-            **(self.of_hosts if self.hosts.num > 1 else {}),
+            **self.of_hosts,
             **self.training.step_metrics(tokens),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }

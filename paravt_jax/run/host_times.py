@@ -70,8 +70,10 @@ def products(matrix: jax.Array, num: int) -> jax.Array:
 
 
 def by_host(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of what every host took so many seconds for: the most, the least, and which host took the most."""
+    """Of what each of several hosts took so many seconds for: the most, the least, and which took the most."""
     metrics: dict[str, float] = {}
+    if len(told) == 1:
+        return metrics
     for what in told[0]:
         seconds = [of_host[what] for of_host in told]
         metrics[f"time/hosts/{what}_max_s"] = max(seconds)
