@@ -28,7 +28,6 @@ from paravt_jax.bench.mesh_rows import (
     benched_run,
     estimated_on,
     in_order,
-    price_of_mtokens,
     row_of,
     said,
     servers_remark,
@@ -149,7 +148,11 @@ def _row(run: BenchedRun, device: DeviceSpec, shape: Shape, rates: Rates | None)
     except JaxRuntimeError as problem:
         found = dataclasses.replace(found, fits=False, problem=no_room(problem))
     gc.collect()  # what did not fit lies there no longer
-    return _with_measured(row_of(found, own, run.args.price), measured, run.args.price)
+    # What was measured stands in place of what was estimated of the same.
+    tokens_per_s = measured["tokens"] / measured["update_s"] if measured else None
+    unknown = {name: why for name, why in found.unknown.items() if name != "tokens_per_s"}
+    found = dataclasses.replace(found, tokens_per_s=tokens_per_s, unknown=unknown)
+    return row_of(found, own, run.args.price) | dict.fromkeys(MEASURED) | measured
 
 
 def no_room(problem: RuntimeError) -> str:
@@ -173,12 +176,3 @@ def _measured(run: BenchedRun, own: Config | SftConfig, step: Step) -> dict[str,
     update_s = statistics.median(seconds)
     tokens_per_s = step.num_tokens / update_s / own.mesh.num_devices
     return {"tokens": step.num_tokens, "update_s": update_s, "device_tokens_per_s": tokens_per_s}
-
-
-def _with_measured(row: Row, measured: dict[str, float], price: float | None) -> Row:
-    """What was measured stands in place of what was estimated of the same."""
-    row = row | dict.fromkeys(MEASURED) | measured
-    row["tokens_per_s"] = measured["tokens"] / measured["update_s"] if measured else None
-    row["price_per_mtokens"] = price_of_mtokens(price, row["mesh"], row["tokens_per_s"])
-    row["unknown"] = {name: why for name, why in row["unknown"].items() if name != "tokens_per_s"}
-    return row

@@ -1,7 +1,7 @@
-"""What is benched on a mesh: the run that a few flags mean, its learner, the programs of its update."""
+"""What is benched on a mesh: the run that a few flags mean, its learner, a step of it."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from model_port.config import ModelConfig, preset
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
-    from paravt_jax.plan.plan import Plan
     from paravt_jax.plan.workload import Step
 
-PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
 FRAMES_OF_A_ROW = 4
 SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}
 
@@ -122,45 +120,3 @@ def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch
         before = None if known is None else known[first :: step.num_updates]
         parts.append(StepPart(batches[first :: step.num_updates], StepCounts(1.0, 1.0, 1.0), before))
     learner.update(parts, len(batch.text.tokens))
-
-
-def compiled_programs(learner: "Learner", batch: "TrainBatch") -> dict[str, Any]:
-    """The programs of one update by their names in learner.programs; the update is made on the way."""
-    import jax
-
-    from paravt_jax.learner import programs
-    from paravt_jax.learner.learner import StepPart
-    from paravt_jax.learner.variants import StepCounts
-
-    compiled: dict[str, Any] = {}
-
-    def watched(name: str, function: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            compiled[name] = function.lower(*args, **kwargs).compile()
-            return function(*args, **kwargs)
-
-        return call
-
-    functions = {name: value for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped)}
-    for name, function in functions.items():
-        setattr(programs, name, watched(name, function))
-    try:
-        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], len(batch.text.tokens))
-    finally:
-        for name, function in functions.items():
-            setattr(programs, name, function)
-    return compiled
-
-
-def program_bytes(program: Any) -> int:
-    """What a compiled program needs on a device, its arguments included."""
-    memory = program.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
-
-
-def planned_program_bytes(plan: "Plan") -> int:
-    """The plan's estimate of the same for the largest program, which has the weights and no moments."""
-    phases = [phase.num_bytes for phase in plan.memory.phases if phase.name in PROGRAM_PHASES]
-    resident = plan.memory.resident
-    return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)

@@ -92,11 +92,11 @@ def row_of(found: MeshEstimate, own: Config | SftConfig | None, price: float | N
         **dataclasses.asdict(found),
         "seconds": None if found.seconds is None else found.seconds._asdict(),
         "num_rows": None if own is None else own.pack.num_rows,
-        "price_per_mtokens": price_of_mtokens(price, found.mesh, found.tokens_per_s),
+        "price_per_mtokens": _price_of_mtokens(price, found.mesh, found.tokens_per_s),
     }
 
 
-def price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
+def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
     """Of a million tokens."""
     if price is None or tokens_per_s is None:
         return None

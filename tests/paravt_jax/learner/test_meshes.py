@@ -4,10 +4,11 @@ import re
 from typing import NamedTuple
 
 import pytest
+from update_programs import compiled_programs
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.sharding import make_mesh
-from paravt_jax.bench.mesh_case import compiled_programs, config_of, make_learner
+from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.learner.settings import OptimConfig
 from paravt_jax.plan.batch import BatchShape, make_batch
 

@@ -3,10 +3,11 @@
 import jax
 import pytest
 from jax.errors import JaxRuntimeError
+from update_programs import compiled_programs, program_bytes
 
 from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh_case import compiled_programs, config_of, make_learner, program_bytes
+from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import DataConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan import ahead

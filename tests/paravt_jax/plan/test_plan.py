@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
+from update_programs import compiled_programs, planned_program_bytes, program_bytes
 
 from model_port.attention import scanned
 from model_port.config import LoraConfig, ModelConfig, TextConfig, VisionConfig, preset
@@ -14,13 +15,7 @@ from model_port.loading import abstract_model, abstract_params
 from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
 from model_port.tiny import tiny_config
-from paravt_jax.bench.mesh_case import (
-    compiled_programs,
-    config_of,
-    make_learner,
-    planned_program_bytes,
-    program_bytes,
-)
+from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, load_config
 from paravt_jax.learner import programs
 from paravt_jax.learner.learner import StepPart

@@ -1,0 +1,50 @@
+"""The programs of an update as a learner runs them: what their compiler says, and what a plan says of the largest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from paravt_jax.learner import programs
+from paravt_jax.learner.learner import Learner, StepPart
+from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.variants import StepCounts
+from paravt_jax.plan.plan import Plan
+
+PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
+
+
+def compiled_programs(learner: Learner, batch: TrainBatch) -> dict[str, Any]:
+    """The programs of one update by their names in learner.programs; the update is made on the way."""
+    compiled: dict[str, Any] = {}
+
+    def watched(name: str, function: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compiled[name] = function.lower(*args, **kwargs).compile()
+            return function(*args, **kwargs)
+
+        return call
+
+    functions = {name: value for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped)}
+    for name, function in functions.items():
+        setattr(programs, name, watched(name, function))
+    try:
+        learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], len(batch.text.tokens))
+    finally:
+        for name, function in functions.items():
+            setattr(programs, name, function)
+    return compiled
+
+
+def program_bytes(program: Any) -> int:
+    """What a compiled program needs on a device, its arguments included."""
+    memory = program.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+
+def planned_program_bytes(plan: Plan) -> int:
+    """The plan's estimate of the same for the largest program, which has the weights and no moments."""
+    phases = [phase.num_bytes for phase in plan.memory.phases if phase.name in PROGRAM_PHASES]
+    resident = plan.memory.resident
+    return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)
