@@ -47,8 +47,12 @@ def output_directory(
     dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
     replaced = dst.with_name(f".{dst.name}.replaced")
     partial = partial_directory(dst)
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(partial, dst)
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(partial, dst)
+    except OSError as problem:
+        where = f"{problem.filename}: {problem.strerror}"
+        raise ValueError(f"{dst} cannot be written ({where}); choose another place") from None
     try:
         try:
             _clear(partial)
@@ -134,9 +138,9 @@ def exit_on_sigterm() -> None:
 def _lock(partial: Path, dst: Path) -> int:
     """Creates `partial` and locks it for this process; the kernel lets go of the lock of a process that dies."""
     while True:
+        partial.mkdir(exist_ok=True)  # an error here is the place's own: in /proc it is that there is no such file
         try:
-            partial.mkdir(exist_ok=True)
-            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
             continue  # its previous owner has just renamed or removed it
         try:

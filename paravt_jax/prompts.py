@@ -40,10 +40,15 @@ SCHEMA_PLACE = "{tool_schema}"
 QUESTION = "q_text"
 HOME, BESIDE = "paravt/eval/driver.py", "utils.py"
 MAX_FILE_BYTES = 2**20
+MAX_CHARS = 2**22  # of all that is put together while a file is read
 
 
 class Unreadable(ValueError):
     """An expression that says something only when it is run."""
+
+
+class TooLong(Exception):
+    """A few lines that double a text would otherwise take all memory."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,15 @@ class Strings:
 def import_release(path: Path, mode: str) -> dict[str, Any]:
     """The prompts of a mode, with the keys of rollout.prompts."""
     tree = _parsed(path)
+    try:
+        return _prompts_of(tree, path, mode)
+    except TooLong:
+        raise ValueError(
+            f"{path} puts together texts of more than {MAX_CHARS} characters; give the release's {HOME}"
+        ) from None
+
+
+def _prompts_of(tree: ast.Module, path: Path, mode: str) -> dict[str, Any]:
     strings = strings_of(tree)
     driver = path.with_name(Path(HOME).name)
     if SYSTEMS[mode] not in strings.texts and path.name == BESIDE and driver.is_file():
@@ -71,7 +85,10 @@ def import_release(path: Path, mode: str) -> dict[str, Any]:
 def _with_tool(tree: ast.Module, strings: Strings, path: Path, mode: str) -> dict[str, Any]:
     system = _text(SYSTEMS[mode], strings, path)
     if SCHEMA_PLACE in system:  # a text with placeholders there, too
-        system = system.replace(SCHEMA_PLACE, _doubled(_text(SCHEMA, strings, path)))
+        schema = _doubled(_text(SCHEMA, strings, path))
+        if len(system) + system.count(SCHEMA_PLACE) * len(schema) > MAX_CHARS:
+            raise TooLong
+        system = system.replace(SCHEMA_PLACE, schema)
     else:
         system = _doubled(system)
     prompts = {"system": system, "system_has_tools": True}
@@ -86,36 +103,54 @@ def _without_tool(strings: Strings, path: Path, mode: str) -> dict[str, Any]:
 
 
 def strings_of(tree: ast.Module) -> Strings:
-    """What the assignments of a module say, as far as that can be told without running them."""
-    found = Strings({}, {})
+    """The values of a module's assignments, as far as they can be evaluated without running them."""
+    reader = _Reader(Strings({}, {}))
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
         target = node.target if isinstance(node, ast.AnnAssign) else target
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(target, ast.Name) and value is not None:
-            try:
-                found.texts[target.id] = _read(value, found.texts)
-            except (Unreadable, RecursionError) as problem:
-                found.texts.pop(target.id, None)
-                found.unreadable[target.id] = str(problem)
-    return found
+            reader.assign(target.id, value)
+    return reader.found
 
 
-def _read(node: ast.expr, known: dict[str, str]) -> str:
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.Name(id=name) if name in known:
-            return known[name]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _read(left, known) + _read(right, known)
-        case ast.JoinedStr(values=parts):
-            return "".join(_read(part, known) for part in parts)
-        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-            return _read(value, known)
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="json"), attr="dumps"), args=[value], keywords=[]):
-            return _dumped(value)
-    raise Unreadable(f"line {node.lineno}, {ast.unparse(node)[:60]!r}, is no text that can be read without running it")
+class _Reader:
+    """Evaluates assignments one after the other; what it puts together is bounded over all of them."""
+
+    def __init__(self, found: Strings):
+        self.found = found
+        self._chars_left = MAX_CHARS
+
+    def assign(self, name: str, value: ast.expr) -> None:
+        try:
+            self.found.texts[name] = self._read(value)
+        except (Unreadable, RecursionError) as problem:
+            self.found.texts.pop(name, None)
+            self.found.unreadable[name] = str(problem)
+
+    def _read(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=str(text)):
+                return text
+            case ast.Name(id=name) if name in self.found.texts:
+                return self.found.texts[name]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self._joined([left, right])
+            case ast.JoinedStr(values=parts):
+                return self._joined(parts)
+            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+                return self._read(value)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="json"), attr="dumps"), args=[value], keywords=[]):
+                return _dumped(value)
+        shown = repr(ast.unparse(node)[:60])
+        raise Unreadable(f"line {node.lineno}, {shown}, is no text that can be read without running it")
+
+    def _joined(self, nodes: list[ast.expr]) -> str:
+        parts = [self._read(node) for node in nodes]
+        self._chars_left -= sum(map(len, parts))
+        if self._chars_left < 0:
+            raise TooLong
+        return "".join(parts)
 
 
 def _dumped(node: ast.expr) -> str:

@@ -1,6 +1,7 @@
 """A directory that we write replaces what we wrote, and nothing else."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +83,22 @@ def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"lies in .*dst, which would be replaced"):
             write(dst, source=source)
     assert files(dst) == {"deep/file": "old"}
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/new", "/proc/.new.partial: No such file or directory"),  # nothing can be made there, though it is there
+        ("{tmp}/file/new", "{tmp}/file: File exists"),
+        ("{tmp}/file/deep/new", "{tmp}/file/deep: Not a directory"),
+        ("{tmp}/{long}", "{tmp}/.{long}.partial: File name too long"),
+        ("{tmp}/taken", "{tmp}/.taken.partial/.lock: Too many levels of symbolic links"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_said_at_once(place, reason, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / ".taken.partial").mkdir()
+    (tmp_path / ".taken.partial" / ".lock").symlink_to(tmp_path / "gone" / "away")
+    place, reason = (text.format(tmp=tmp_path, long=250 * "x") for text in (place, reason))
+    with pytest.raises(ValueError, match=rf"^{place} cannot be written \({reason}\); choose another place$"):
+        write(Path(place))

@@ -121,6 +121,24 @@ def test_what_cannot_be_read_is_said_in_one_sentence(release, file, mode, compla
         import_release(release / file, mode)
 
 
+DOUBLED = "".join(f"A{n + 1} = A{n} + A{n}\n" for n in range(39))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'A0 = "x"\n' + DOUBLED,
+        f'A = "{"x" * 1000}"\n' + "".join(f'B{n} = f"{"{A}" * 100}"\n' for n in range(200)),
+        f'TOOL_SCHEMA = "{"x" * 100_000}"\nGENERAL_AGENTIC_SYSTEM = "{"{tool_schema}" * 10_000}"',
+    ],
+    ids=["doubled", "wide", "schema"],
+)
+def test_a_file_cannot_grow_while_it_is_read(source, release):
+    (release / "grows.py").write_text(source)
+    with pytest.raises(ValueError, match=r"grows\.py puts together texts of more than \d+ characters; give the rel"):
+        import_release(release / "grows.py", "agentic_general")
+
+
 def test_the_command_writes_a_file_once(release, monkeypatch, capsys):
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["prompts", "import-release", *arguments])
