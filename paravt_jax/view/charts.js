@@ -1,7 +1,7 @@
 /* ---- charts over the steps, of one run or of two over each other ---- */
 const MARKED = 40; // with more points, they give way to a running mean
 const MAX_TOLD = 3, MAX_LISTED = 40; // gaps of one reason that are told one by one beneath a chart; and where one points at that
-const SECTIONS = { learned: "The policy", learner: "The learner", machine: "The machine" };
+const SECTIONS = { __proto__: null, learned: "The policy", learner: "The learner", machine: "The machine" };
 const charts = [];
 const allSteps = distinct(runs.flatMap((run) => (run.figures ? run.figures.steps : []))).sort((one, other) => one - other);
 let atStep = null;

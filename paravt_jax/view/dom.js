@@ -1,11 +1,14 @@
 /* ---- what everything else is made of ----
-   What a model wrote arrives as JSON and leaves as text nodes: nothing here builds markup from strings. */
-const data = JSON.parse(document.getElementById("data").textContent);
+   What a model wrote arrives as JSON and leaves as text nodes: nothing here builds markup from strings. Objects have no
+   prototype, because a metric, a term or a split may be called "constructor" or "__proto__". */
+const withoutPrototype = (_, value) => (value && typeof value === "object" && !Array.isArray(value) ? Object.setPrototypeOf(value, null) : value);
+const parsed = (text) => JSON.parse(text, withoutPrototype);
+const data = parsed(document.getElementById("data").textContent);
 const { runs, rows } = data;
 const comparing = runs.length > 1;
 const RUN_NAMES = ["A", "B"]; // of two runs beside each other
 const SVG = "http://www.w3.org/2000/svg";
-const OUTCOME_COLOURS = { ok: "green", imitated: "blue", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
+const OUTCOME_COLOURS = { __proto__: null, ok: "green", imitated: "blue", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
 
 const known = (value) => value !== null && value !== undefined;
 const fill = (element, attributes, children) => {

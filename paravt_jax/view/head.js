@@ -1,6 +1,6 @@
 /* ---- what it is: the head, first against last, an evaluation's cells, a question's answer ---- */
-const KINDS = { training: "reinforcement learning", imitation: "cold start", evaluation: "evaluation", question: "question" };
-const SCORERS = { strict: "our rule", official: "the benchmark's rule" };
+const KINDS = { __proto__: null, training: "reinforcement learning", imitation: "cold start", evaluation: "evaluation", question: "question" };
+const SCORERS = { __proto__: null, strict: "our rule", official: "the benchmark's rule" };
 
 const progressOf = ({ about, cells }) => {
   const { steps_done: done, steps_planned: planned, kind } = about;

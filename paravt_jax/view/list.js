@@ -1,8 +1,8 @@
 /* ---- all episodes: found by filters, listed as far as they are on the screen, opened one at a time ---- */
 const ROW_PX = 58, MARGIN_ROWS = 8;
-const TYPES = { mcq: "multiple choice", tvg: "grounding", oe: "open-ended" };
-const CALLED = { ok: "all carried out", failed: "some failed", none: "none" };
-const SIGNS = { right: "✓", partly: "◐", wrong: "✗", missing: "–", "": "·" };
+const TYPES = { __proto__: null, mcq: "multiple choice", tvg: "grounding", oe: "open-ended" };
+const CALLED = { __proto__: null, ok: "all carried out", failed: "some failed", none: "none" };
+const SIGNS = { __proto__: null, right: "✓", partly: "◐", wrong: "✗", missing: "–", "": "·" };
 const NOUN = runs[0].about.kind === "imitation" ? "sample" : "episode";
 const controls = {};
 const listed = h("div", { class: "rows", role: "presentation" }), count = h("p", { class: "count", role: "status" });
@@ -12,7 +12,7 @@ let texts = null, current = null, visibleOnes = [];
 
 const episodeAt = (place) => {
   texts ??= document.getElementById("records").textContent.split("\n");
-  return { ...JSON.parse(texts[place]), result: rows[place].result };
+  return Object.assign(parsed(texts[place]), { result: rows[place].result });
 };
 const grouped = (of) => { // places by what a row is
   const groups = new Map();
@@ -31,8 +31,9 @@ const partnersOf = (place) => { // of the same prompt in the other run, the like
   return ofPrompt.get(row.prompt).filter((other) => rows[other].run !== row.run).sort(nearer);
 };
 
+const AS_IT_IS = { __proto__: null };
 const FILTERS = { // name -> [label, of a row, its texts]
-  run: ["Run", (row) => RUN_NAMES[row.run], {}], split: ["Split", (row) => row.split, {}], cell: ["Cell", (row) => row.cell, {}], step: ["Step", (row) => row.step, {}],
+  run: ["Run", (row) => RUN_NAMES[row.run], AS_IT_IS], split: ["Split", (row) => row.split, AS_IT_IS], cell: ["Cell", (row) => row.cell, AS_IT_IS], step: ["Step", (row) => row.step, AS_IT_IS],
   type: ["Question", (row) => row.type, TYPES], result: ["Answer", (row) => row.result, RESULTS], called: ["Calls", (row) => row.called, CALLED], outcome: ["Ended", (row) => row.outcome, ENDINGS],
 };
 const byValue = (one, other) => (typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true }));

@@ -1,8 +1,8 @@
 /* ---- one episode, to be read ---- */
-const TERM_COLOURS = { accuracy: "blue", base: "red", anchor: "pink", think_first: "orange", balanced: "sky", tool: "green" };
-const TERM_NAMES = { think_first: "think first" };
-const RESULTS = { right: "right", partly: "partly right", wrong: "wrong", missing: "missing" };
-const ENDINGS = { done: "finished", length: "cut off, turn too long", context: "context full", abort: "aborted" };
+const TERM_COLOURS = { __proto__: null, accuracy: "blue", base: "red", anchor: "pink", think_first: "orange", balanced: "sky", tool: "green" };
+const TERM_NAMES = { __proto__: null, think_first: "think first" };
+const RESULTS = { __proto__: null, right: "right", partly: "partly right", wrong: "wrong", missing: "missing" };
+const ENDINGS = { __proto__: null, done: "finished", length: "cut off, turn too long", context: "context full", abort: "aborted" };
 const NARROW_CHARS = 24; // a credit of no more characters stands out from the text it is in, as tags do
 const colourOf = (term) => TERM_COLOURS[term] ?? "neutral"; // of a plugin's
 const termName = (term) => TERM_NAMES[term] ?? spelled(term);

@@ -1,6 +1,7 @@
 """The page as a browser shows it: it opens without a word on the console, filters, opens episodes, and runs no text."""
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
 ]
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
+INHERITED = ["constructor", "__proto__", "toString"]
 FILTER = "(name, value) => { const c = [...document.querySelectorAll('.filters label')].find(l => \
 l.textContent.startsWith(name)).querySelector('select, input'); c.value = value; \
 c.dispatchEvent(new Event(c.tagName === 'SELECT' ? 'change' : 'input')); }"
@@ -39,11 +41,32 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     (directory / "c").mkdir()
     single = write_metrics(directory / "c", [{"step": 7, "loss/policy": 0.25}])
     runs = {"one": [first], "two": [first, second], "single": [single], "evaluation": [evaluated(directory / "copy")]}
+    runs["names"] = [with_names_of_javascript(directory / "d")]
     contents = {name: make_page(of_page, 200) for name, of_page in runs.items()} | {"question": asked()}
     pages = {name: directory / f"{name}.html" for name in contents}
     for name, content in contents.items():
         pages[name].write_bytes(content)
     return pages
+
+
+def with_names_of_javascript(run_dir: Path) -> Path:
+    """A run in which everything that has a name from outside is called as something that every object inherits."""
+    make_run(run_dir, 2)
+    for file, names in (("metrics.jsonl", INHERITED), ("validation.jsonl", ["validation/loss"])):
+        rows = [json.loads(line) for line in (run_dir / file).read_text().splitlines()]
+        rows = [row | dict.fromkeys(names, row["step"] / 8) for row in rows]
+        (run_dir / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = run_dir / "episodes" / "000001.jsonl"
+    episodes = [json.loads(line) for line in records.read_text().splitlines()]
+    for episode, name in zip(episodes, itertools.cycle(INHERITED), strict=False):
+        episode |= {"id": name, "question_type": name, "finish": name, "split": name}
+        episode |= {"scores": {name: 0.5}, "groups": {name: [name]}}
+        for credit in (episode.get("reward") or {}).get("credits", []):
+            credit |= {"name": name, "term": name}
+        for made in [made for turn in episode.get("turns", []) for made in turn["calls"]]:
+            made["outcome"] = name
+    records.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+    return run_dir
 
 
 def evaluated(copy: Path) -> Path:
@@ -72,7 +95,7 @@ def with_text(page: Path, text: str) -> str:
     return f"#episode-{next(number for number, record in enumerate(records) if text in record)}"
 
 
-@pytest.mark.parametrize("name", ["one", "two", "single", "evaluation", "question"])
+@pytest.mark.parametrize("name", ["one", "two", "single", "evaluation", "question", "names"])
 @pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_opens_without_a_word_on_the_console_and_is_no_wider_than_the_screen(name, size_px, dark, tab, pages):
@@ -90,6 +113,19 @@ def test_hostile_texts_are_shown_and_none_of_them_becomes_an_element(tab, pages)
     assert tab.run("[document.images.length, document.scripts.length]") == [0, 3]
     assert tab.run("document.querySelector('.said-text img, .said-text script')") is None
     assert tab.told == []
+
+
+def test_a_name_that_every_object_inherits_is_a_name_like_any_other(tab, pages):
+    opened(tab, pages["names"])
+    titles = tab.run("[...document.querySelectorAll('.chart')].map(chart => chart.ariaLabel)")
+    assert set(INHERITED) < set(titles)
+    for place in range(len(INHERITED)):
+        opened(tab, pages["names"], f"#episode-{place}")
+        shown = tab.run("document.querySelector('.episode').textContent")
+        assert f"Ended{INHERITED[place]}" in shown and f"By {INHERITED[place]}" in shown
+        assert tab.run("document.querySelector('.bar .id').textContent").split(" · ")[1] == INHERITED[place]
+    options = "[...document.querySelectorAll('.filters option')].map(option => option.textContent)"
+    assert set(INHERITED) < set(tab.run(options)) and tab.told == []
 
 
 def test_filters_leave_what_they_say_and_can_be_cleared(tab, pages):
