@@ -28,6 +28,7 @@ from paravt_jax.data.rows import (
     object_of,
     own_id,
     read_rows,
+    reader,
     unique_id,
 )
 from paravt_jax.rewards.terms import check_ground_truth
@@ -69,13 +70,14 @@ def load_prompts(
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
     loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
-    ids: set[str] = set()
+    ids: dict[str, int] = {}
     prompts = tuple(
         replace(prompt, id=unique_id(prompt.id, ids), subtitles=_all_subtitles(prompt, find)) for prompt in loaded
     )
     return PromptSet(prompts, bad)
 
 
+@reader
 def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     """The prompt of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")

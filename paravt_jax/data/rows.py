@@ -8,8 +8,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
+Given = ParamSpec("Given")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
 FILE_URI = "file://"
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
@@ -27,6 +29,9 @@ HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
 # frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
 MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
 MAX_MESSAGES = 4096  # of a dialogue
+MAX_NAME_BYTES = 255  # of one part of a path, on every common file system
+MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for an ending
+SHOWN_CHARS = 60  # of a value that is refused
 MAX_FRAMES = 4096  # of all that is shown; a picture, or a video that does not say how many, counts as one
 
 
@@ -34,6 +39,19 @@ class BadRow(ValueError):
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason = reason
+
+
+def reader(read: Callable[Given, Read]) -> Callable[Given, Read]:
+    """Of rows. What is just shallow enough to be parsed may be too deep to be shown or written: that is a BadRow."""
+
+    @wraps(read)
+    def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Read:
+        try:
+            return read(*args, **kwargs)
+        except RecursionError:
+            raise BadRow("wrong schema", "the row is nested too deep") from None
+
+    return guarded
 
 
 def read_rows(
@@ -167,7 +185,21 @@ def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[
     """
     root = root_of(source, video_root)
     inside = _whole(root.resolve()) if video_root and not allow_outside else None
-    return lambda name: found_file(name, root, inside)
+
+    @cache  # thousands of rows name the same few hundred videos
+    def looked_for(name: str) -> str | BadRow:
+        try:
+            return found_file(name, root, inside)
+        except BadRow as problem:
+            return problem
+
+    def find(name: str) -> str:
+        found = looked_for(name)
+        if isinstance(found, BadRow):
+            raise BadRow(found.reason, str(found))
+        return found
+
+    return find
 
 
 def _whole(root: Path) -> Path:
@@ -181,9 +213,9 @@ def found_file(name: str, root: Path, inside: Path | None = None) -> str:
 
     A file that does not really lie `inside` is refused.
     """
-    path = encodable(name, "a path").removeprefix(FILE_URI)
+    path = possible_path(name).removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
-        if not _is_file(candidate):
+        if not is_file(candidate):
             continue
         if inside is not None and not candidate.resolve().is_relative_to(inside):
             raise BadRow(
@@ -194,7 +226,19 @@ def found_file(name: str, root: Path, inside: Path | None = None) -> str:
     raise BadRow("missing file", str(root / path))
 
 
-def _is_file(path: Path) -> bool:
+def possible_path(name: str) -> str:
+    """The path, if a file can have it."""
+    parts = encodable(name, "a path").split("/")
+    if (
+        "\0" in name
+        or len(name.encode()) > MAX_PATH_BYTES
+        or max(len(part.encode()) for part in parts) > MAX_NAME_BYTES
+    ):
+        raise BadRow("impossible path", f"no file can be called {name[:SHOWN_CHARS]!r}…, of {len(name)} characters")
+    return name
+
+
+def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):  # a name that no file can have, or a directory that is not ours
@@ -206,11 +250,15 @@ def own_id(row: dict[str, Any]) -> str | None:
     return next((str(row[name]) for name in OWN_IDS if isinstance(row.get(name), str | int) and row[name] != ""), None)
 
 
-def unique_id(name: str, taken: set[str]) -> str:
-    """The name, with a number where it is taken already; it is taken from then on."""
-    unique, number = name, 1
+def unique_id(name: str, taken: dict[str, int]) -> str:
+    """The name, with a number where it is taken already; it is taken from then on.
+
+    `taken` has the last number that was tried for each name: counting from 1 again would be quadratic in equal names.
+    """
+    unique, number = name, taken.get(name, 1)
     while unique in taken:
         number += 1
         unique = f"{name}-{number}"
-    taken.add(unique)
+    taken[name] = number
+    taken.setdefault(unique, 1)
     return unique

@@ -30,6 +30,7 @@ from paravt_jax.data.rows import (
     object_of,
     own_id,
     read_rows,
+    reader,
     unique_id,
 )
 
@@ -103,10 +104,11 @@ def load_traces(
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
     traces, bad = read_rows(source, COLUMNS, lambda row: read_trace(row, find), max_bad_frac)
-    ids: set[str] = set()
+    ids: dict[str, int] = {}
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 
 
+@reader
 def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
     """The trace of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
     row = object_of(row, "the row")

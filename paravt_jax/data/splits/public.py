@@ -10,17 +10,16 @@ to answer. DIFFERS from lmms-eval and from the release, each of which has words 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, get_args, get_origin
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
-from paravt_jax.data.rows import BadRow, check_text, encodable
+from paravt_jax.data.rows import SHOWN_CHARS, BadRow, check_text, encodable, object_of, reader
 from paravt_jax.rewards.terms import check_ground_truth
 
 LETTERS = "ABCDEFGHIJ"
-SHOWN_CHARS = 60  # of a value that is none
 LETTERED = re.compile(r"^\s*\(?([A-J])[.):]\s*(\S.*?)\s*$")
 ASK_LETTER = "Answer with the letter of the option."
 ASK_WORDS = "Answer in a few words."
@@ -57,14 +56,16 @@ class PublicSplit:
     mean_over: str = ""  # the headline is the mean over these groups; empty: over samples
     thresholds: tuple[float, ...] = ()  # of a score, whose share above each is reported: R@1 of temporal grounding
 
+    @reader
     def checked(self, row: Any) -> Sample:
-        """The sample of a row whose columns hold what they should."""
-        if not isinstance(row, dict):
-            raise BadRow("wrong schema", f"a row is {type(row).__name__}, expected an object")
+        """The sample of a row whose columns hold what they should; one of a JSON file comes as its text."""
+        row = object_of(row, "a row")
         for name, kind in self.columns.items():
             if not holds(row.get(name), kind):
                 found = repr(row[name])[:SHOWN_CHARS] if name in row else "not there"
                 raise BadRow("wrong schema", f"{name} is {found}, expected {kind if get_args(kind) else kind.__name__}")
+            for text in _texts(row[name]):
+                check_text(encodable(text, name), name)
         return self.sample(row)
 
 
@@ -76,6 +77,15 @@ def holds(value: Any, kind: Any) -> bool:
         return False
     parts = value.values() if isinstance(value, dict) else value
     return not inside or all(holds(part, inside[-1]) for part in parts)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All that stand in the value of a column, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def choice(

@@ -5,9 +5,9 @@ makes its samples missing; only where none is there at all, nothing is begun.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -15,12 +15,13 @@ from typing import Any
 
 from paravt_jax.data.hub import HubName, downloaded_files, hub_name
 from paravt_jax.data.prompts import Prompt, load_prompts
-from paravt_jax.data.rows import BadRow, file_finder, kept_rows, rows_of, unique_id
+from paravt_jax.data.rows import BadRow, file_finder, from_json, is_file, kept_rows, rows_of, unique_id
 from paravt_jax.data.splits.public import PublicSplit, Sample
 
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
 SUFFIXES = (".mp4", ".MP4", ".mkv", ".webm")
 MAX_JSON_BYTES = 2**30
+JSON_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|$)|[][{},]', re.DOTALL)  # a string, or what parts rows
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ def load_samples(
     files = _row_files(split, source)
     root = Path(video_root or _copy_of(split, files[0])).absolute()
     rows = (placed for file in files for placed in _rows(split, file))
-    read, bad = kept_rows(rows, split.checked, max_bad_frac, source or split.repo)
     find = _finder(split, root, allow_outside)
-    taken: set[str] = set()
-    samples = tuple(_found(split, sample, unique_id(sample.prompt.id, taken), find) for sample in read)
+    read, bad = kept_rows(rows, lambda row: _found(split, split.checked(row), find), max_bad_frac, source or split.repo)
+    taken: dict[str, int] = {}
+    samples = tuple(
+        replace(sample, prompt=replace(sample.prompt, id=unique_id(sample.prompt.id, taken))) for sample in read
+    )
     _check_videos(split, samples, root)
     revision = SNAPSHOT.search(str(files[0].absolute()))
     return SampleSet(samples, bad, {file.name: _sha256(file) for file in files}, revision and revision[1], split)
@@ -87,16 +90,34 @@ def _rows(split: PublicSplit, file: Path) -> Iterator[tuple[str, Any]]:
         return
     if file.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{file} has more than {MAX_JSON_BYTES} bytes")
-    try:
-        rows = json.loads(file.read_bytes())
-    except ValueError as problem:
-        raise ValueError(f"{file} is no JSON: {problem}") from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{file} is {type(rows).__name__}, expected a list of rows")
-    missing = [name for name in split.columns if rows and isinstance(rows[0], dict) and name not in rows[0]]
-    if missing:
-        raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(map(str, rows[0]))}")
+    rows = _parts_of_list(file)
+    with suppress(BadRow):  # a first row that cannot be read is a bad row among others
+        first = from_json(rows[0], "the first row") if rows else None
+        missing = [name for name in split.columns if isinstance(first, dict) and name not in first]
+        if missing:
+            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(map(str, first))}")
     yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows))
+
+
+def _parts_of_list(file: Path) -> list[str]:
+    """The rows of a JSON list, each still as its text, so that one nested too deep to be parsed is one bad row."""
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{file} is no JSON: {problem}") from None
+    rows, depth, start = [], 0, 0
+    for token in JSON_TOKEN.finditer(text):
+        sign = token[0][0]
+        if depth == 0 and (sign != "[" or rows or text[: token.start()].strip()):
+            raise ValueError(f"{file} must be a list of rows: [{{…}}, {{…}}]")
+        depth += (sign in "[{") - (sign in "]}")
+        if (sign == "," and depth == 1) or (sign == "]" and depth == 0):
+            rows.append(text[start : token.start()])
+        if depth <= 1 and sign in "[,]":
+            start = token.end()
+    if depth or not rows or text[start:].strip():
+        raise ValueError(f"{file} is no JSON: the list of its rows has no end")
+    return rows if len(rows) > 1 or rows[0].strip() else []
 
 
 def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[str], str]:
@@ -110,7 +131,7 @@ def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[st
                 return find(place)
             except BadRow as problem:
                 if problem.reason != "missing file":
-                    raise ValueError(str(problem)) from None
+                    raise
         return str(root / name)
 
     return found
@@ -118,21 +139,23 @@ def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[st
 
 def _places(split: PublicSplit, path: PurePosixPath) -> Iterator[str]:
     """People unpack archives where they lie, or into one folder, and a few files have another ending."""
+    if not path.name:
+        raise BadRow("impossible path", "that of a video is empty")
     folders = dict.fromkeys([path.parent, *map(PurePosixPath, split.folders), PurePosixPath(".")])
     for folder in folders:
         for suffix in SUFFIXES if path.suffix in SUFFIXES else (path.suffix,):
             yield str(folder / path.with_suffix(suffix).name)
 
 
-def _found(split: PublicSplit, sample: Sample, name: str, find: Callable[[str], str]) -> Sample:
+def _found(split: PublicSplit, sample: Sample, find: Callable[[str], str]) -> Sample:
     videos = tuple(map(find, sample.prompt.videos))
     subtitles = tuple(find(path) if path and split.with_subtitles else "" for path in sample.prompt.subtitles)
-    subtitles = tuple(path if Path(path).is_file() else "" for path in subtitles)
-    return replace(sample, prompt=replace(sample.prompt, id=name, videos=videos, subtitles=subtitles))
+    subtitles = tuple(path if path and is_file(Path(path)) else "" for path in subtitles)
+    return replace(sample, prompt=replace(sample.prompt, videos=videos, subtitles=subtitles))
 
 
 def _check_videos(split: PublicSplit, samples: tuple[Sample, ...], root: Path) -> None:
-    if not any(Path(video).is_file() for sample in samples for video in sample.prompt.videos):
+    if not any(is_file(Path(video)) for sample in samples for video in sample.prompt.videos):
         raise ValueError(
             f"{root} has not one video of data.split={split.name}, such as {samples[0].prompt.videos[0]}; unpack the "
             f"archives of {split.repo} there, or set data.video_root to where they are unpacked"

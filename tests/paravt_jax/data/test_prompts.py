@@ -1,7 +1,10 @@
 """Published rows become prompts; what cannot be used is counted with its reason and never lost in silence."""
 
+import contextlib
 import json
 import logging
+import os
+from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from paravt_jax.data.prompts import load_prompts
+from paravt_jax.data.rows import unique_id
 
 
 def row(answer="B", question_type="mcq", *, video="a.mp4", question="<video>\nWhich one?", **other) -> dict:
@@ -184,7 +188,8 @@ def test_a_rows_own_id_is_kept_and_made_unique(here):
 
 
 BAD_ROWS = {
-    "missing file": [row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", "x" * 5000, ".", "a.mp4\0")],
+    "missing file": [row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".")],
+    "impossible path": [row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
     "no video": [row(videos=[]), row(videos=None)],
     "more <video> than videos": [row(question="<video><video> Which?")],
     "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
@@ -273,3 +278,45 @@ def test_a_file_that_holds_no_prompts_is_refused_in_one_sentence(here):
         with pytest.raises(ValueError, match=problem) as raised:
             load(here / name, max_bad_frac=1.0)
         assert str(here / name) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_equal_ids_are_told_apart_in_a_number_of_looks_that_grows_with_the_rows():
+    class Counting(dict):
+        num_looks = 0
+
+        def __contains__(self, name):
+            self.num_looks += 1
+            return super().__contains__(name)
+
+    taken = Counting()
+    names = [unique_id("a", taken) for _ in range(500)] + [unique_id("a-3", taken), unique_id("b", taken)]
+    assert names[:3] == ["a", "a-2", "a-3"] and names[-2:] == ["a-3-2", "b"] and len(set(names)) == 502
+    assert taken.num_looks < 3 * 502
+
+
+@pytest.mark.parametrize("name_of_row", ["a.mp4", "gone.mp4"])
+def test_a_file_is_looked_for_once_however_many_rows_name_it(here, monkeypatch, name_of_row):
+    lines = write_lines(here / "rl.jsonl", [row(question=f"Which of {n}?", video=name_of_row) for n in range(50)])
+    looked: Counter[str] = Counter()
+    stat = os.stat
+
+    def counted(path, **how):
+        looked[str(path)] += 1
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", counted)
+    with contextlib.suppress(ValueError):  # where no row has its video
+        load(lines, max_bad_frac=1.0)
+    assert {name: count for name, count in looked.items() if "rl" not in name and count > 2} == {}
+    assert sum(looked.values()) < 20
+
+
+@pytest.mark.parametrize("key", ["prompt", "videos", "extra_info", "id"])
+@pytest.mark.parametrize("depth", [500, 980, 100_000])
+def test_a_row_that_is_nested_too_deep_is_a_bad_row(here, key, depth):
+    deep = json.dumps(row("A", **{key: "HERE"})).replace('"HERE"', "[" * depth + "]" * depth)
+    answers = json.dumps(row(extra_info={"answer": "HERE", "question_type": "mcq"}))
+    answers = answers.replace('"HERE"', "[" * depth + "]" * depth)
+    found = load(write_lines(here / "rl.jsonl", [row("A"), deep, answers]), max_bad_frac=0.7)
+    assert len(found.prompts) + sum(found.bad.values()) == 3 and found.prompts[0].answer == "A"
+    assert sum(found.bad.values()) >= (1 if key == "id" and depth < 1000 else 2)

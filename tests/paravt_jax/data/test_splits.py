@@ -141,6 +141,65 @@ def test_the_published_counts_are_known():
     }
 
 
+PATH_COLUMNS = {"videomme": "videoID", "videomme_subtitles": "videoID", "mlvu": "video_name", "mmvu": "video"}
+PATH_COLUMNS |= {"longvideobench": "video_path", "lvbench": "video_path", "charades": "video"}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("../../outside", "file outside of data.video_root"),
+        ("x" * 5000, "impossible path"),
+        ("a/" * 3000, "impossible path"),
+        ("a\0b", "impossible path"),
+    ],
+)
+def test_a_row_whose_path_is_hostile_is_a_bad_row_and_the_others_are_read(name, path, reason, tmp_path):
+    root = make_copy(name, tmp_path / "a" / "b")
+    for outside in (tmp_path, tmp_path / "a"):
+        (outside / "outside.mp4").touch()
+        (outside / "outside").touch()
+    write_rows(name, root, [ROWS[name](0), ROWS[name](1, **{PATH_COLUMNS[name]: path})])
+    found = load_samples(SPLITS[name], str(root), video_root="", max_bad_frac=0.5)
+    assert len(found.samples) == 1 and found.bad == {reason: 1}
+
+
+def test_a_row_of_a_json_split_that_is_nested_too_deep_or_no_text_is_a_bad_row(tmp_path):
+    root = make_copy("mmvu", tmp_path)
+    rows = [json.dumps(mmvu_row(0)), json.dumps(mmvu_row(2))]
+    deep = [DEEP, rows[0].replace('"Which algorithm?"', DEEP), f'{{"id": {DEEP[:980]}{DEEP[-980:]}}}']
+    no_text = [json.dumps(mmvu_row(0, **{column: "\ud800"})) for column in ("id", "question", "video", "answer")]
+    no_text.append(json.dumps(mmvu_row(0, choices={"A": "\ud800", "B": "b"})))
+    with_brackets = json.dumps(mmvu_row(2, question='Is "]},{[" or \\ said?'))
+    (root / FILES["mmvu"][0]).write_text(f"[{', '.join([rows[0], *deep, *no_text, rows[1], with_brackets])}]\n")
+    found = load_samples(SPLITS["mmvu"], str(root), video_root="", max_bad_frac=0.9)
+    assert found.bad == {"wrong schema": len(deep) + len(no_text)}
+    assert [sample.prompt.question.split("\n")[0] for sample in found.samples] == [
+        "Which algorithm?",
+        "Which algorithm?",
+        'Is "]},{[" or \\ said?',
+    ]
+
+
+@pytest.mark.parametrize("content", ["[1, 2", "{}", "[1] 2", '["a', "", "[1}", "\ud800"])
+def test_a_json_file_that_is_no_list_is_refused_whole(content, tmp_path):
+    root = make_copy("mmvu", tmp_path)
+    (root / FILES["mmvu"][0]).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ValueError, match=r"validation\.json (is no JSON|must be a list of rows)"):
+        load("mmvu", root)
+
+
+def test_a_text_of_a_public_row_is_bounded_wherever_it_stands(tmp_path):
+    root = make_copy("videomme", tmp_path)
+    long = "w" * 200_000
+    rows = [videomme_row(0), videomme_row(1, options=["A. One.", f"B. {long}"]), videomme_row(2, domain=long)]
+    write_rows("videomme", root, rows)
+    found = load_samples(SPLITS["videomme"], str(root), video_root="", max_bad_frac=0.9)
+    assert len(found.samples) == 1 and found.bad == {"text too long": 2}
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_column_that_is_not_there_is_named(name, tmp_path):
     root = make_copy(name, tmp_path)
@@ -214,7 +273,7 @@ def test_another_layout_or_another_name_is_one_sentence(tmp_path):
     ):
         load("videomme", make_copy("videomme", tmp_path) / FILES["videomme"][0])
     (tmp_path / "validation.json").write_text(json.dumps({"rows": [mmvu_row(0)]}))
-    with pytest.raises(ValueError, match=r"validation\.json is dict, expected a list of rows"):
+    with pytest.raises(ValueError, match=r"validation\.json must be a list of rows"):
         load("mmvu", tmp_path)
 
 

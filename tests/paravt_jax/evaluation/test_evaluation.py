@@ -153,6 +153,17 @@ def test_rows_that_cannot_be_used_keep_a_headline_back(evaluator, tmp_path, comp
     assert cell["refused"] == "2 of 3 samples: 1 missing (row: answer outside of the options)"
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"), [("../../outside.mp4", "file outside of data.video_root"), ("x" * 5000, "impossible path")]
+)
+def test_a_hostile_row_is_counted_by_its_reason_and_the_others_are_played(path, reason, evaluator, tmp_path, complete):
+    (tmp_path / "outside.mp4").touch()
+    root = make_copy("longvideobench", tmp_path / "copy")
+    write_rows("longvideobench", root, [*map(longvideobench_row, range(2)), longvideobench_row(2, video_path=path)])
+    (cell,) = evaluator("A").run(config_of("longvideobench", root, "data.max_bad_frac=0.5"))
+    assert cell["refused"] == f"2 of 3 samples: 1 missing (row: {reason})"
+
+
 def test_a_dead_engine_ends_it_and_the_next_start_goes_on(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=1")
 
