@@ -15,7 +15,7 @@ from typing import Any
 
 from paravt_jax.data.hub import HubName, downloaded_files, hub_name
 from paravt_jax.data.prompts import Prompt, load_prompts
-from paravt_jax.data.rows import BadRow, file_finder, from_json, is_file, kept_rows, rows_of, unique_id
+from paravt_jax.data.rows import BadRow, file_finder, is_file, kept_rows, object_of, rows_of, unique_id
 from paravt_jax.data.splits.public import PublicSplit, Sample
 
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
@@ -91,11 +91,11 @@ def _rows(split: PublicSplit, file: Path) -> Iterator[tuple[str, Any]]:
     if file.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{file} has more than {MAX_JSON_BYTES} bytes")
     rows = _parts_of_list(file)
-    with suppress(BadRow):  # a first row that cannot be read is a bad row among others
-        first = from_json(rows[0], "the first row") if rows else None
-        missing = [name for name in split.columns if isinstance(first, dict) and name not in first]
+    with suppress(BadRow, IndexError):  # a first row that cannot be read is a bad row among others
+        first = object_of(rows[0], "the first row")
+        missing = [name for name in split.columns if name not in first]
         if missing:
-            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(map(str, first))}")
+            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(first)}")
     yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows))
 
 
