@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from paravt_jax.run.log import whole_file
 from rollout.episode import Dispatch
+from rollout.output_file import OutputFile
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 
@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dispatch", choices=get_args(Dispatch), help="(default: as the model was trained)")
     parser.add_argument("--interactive", action="store_true", help="ask on, a line at a time, about the same videos")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page of the last question")
+    parser.add_argument("--force", action="store_true", help="replace FILE also if this command did not write it")
     parser.add_argument("--json", action="store_true", help="print answer, windows, reports and times as JSON")
     add_debug_flag(parser)
     return parser
@@ -42,7 +43,9 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary
 
-    answer = None
+    answer, page = None, None
+    if args.html is not None:
+        page = OutputFile(args.html, "ask --html", inputs=[*videos, args.model], force=args.force)
     async with opened(args.model, args.url, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
             question = question if question is not None else await asyncio.to_thread(_next_question)
@@ -55,10 +58,8 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             question = None
             if not args.interactive:
                 break
-        if args.html is not None and answer is not None:
-            page = page_of(answer, answerer, args.model)
-            with whole_file(args.html) as file:
-                file.write(page)
+        if page is not None and answer is not None:
+            page.write(page_of(answer, answerer, args.model))
             print(args.html, file=sys.stderr)
 
 

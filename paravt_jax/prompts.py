@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from rollout.output_file import OutputFile
 from rollout.prompts import placeholder_problem
 
 SYSTEMS = {  # --mode: the constant
@@ -227,16 +228,18 @@ def main() -> None:
     release.add_argument("file", type=Path, metavar="FILE", help=f"{HOME} of the release, or {BESIDE} beside it")
     release.add_argument("--mode", choices=SYSTEMS, default="agentic_general", help="which of its prompts")
     release.add_argument("--dst", type=Path, metavar="OUT.yaml", help="where to write; by default it is printed")
+    release.add_argument("--force", action="store_true", help="replace OUT.yaml also if this command did not write it")
     for one in (parser, release):
         add_debug_flag(one)
     args = parser.parse_args()
+    written = args.dst and OutputFile(
+        args.dst, f"prompts import-release --mode {args.mode}", inputs=[args.file], force=args.force
+    )
     text = to_yaml(import_release(args.file, args.mode), f"{args.mode} of {HOME}, for rollout.prompts_file")
-    if args.dst is None:
+    if written is None:
         print(text, end="")
         return
-    if args.dst.exists() and args.dst.read_text() != text:
-        raise ValueError(f"--dst {args.dst} is there already and says something else; remove it, or give another name")
-    args.dst.write_text(text)
+    written.write(text)
     print(f"{args.dst}: use it with rollout.prompts_file={args.dst}")
 
 

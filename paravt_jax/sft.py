@@ -7,7 +7,7 @@ import asyncio
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, plan_picture, read_config
 from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
 
@@ -38,7 +38,7 @@ def main() -> None:
     if args.plan:
         from paravt_jax.plan.tables import imitation_plan_of
 
-        print(imitation_plan_of(config, args.device, png=args.png))
+        print(imitation_plan_of(config, args.device, png=plan_picture(args, config)))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

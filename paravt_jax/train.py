@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, plan_picture, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
@@ -63,7 +63,7 @@ def main() -> None:
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
-        print(plan_of(config, args.device, service=args.service, png=args.png))
+        print(plan_of(config, args.device, service=args.service, png=plan_picture(args, config)))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

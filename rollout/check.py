@@ -30,6 +30,7 @@ from rollout.engine.protocol import Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.ledger import Ledger
+from rollout.output_file import OutputFile
 from rollout.picture import Picture
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
@@ -338,8 +339,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[*BOUNDS], default="float32", help="of the learner, as on the servers")
     parser.add_argument("--episodes", type=int, default=12, help="played on each server")
     parser.add_argument("--json", metavar="OUT", help="also write the result to this file")
+    parser.add_argument("--force", action="store_true", help="replace OUT also if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
+    read = [args.model, args.tokenizer or ""]
+    result = args.json and OutputFile(args.json, "check --json", inputs=read, force=args.force)
     model = Path(args.model)
     in_checkpoint = model / "hf"  # a converted checkpoint keeps these files there
     chat = Chat.from_hf(args.tokenizer or (in_checkpoint if in_checkpoint.is_dir() else model))
@@ -352,8 +356,8 @@ def main() -> None:
     finally:
         scorer.close()
     print(table(parities))
-    if args.json:
-        Path(args.json).write_text(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
+    if result:
+        result.write(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
     problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
     if problems:
         raise RuntimeError("the servers and the learner disagree: " + "; ".join(problems))

@@ -9,12 +9,12 @@ import datetime
 import importlib
 import json
 import sys
-from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 from model_port.progress import Meter
 from paravt_jax.bench import machine
+from rollout.output_file import OutputFile
 
 BENCHES = {
     "chaos": "the smoke run on two real SGLang servers while everything around it fails",
@@ -40,11 +40,11 @@ def main() -> None:
         if name in sys.argv[1:2]:  # the others, and what they import, stay unloaded
             importlib.import_module(f"paravt_jax.bench.{name}").add_arguments(subparser)
         subparser.add_argument("--json", metavar="OUT", help="also write everything measured to this file")
+        subparser.add_argument("--force", action="store_true", help="replace OUT also if this bench did not write it")
         add_debug_flag(subparser)
     args = parser.parse_args()
-    out = None if args.json is None else Path(args.json)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ValueError(f"--json {out}: {out.absolute().parent} is not a directory")
+    read = [getattr(args, name, None) or "" for name in ("model", "config")]
+    out = args.json and OutputFile(args.json, f"bench {args.bench}", inputs=read, force=args.force)
     exit_on_sigterm()
     bench = importlib.import_module(f"paravt_jax.bench.{args.bench}")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -52,7 +52,7 @@ def main() -> None:
         result = bench.run(args)
     print(bench.table(result))
     if out is not None:
-        out.write_text(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
+        out.write(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
     if violations := result.get("violations"):
         raise RuntimeError(f"{len(violations)} violations, see above; the first: {violations[0]}")
 

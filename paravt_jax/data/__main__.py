@@ -21,14 +21,16 @@ def main() -> None:
     _inspect_arguments(by_name["inspect"])
     _split_arguments(by_name["split"])
     _parallelize_arguments(by_name["parallelize"])
-    for command in by_name.values():
+    for name, command in by_name.items():
+        if name != "split":
+            command.add_argument("--force", action="store_true", help="replace files also if this did not write them")
         add_debug_flag(command)
     args = parser.parse_args()
     exit_on_sigterm()
     if args.command == "materialize":
         from paravt_jax.data import materialize
 
-        warning = materialize.run(args.root, args.parquet_dir, args.output_dir, args.report, args.num_workers)
+        warning = materialize.run(args)
         if warning and args.strict:
             raise ValueError(f"--strict: {warning}")
         if warning:
@@ -37,7 +39,7 @@ def main() -> None:
     elif args.command == "inspect":
         from paravt_jax.data import inspect
 
-        inspect.run(args.path, args.tokenizer, args.png, args.video_root, args.json)
+        inspect.run(args)
     elif args.command == "split":
         from paravt_jax.data import split
 

@@ -23,6 +23,7 @@ from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BadRow, file_finder, rows_of
+from rollout.output_file import OutputFile
 from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
 
@@ -377,16 +378,22 @@ def plot(findings: Findings, path: Path) -> None:
             side.yaxis.set_major_formatter("{x:,.0f}")
             side.grid(axis="x", visible=False)
         figure.suptitle(f"{Path(findings.path).name}: {findings.num_rows:,} {findings.kind} rows", x=0.01, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
 
 
-def run(path: str, tokenizer: str, png: str | None, video_root: str, json_file: str | None) -> None:
+def run(args: Any) -> None:
     """The command."""
-    findings = inspect(path, video_root=video_root, tokenizer=tokenizer)
+    inputs = [*row_files(local_source(args.path)), args.tokenizer]
+    written = {
+        flag: OutputFile(path, f"data inspect {flag}", inputs=inputs, force=args.force)
+        for flag, path in (("--json", args.json), ("--png", args.png))
+        if path
+    }
+    findings = inspect(args.path, video_root=args.video_root, tokenizer=args.tokenizer)
     print(text(findings))
-    if json_file:
-        Path(json_file).write_text(json.dumps(findings.to_record(), indent=2) + "\n")
-    if png:
-        plot(findings, Path(png))
-        print(f"\n{png}")
+    if "--json" in written:
+        written["--json"].write(json.dumps(findings.to_record(), indent=2) + "\n")
+    if "--png" in written:
+        with written["--png"].partial() as partial:
+            plot(findings, partial)
+        print(f"\n{args.png}")

@@ -6,7 +6,6 @@ JSON. A path that is absolute already, or of another kind, is left alone and onl
 follows file:// is the path as it stands, not quoted.
 """
 
-import filecmp
 import json
 import posixpath
 import re
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import FILE_URI, BadRow, found_file, from_json
+from rollout.output_file import OutputFile
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
 OTHER = "other"
@@ -224,11 +224,12 @@ def _is_encodable(text: str) -> bool:
 
 
 def materialize(
-    root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8
+    root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8, *, force: bool = False
 ) -> MaterializeReport:
     """Writes every parquet file of `parquet_dir`, its paths joined to `root`, under its name in `output_dir`.
 
     Files appear whole, and one whose content would not change is not touched. `num_workers` threads look for files.
+    `force` also replaces files that were not made of the same source before.
     """
     root, parquet_dir, output_dir = (_absolute(path) for path in (root, parquet_dir, output_dir))
     for name, path in (("--root", root), ("--parquet-dir", parquet_dir)):
@@ -243,15 +244,25 @@ def materialize(
     sources = [path for path in row_files(parquet_dir) if output_dir not in path.parents]
     if not sources:
         raise ValueError(f"--parquet-dir {parquet_dir} has no *.parquet files")
+    outputs = {
+        source: OutputFile(
+            output_dir / source.relative_to(parquet_dir),
+            f"data materialize of {source}",
+            inputs=[*sources, root],
+            force=force,
+        )
+        for source in sources
+    }
     num_rows = sum(map(_num_rows, sources))
     report = MaterializeReport(root, {}, {})
     with (
         ThreadPoolExecutor(num_workers) as pool,
         Meter("materializing", num_rows, "row") as meter,
     ):
-        for source in sources:
+        for source, output in outputs.items():
             name = source.relative_to(parquet_dir).as_posix()
-            report.files[name], report.written[name] = _materialize_file(source, output_dir / name, root, pool, meter)
+            report.files[name] = _materialize_file(source, output, root, pool, meter)
+            report.written[name] = output.changed
     return report
 
 
@@ -273,20 +284,17 @@ def _unreadable(source: Path, problem: Exception) -> ValueError:
 
 
 def _materialize_file(
-    source: Path, dst: Path, root: Path, pool: ThreadPoolExecutor, meter: Meter
-) -> tuple[FileReport, bool]:
+    source: Path, output: OutputFile, root: Path, pool: ThreadPoolExecutor, meter: Meter
+) -> FileReport:
     report = FileReport()
-
-    def write(partial: Path) -> None:
-        with pq.ParquetFile(source) as table:
-            codec = table.metadata.row_group(0).column(0).compression if table.metadata.num_row_groups else "SNAPPY"
-            codec = "NONE" if codec == "UNCOMPRESSED" else codec
-            with pq.ParquetWriter(partial, table.schema_arrow, compression=codec) as writer:
-                for batch in _batches(source, table):
-                    writer.write_batch(_materialized(batch, root, report, pool))
-                    meter.update(batch.num_rows)
-
-    return report, write_if_changed(dst, write)
+    with output.partial() as partial, pq.ParquetFile(source) as table:
+        codec = table.metadata.row_group(0).column(0).compression if table.metadata.num_row_groups else "SNAPPY"
+        codec = "NONE" if codec == "UNCOMPRESSED" else codec
+        with pq.ParquetWriter(partial, table.schema_arrow, compression=codec) as writer:
+            for batch in _batches(source, table):
+                writer.write_batch(_materialized(batch, root, report, pool))
+                meter.update(batch.num_rows)
+    return report
 
 
 def _batches(source: Path, table: pq.ParquetFile) -> Iterable[pa.RecordBatch]:
@@ -348,25 +356,13 @@ def _exists(path: str, root: Path) -> bool:
     return False
 
 
-def write_if_changed(path: Path, write: Callable[[Path], object]) -> bool:
-    """Whether the file was written: it appears whole, by a rename, and is not touched where it would be the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        if path.is_file() and filecmp.cmp(partial, path, shallow=False):
-            return False
-        partial.replace(path)
-        return True
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def run(root: str, parquet_dir: str, output_dir: str, report_file: str | None, num_workers: int) -> str | None:
+def run(args: Any) -> str | None:
     """The command: prints the table, and returns what is to be warned of."""
-    report = materialize(root, parquet_dir, output_dir, num_workers)
-    path = Path(report_file) if report_file else Path(output_dir) / REPORT_FILE
-    write_if_changed(path, lambda partial: partial.write_text(report.to_json()))
+    path = Path(args.report) if args.report else Path(args.output_dir) / REPORT_FILE
+    inputs = [*row_files(Path(args.parquet_dir)), args.root]
+    written = OutputFile(path, "data materialize --report", inputs=inputs, force=args.force)
+    report = materialize(args.root, args.parquet_dir, args.output_dir, args.num_workers, force=args.force)
+    written.write(report.to_json())
     print(report.table())
     total = report.total
     problems = [f"{total.num_missing} files are missing"] if total.num_missing else []

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 
 from model_port.progress import Meter
 from paravt_jax.data.hub import local_source, row_files
-from paravt_jax.data.materialize import respelled, write_if_changed
+from paravt_jax.data.materialize import respelled
 from paravt_jax.data.merging import heard, make_plan, merged, shows_frames, text_of, tool_turns, with_text
 from paravt_jax.data.rows import BadRow, file_finder, from_json, object_of, rows_of
 from paravt_jax.data.summaries import Answer, Column, NoSummary, Nothing, Summaries, Summarizer, SummarizerSettings
 from paravt_jax.data.traces import COLUMNS, read_trace, said_in
+from rollout.output_file import OutputFile
 from rollout.tools import BadCall, find_calls, window_of
 
 BATCH_ROWS = 256
@@ -231,6 +232,7 @@ def parallelize(
     engine: Callable[[str], SummarizerSettings] | None = None,
     video_root: str = "",
     max_parallel: int = 5,
+    force: bool = False,
 ) -> ParallelizeReport:
     """`summaries` is column:NAME, engine:URL, for which `engine` gives the settings, or nothing."""
     source, dst = local_source(src), Path(dst)
@@ -240,6 +242,7 @@ def parallelize(
         raise ValueError(f"--dst {dst} must end with .parquet or .jsonl")
     if source.resolve() in (dst.resolve(), *dst.resolve().parents):
         raise ValueError(f"--dst {dst} would change --src {src}; choose another place")
+    output = OutputFile(dst, f"data parallelize of {source.absolute()}", inputs=row_files(source), force=force)
     kind, _, name = summaries.partition(":")
     if summaries and (kind not in ("column", "engine") or not name):
         raise ValueError(f"--summaries {summaries} must be column:NAME or engine:URL")
@@ -262,7 +265,8 @@ def parallelize(
             meter = stack.enter_context(Meter("parallelizing", total, "row"))
             await _convert(source, schema, partial, dst.suffix, Parallelizer(texts, max_parallel, report), meter)
 
-    write_if_changed(dst, lambda partial: asyncio.run(write(partial)))
+    with output.partial() as partial:
+        asyncio.run(write(partial))
     return report
 
 
@@ -401,6 +405,9 @@ def run(args: Any) -> None:
     kind = (args.summaries or "").partition(":")[0]
     if kind != "engine" and (args.model or args.api_key_env):
         raise ValueError("--model and --api-key-env do nothing without --summaries engine:URL")
+    path = Path(args.report) if args.report else Path(args.dst).with_suffix(".report.json")
+    inputs = [*row_files(local_source(args.src)), args.dst]
+    written = OutputFile(path, "data parallelize --report", inputs=inputs, force=args.force)
     report = parallelize(
         args.src,
         args.dst,
@@ -416,8 +423,8 @@ def run(args: Any) -> None:
         ),
         video_root=args.video_root,
         max_parallel=args.max_parallel,
+        force=args.force,
     )
-    path = Path(args.report) if args.report else Path(args.dst).with_suffix(".report.json")
-    write_if_changed(path, lambda partial: partial.write_text(json.dumps(report.to_record(), indent=2) + "\n"))
+    written.write(json.dumps(report.to_record(), indent=2) + "\n")
     print(report.text())
     print(f"\n{args.dst}, report in {path}")

@@ -209,13 +209,13 @@ class Summarizer:
 
 
 def load_known(path: Path) -> dict[str, str]:
-    """Summaries by what was asked; a line that a kill cut short is left out, and ended so that the next is whole."""
+    """Summaries by what was asked; a line that a kill cut short is left out, and ended so that the next is whole.
+
+    A file with whole lines of which none is a summary is not ours to add to.
+    """
     if not path.exists():
         return {}
     data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
     known = {}
     for line in data.splitlines():
         try:
@@ -223,6 +223,11 @@ def load_known(path: Path) -> dict[str, str]:
             known[entry["key"]] = read_summary(entry["text"])
         except (ValueError, RecursionError, LookupError, TypeError):
             continue
+    if b"\n" in data and not known:
+        raise ValueError(f"{path} holds no summaries, so none are added to it; move it away, or choose another --dst")
+    if data and not data.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
     return {key: text for key, text in known.items() if isinstance(key, str) and text}
 
 

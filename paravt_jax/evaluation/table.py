@@ -14,7 +14,7 @@ from model_port.evaluated import RESULTS_FILE
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
 from paravt_jax.rewards.official import OFFICIAL, STRICT
-from paravt_jax.run.log import whole_file
+from rollout.output_file import OutputFile
 
 NOT_MEASURED, NOT_PUBLISHED = "not measured", "—"
 ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
@@ -104,9 +104,7 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
             cell.set_text_props(
                 ha="left" if column == 0 else "center", weight="bold" if grid[row][0].startswith("ours") else "normal"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png")
     plt.close(figure)
 
 
@@ -114,9 +112,12 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} table", description=markdown.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of an evaluation")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it there")
+    parser.add_argument("--force", action="store_true", help="replace FILE also if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
+    png = args.png and OutputFile(args.png, "eval table --png", inputs=args.runs, force=args.force)
     rows = read_rows(args.runs)
     print(markdown(rows))
-    if args.png is not None:
-        draw(rows, args.png)
+    if png is not None:
+        with png.partial() as partial:
+            draw(rows, partial)

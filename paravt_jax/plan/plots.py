@@ -24,7 +24,7 @@ def draw_splits(plan: RolloutPlan, title: str, path: Path) -> None:
         seconds, idle = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         _seconds(seconds, plan)
         _idle(idle, plan)
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
 
 def draw_imitation(plan: ImitationPlan, title: str, path: Path) -> None:
@@ -41,7 +41,7 @@ def draw_imitation(plan: ImitationPlan, title: str, path: Path) -> None:
         memory.axhline(plan.device.usable_bytes / 2**30, color=PINK, linewidth=2, label="usable")
         memory.set_title("GiB of a device by pack.num_rows")
         memory.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
 
 def _bars(axes: Axes, heights: dict[int, float], own: int, colour: str) -> None:

@@ -15,12 +15,13 @@ from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
 from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
 from paravt_jax.plan.service import load_service
+from rollout.output_file import OutputFile
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100", service: Path | None = None, png: Path | None = None) -> str:
+def plan_of(config: Config, device: str = "h100", service: Path | None = None, png: OutputFile | None = None) -> str:
     """The plan of a config as text, for a device by its name.
 
     `service` is a file of measured service times of the engine, in place of the device's; `png` one to draw in.
@@ -34,7 +35,7 @@ def plan_of(config: Config, device: str = "h100", service: Path | None = None, p
     return render(replace(plan, assumptions=assumptions), rollouts)
 
 
-def imitation_plan_of(config: SftConfig, device: str = "h100", png: Path | None = None) -> str:
+def imitation_plan_of(config: SftConfig, device: str = "h100", png: OutputFile | None = None) -> str:
     """The same of a cold start."""
     model, remarks = model_config(config.model.path)
     plan = make_imitation_plan(config, model, _known(device))
@@ -49,15 +50,16 @@ def _known(device: str) -> DeviceSpec:
     return DEVICES[device]
 
 
-def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, path: Path) -> None:
+def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, png: OutputFile) -> None:
     if rollouts is None or plan.update_s is None:
-        raise ValueError(f"--png {path} has nothing to compare: the seconds of {plan.device.name} are not known")
+        raise ValueError(f"--png {png.path} has nothing to compare: the seconds of {plan.device.name} are not known")
     if len(rollouts.splits) < 2:
         total = f"{rollouts.now.num_devices} x {plan.device.name}"
-        raise ValueError(f"--png {path} has nothing to compare: {_only_split(rollouts.now, total)}")
+        raise ValueError(f"--png {png.path} has nothing to compare: {_only_split(rollouts.now, total)}")
     from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second
 
-    draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", path)
+    with png.partial() as file:
+        draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", file)
 
 
 def _only_split(now: DeviceSplit, total: str) -> str:
@@ -70,12 +72,14 @@ def _only_split(now: DeviceSplit, total: str) -> str:
     )
 
 
-def _draw_imitation(plan: ImitationPlan, path: Path) -> None:
+def _draw_imitation(plan: ImitationPlan, png: OutputFile) -> None:
     if plan.device.rates(plan.config.model.dtype) is None:
-        raise ValueError(f"--png {path} has nothing to draw: the seconds of {plan.device.name} are not known")
+        raise ValueError(f"--png {png.path} has nothing to draw: the seconds of {plan.device.name} are not known")
     from paravt_jax.plan.plots import draw_imitation  # late: matplotlib takes a second
 
-    draw_imitation(plan, f"{plan.config.mesh.num_devices} x {plan.device.name}, {plan.config.model.path}", path)
+    title = f"{plan.config.mesh.num_devices} x {plan.device.name}, {plan.config.model.path}"
+    with png.partial() as file:
+        draw_imitation(plan, title, file)
 
 
 def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:

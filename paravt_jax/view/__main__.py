@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from paravt_jax.run.log import whole_file
-from paravt_jax.view.page import is_page, make_page
+from paravt_jax.view.page import make_page
+from rollout.output_file import OutputFile
 
 DEFAULT_OUT = "report.html"
 MAX_EPISODES = 200  # what a page of a few MB holds in full
@@ -28,19 +28,15 @@ def main() -> None:
         metavar="N",
         help=f"at most this many, evenly over steps or cells (default {MAX_EPISODES})",
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE also where it is no page of this command")
+    parser.add_argument("--force", action="store_true", help="replace FILE also if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
     if args.max_episodes < 0:
         raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
-    out: Path = args.out or args.run_dir / DEFAULT_OUT
-    if out.exists() and not args.force and not is_page(out):
-        raise ValueError(f"{out} is there and was not written by this command; choose another --out, or add --force")
     run_dirs = [args.run_dir, *([args.other] if args.other else [])]
-    page = make_page(run_dirs, args.max_episodes, frames=args.frames)
-    with whole_file(out) as file:
-        file.write(page)
-    print(out)
+    out = OutputFile(args.out or args.run_dir / DEFAULT_OUT, "view", inputs=run_dirs, force=args.force)
+    out.write(make_page(run_dirs, args.max_episodes, frames=args.frames))
+    print(args.out or args.run_dir / DEFAULT_OUT)
 
 
 if __name__ == "__main__":

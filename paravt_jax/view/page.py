@@ -25,7 +25,6 @@ from paravt_jax.view.figures import about, charts, headlines, load_settings, tol
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
-BEGINNING = b'<!doctype html>\n<html lang="en" data-made-by="paravt_jax.view">'
 SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # one script, in this order
 
 
@@ -80,12 +79,6 @@ def rendered(
         episodes="\n".join(map(embedded, episodes)),
     )
     return page.encode()
-
-
-def is_page(path: Path) -> bool:
-    """Whether a file was written by this command."""
-    with path.open("rb") as file:
-        return file.read(len(BEGINNING)) == BEGINNING
 
 
 def embedded(data: Any) -> str:

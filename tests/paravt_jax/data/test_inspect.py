@@ -113,8 +113,8 @@ def test_terminal_record_and_picture_tell_the_same(tmp_path, kind):
     assert sum(count for _, _, count in record["tokens"]["histogram"]) == len(found.lengths) == 2
     shown = text(found)
     assert f"2 {kind} rows" in shown and f"max {max(found.lengths)}" in shown
-    plot(found, tmp_path / "plots" / "rows.png")
-    with Image.open(tmp_path / "plots" / "rows.png") as image:
+    plot(found, tmp_path / "rows.png")
+    with Image.open(tmp_path / "rows.png") as image:
         assert image.width > image.height > 300 and len(image.getcolors(1 << 24)) > 10
 
 

@@ -485,6 +485,14 @@ def test_what_an_engine_said_is_not_asked_for_twice(here):
     assert len(load_known(known)) == 3
 
 
+def test_summaries_are_not_added_to_a_file_of_something_else(here):
+    other = here / "d.summaries.jsonl"
+    other.write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match=r"d\.summaries\.jsonl holds no summaries"):
+        ask(here, "A dog.", rows=[{"messages": with_frames()}])
+    assert other.read_text() == '{"messages": []}\n'
+
+
 @pytest.mark.parametrize("trouble", ["503", "429", "", "<think>cut off"])
 def test_passing_trouble_of_an_engine_is_tried_again(here, trouble):
     report, _, fake = ask(here, trouble, "A dog.")

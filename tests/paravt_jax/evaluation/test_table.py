@@ -67,5 +67,5 @@ def test_two_runs_that_say_different_things_are_refused(tmp_path):
 
 
 def test_the_table_is_drawn(tmp_path):
-    draw(read_rows([make_run(tmp_path / "a")]), tmp_path / "plots" / "table.png")
-    assert (tmp_path / "plots" / "table.png").read_bytes()[:4] == b"\x89PNG"
+    draw(read_rows([make_run(tmp_path / "a")]), tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"

@@ -16,6 +16,7 @@ from paravt_jax.plan.rollouts import make_rollout_plan, server_devices, typical_
 from paravt_jax.plan.service import ServiceTimes, load_service
 from paravt_jax.plan.tables import imitation_plan_of, plan_of
 from paravt_jax.plan.workload import workload_of
+from rollout.output_file import OutputFile
 
 H100 = DEVICES["h100"]
 MEASURED = ServiceTimes(0.02, 1e-4, 0.005, 0.01, 0.015, 0.001, 1e-6, share=0.5)
@@ -148,8 +149,8 @@ def test_a_model_that_is_too_large_for_a_device_has_servers_of_several():
 
 def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_path):
     path = tmp_path / "splits.png"
-    plan_of(load_config(None, *SPLIT), png=path)
-    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
+    plan_of(load_config(None, *SPLIT), png=OutputFile(path, "test"))
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_the_sweep_is_drawn_only_where_asked_and_only_where_there_is_one(tmp_pat
 )
 def test_a_sweep_of_one_split_says_of_how_many_devices_and_why(tmp_path, file, device, why):
     with pytest.raises(ValueError, match=re.escape(f"s.png has nothing to compare: {why}")):
-        plan_of(load_config(f"configs/{file}.yaml"), device, png=tmp_path / "s.png")
+        plan_of(load_config(f"configs/{file}.yaml"), device, png=OutputFile(tmp_path / "s.png", "test"))
 
 
 def test_a_cold_start_is_drawn_by_its_rows(tmp_path, capsys, monkeypatch):
@@ -171,7 +172,7 @@ def test_a_cold_start_is_drawn_by_its_rows(tmp_path, capsys, monkeypatch):
     assert "a step by its rows" in out and path.read_bytes().startswith(b"\x89PNG")
     config = load_config("configs/sft_8b.yaml", "model.path=tiny", schema=SftConfig)
     with pytest.raises(ValueError, match=r"--png .* has nothing to draw: the seconds of cpu are not known"):
-        imitation_plan_of(config, "cpu", png=path)
+        imitation_plan_of(config, "cpu", png=OutputFile(path, "--plan --png"))
 
 
 def test_a_larger_batch_needs_more_and_a_larger_step_does_not():

@@ -373,7 +373,9 @@ def test_the_page_replaces_an_older_one_and_nothing_else_unless_forced(tmp_path,
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")] * 2
     other = tmp_path / "thesis.html"
     other.write_text("<!doctype html> years of work")
+    assert command(monkeypatch, tmp_path, "--out", other, "--force") == 1  # a file of the run is none to replace
+    other = other.rename(tmp_path.parent / f"{tmp_path.name}.html")
     assert command(monkeypatch, tmp_path, "--out", other) == 1
-    assert "add --force" in capsys.readouterr().err and other.read_text().endswith("years of work")
+    assert "with --force" in capsys.readouterr().err and other.read_text().endswith("years of work")
     assert command(monkeypatch, tmp_path, "--out", other, "--force") == 0
     assert Page(other.read_bytes()).data["about"]["steps_done"] == 1

@@ -1,0 +1,129 @@
+"""A command's file replaces what that command wrote and nothing else, and never what the command reads."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollout.output_file import OutputFile
+
+
+def write(path, text="new", by="a command", **options):
+    output = OutputFile(path, by, **options)
+    output.write(text)
+    return output
+
+
+def test_a_command_replaces_its_own_file_as_long_as_nobody_changed_it(tmp_path):
+    path = tmp_path / "made" / "out.json"
+    assert write(path, "one").changed and write(path, "two").changed and not write(path, "two").changed
+    path.write_text("by hand")
+    with pytest.raises(ValueError, match=r"out\.json exists and was changed since it was written; .* with --force"):
+        OutputFile(path, "a command")
+    write(path, force=True)
+    with pytest.raises(ValueError, match=r"out\.json exists and was written by a command;"):
+        OutputFile(path, "another command")
+
+
+@pytest.mark.parametrize("kind", ["itself", "hard", "symbolic", "spelled"])
+def test_an_input_is_never_replaced_whatever_it_is_called(kind, tmp_path):
+    source, path = tmp_path / "in", tmp_path / "out"
+    source.write_text("hours of work")
+    if kind == "hard":
+        path.hardlink_to(source)
+    elif kind == "symbolic":
+        path.symlink_to(source)
+    else:
+        path = source if kind == "itself" else tmp_path / "x" / ".." / "in"
+        (tmp_path / "x").mkdir()
+    with pytest.raises(ValueError, match="is what this command reads"):
+        OutputFile(path, "a command", inputs=[tmp_path / "gone", "", "OWNER/NAME", source], force=True)
+    assert source.read_text() == "hours of work"
+
+
+def test_in_a_directory_that_a_command_reads_only_its_own_file_is_replaced(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    for _ in range(2):
+        write(tmp_path / "report.html", inputs=[tmp_path])
+    with pytest.raises(ValueError, match="lies in a directory that this command reads"):
+        OutputFile(tmp_path / "metrics.jsonl", "a command", inputs=[tmp_path], force=True)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out"
+    write(path, "old")
+
+    def fail():
+        with OutputFile(path, "a command").partial() as partial:
+            partial.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.read_text() == "old" and not [entry for entry in tmp_path.iterdir() if "partial" in entry.name]
+
+
+def test_a_file_that_appears_during_the_work_is_kept(tmp_path):
+    output = OutputFile(tmp_path / "out", "a command")
+
+    def work():
+        with output.partial() as partial:
+            partial.write_text("new")
+            output.path.write_text("of somebody else")
+
+    with pytest.raises(ValueError, match="exists and was not written"):
+        work()
+    assert output.path.read_text() == "of somebody else"
+
+
+def test_a_link_stays_and_its_target_is_what_is_judged_and_replaced(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write(tmp_path / "link", "one")
+    write(tmp_path / "link", "two")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "two"
+    (tmp_path / "target").write_text("by hand")
+    with pytest.raises(ValueError, match="changed since"):
+        OutputFile(tmp_path / "link", "a command")
+
+
+@pytest.mark.parametrize("scheme", ["gs://bucket/x", "s3://bucket/x", "hf://me/x", "file:///x"])
+def test_an_address_is_no_file(scheme, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is in no local directory"):
+        OutputFile(scheme, "a command")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for path, problem in [
+        (tmp_path / "file" / "deep" / "out", "file is no directory that may be written to"),
+        (tmp_path, "is a directory"),
+        (tmp_path / ("x" * 201), "longer than 200 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            OutputFile(path, "a command", force=True)
+
+
+def test_an_empty_file_holds_nothing_to_lose(tmp_path):
+    (tmp_path / "made by mktemp").touch()
+    write(tmp_path / "made by mktemp")
+
+
+def test_two_at_once_do_not_mix(tmp_path):
+    with OutputFile(tmp_path / "out", "a command").partial() as partial:
+        partial.write_text("first")
+        with pytest.raises(ValueError, match="another process is writing"):
+            write(tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "first"
+
+
+def test_standard_output_and_pipes_are_written_through(tmp_path):
+    code = "from rollout.output_file import OutputFile; OutputFile('/dev/stdout', 'x').write('said')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"said"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write(tmp_path / "pipe", "through")
+    assert os.read(reader, 100) == b"through" and [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+    os.close(reader)

@@ -1,0 +1,172 @@
+"""Every flag of every command that names a file to be written: neither an input nor a file of others is replaced."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paravt_jax.__main__ import COMMANDS
+from paravt_jax.bench.__main__ import BENCHES
+
+ROW = {"question": "q", "answer": "A", "videos": ["a.mp4"]}
+MATERIALIZE = ["data", "materialize", "--root", "root", "--parquet-dir", "in"]
+PARALLELIZE = ["data", "parallelize", "--src", "in.jsonl"]
+SPLIT = ["data", "split", "--src", "in.jsonl"]
+# Command and flag: how it is started so that FILE is written, and the input that FILE may not be.
+FILES = {
+    ("ask", "--html"): (["ask", "a.mp4", "why?", "--model", "gone", "--html", "FILE"], "a.mp4"),
+    ("bench", "--json"): (["bench", "mesh", "--config", "c.yaml", "--json", "FILE"], "c.yaml"),
+    ("check", "--json"): (["check", "--model", "in.jsonl", "--url", "x", "--json", "FILE"], "in.jsonl"),
+    ("data inspect", "--json"): (["data", "inspect", "in.jsonl", "--json", "FILE"], "in.jsonl"),
+    ("data inspect", "--png"): (["data", "inspect", "in.jsonl", "--png", "FILE"], "in.jsonl"),
+    ("data materialize", "--report"): ([*MATERIALIZE, "--output-dir", "o", "--report", "FILE"], "in/x.parquet"),
+    ("data parallelize", "--dst"): ([*PARALLELIZE, "--dst", "FILE"], "in.jsonl"),
+    ("data parallelize", "--report"): ([*PARALLELIZE, "--dst", "d.jsonl", "--report", "FILE"], "in.jsonl"),
+    ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
+    ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),
+    ("eval table", "--png"): (["eval", "table", "run", "--png", "FILE"], "run/eval.json"),
+    ("prompts import-release", "--dst"): (["prompts", "import-release", "driver.py", "--dst", "FILE"], "driver.py"),
+    ("sft", "--png"): (["sft", "--plan", "--config", "c.yaml", "data.train=x", "--png", "FILE"], "c.yaml"),
+    ("train", "--png"): (["train", "--plan", "--config", "c.yaml", "--png", "FILE"], "c.yaml"),
+    ("view", "--out"): (["view", "run", "--out", "FILE"], "run/eval.json"),
+}
+WITHOUT_FORCE = {"data split"}  # whose files must not exist
+DIRECTORIES = {  # which output_directory guards, or which a run or a bench keeps
+    "bench --out",
+    "bench --dir",
+    "convert --dst",
+    "data materialize --output-dir",
+    "export --dst",
+    "miniature --dir",
+    "tiny --dst",
+}
+READ = {  # or no path at all, or a log that is added to
+    *("--api-key-env", "--arms", "--config", "--device", "--dtype", "--engine", "--eval", "--evaluation", "--hf"),
+    *(
+        "--host",
+        "--log-file",
+        "--mesh",
+        "--message",
+        "--model",
+        "--parquet-dir",
+        "--push-to-hub",
+        "--python",
+        "--qwen-vl-utils",
+        "--replay",
+    ),
+    *("--revision", "--root", "--seeds", "--service", "--sft", "--shard", "--src", "--summaries", "--tokenizer"),
+    *("--topology", "--train", "--url", "--video-root"),
+}
+
+
+class Parsed(Exception):
+    pass
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        name, *rest = arguments
+        module = importlib.import_module(COMMANDS[name][0])
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"{module.__name__}.__main__")
+        monkeypatch.setattr(sys, "argv", [name, *rest])
+        module.main()
+
+    return run
+
+
+def text_flags(start, monkeypatch, name: str, *rest: str) -> set[str]:
+    """The flags of a command and of its subcommands that take a text, each with its command."""
+    found = set()
+
+    def flags(parser: argparse.ArgumentParser, of: str) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub, inner in action.choices.items():
+                    flags(inner, of if of == "bench" else f"{of} {sub}")
+            elif (
+                action.option_strings and action.nargs != 0 and action.type in (None, str, Path) and not action.choices
+            ):
+                found.add((of, action.option_strings[-1]))
+
+    def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        flags(parser, name if rest != ("table",) else f"{name} table")
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        for method in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, method, parse)
+        with pytest.raises(Parsed):
+            start(name, *rest)
+    return found
+
+
+def test_every_flag_that_names_a_file_to_write_is_in_the_table(start, monkeypatch):
+    started = [(name,) for name in COMMANDS if name != "bench"] + [("bench", name) for name in BENCHES]
+    found = set().union(*(text_flags(start, monkeypatch, *one) for one in [*started, ("eval", "table")]))
+    assert FILES.keys() <= found
+    unknown = {f"{command} {flag}" for command, flag in found - FILES.keys() if flag not in READ} - DIRECTORIES
+    assert not unknown, f"{unknown}: do these flags name a file that is written? Then use OutputFile, and add them here"
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for directory in ("in", "root", "run"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "in.jsonl").write_text(json.dumps(ROW) + "\n")
+    pq.write_table(pa.table({"messages": ["[]"]}), tmp_path / "in" / "x.parquet")
+    (tmp_path / "run" / "eval.json").write_text('{"cells": []}')
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    (tmp_path / "driver.py").write_text("X = 1\n")
+    return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def kept(inputs) -> None:
+    assert {path: path.read_bytes() for path in inputs} == inputs
+
+
+@pytest.mark.parametrize(("command", "flag"), FILES)
+def test_a_file_that_somebody_else_wrote_is_refused_before_the_work(command, flag, start, inputs, tmp_path):
+    arguments, _ = FILES[command, flag]
+    other = tmp_path / "other.jsonl"
+    other.write_text("years of work")
+    with pytest.raises(ValueError, match=r"other\.jsonl (exists and was not written by this command|is there already)"):
+        start(*(other.name if one == "FILE" else one for one in arguments))
+    assert other.read_text() == "years of work"
+    kept(inputs)
+
+
+@pytest.mark.parametrize(("command", "flag"), FILES)
+def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tmp_path):
+    arguments, source = FILES[command, flag]
+    (tmp_path / "link.jsonl").hardlink_to(tmp_path / source)
+    force = [] if command in WITHOUT_FORCE else ["--force"]
+    for name in (source, *(["link.jsonl"] if not source.startswith("run/") else [])):
+        with pytest.raises(ValueError, match=r"reads|would change|is there already|must end with"):
+            start(*(name if one == "FILE" else one for one in arguments), *force)
+    kept(inputs)
+
+
+def test_materialize_replaces_only_what_it_made_of_the_same_source(start, inputs, tmp_path):
+    made = [*MATERIALIZE, "--output-dir", "o"]
+    start(*made)
+    start(*made)
+    (tmp_path / "in").rename(tmp_path / "older")
+    (tmp_path / "in2").mkdir()
+    (tmp_path / "older" / "x.parquet").rename(tmp_path / "in2" / "x.parquet")
+    other = ["in2" if one == "in" else one for one in made]
+    with pytest.raises(
+        ValueError, match=r"o/x\.parquet exists and was written by data materialize of .*/in/x\.parquet"
+    ):
+        start(*other)
+    start(*other, "--force")
