@@ -304,6 +304,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        self.rollout.check_samples()
         problems = list(self._contradictions())
         if problems:
             raise ValueError("; ".join(problems))
@@ -467,6 +468,7 @@ class EvalConfig:
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        self.rollout.check_samples()
         for problem in _lone_judge(self.reward, self.judge):
             raise ValueError(problem)
         if not self.data.validation and not self.data.split:

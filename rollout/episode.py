@@ -69,11 +69,6 @@ class EpisodeConfig:
         for name in ("max_turns", "max_parallel", "max_new_tokens", "subagent_new_tokens", "subagent_max_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
-        if self.max_context_tokens < self.max_new_tokens:
-            raise ValueError(
-                f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
-                f"rollout.max_new_tokens={self.max_new_tokens}"
-            )
         unsaid = [tool.offer.name for tool in self.toolbox if tool.offer.name not in self.prompts.system]
         if self.prompts.system_has_tools and self.dispatch == "none":
             raise ValueError(
@@ -84,6 +79,14 @@ class EpisodeConfig:
             raise ValueError(
                 f"rollout.tools has {', '.join(unsaid)}, of which rollout.prompts.system says nothing; with "
                 f"rollout.prompts.system_has_tools=true that text must name every tool"
+            )
+
+    def check_samples(self) -> None:
+        """What only matters where turns are sampled: a cold start uses the same settings, and samples nothing."""
+        if self.max_context_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
+                f"rollout.max_new_tokens={self.max_new_tokens}"
             )
 
     @property
@@ -245,6 +248,7 @@ class Agent:
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
         self.engine, self.frames, self.chat = engine, frames, chat
         self.config = config or EpisodeConfig()
+        self.config.check_samples()
         self.prompter = self.config.prompter(frames, chat)
         self.tools = {tool.offer.name: tool for tool in self.config.toolbox}
         self.signatures = self.config.signatures

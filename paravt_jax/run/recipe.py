@@ -6,7 +6,7 @@ stranger's: it can name no file, neither of prompts nor of a tool, and nothing i
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        self.rollout.check_samples()
 
     def to_bytes(self) -> bytes:
         return (json.dumps(self.to_record(), indent=2, ensure_ascii=False) + "\n").encode()
@@ -46,9 +47,12 @@ class Recipe:
 
 
 def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
-    video = config.video
+    video, rollout = config.video, config.rollout
+    if isinstance(config, SftConfig):  # samples nothing, so that its turns may be longer than its context
+        turn_tokens = min(rollout.max_new_tokens, rollout.max_context_tokens)
+        rollout = replace(rollout, max_new_tokens=turn_tokens, prompts_file="")
     mode = config.eval.mode if isinstance(config, EvalConfig) else "agentic"
-    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, config.rollout, mode)
+    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, rollout, mode)
 
 
 def read_recipe(directory: Path) -> Recipe | None:

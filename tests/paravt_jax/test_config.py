@@ -8,6 +8,7 @@ import pytest
 
 from paravt_jax import keys
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
+from paravt_jax.run.recipe import recipe_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -224,6 +225,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["video.frame_budgets=[0,4]"], r"video\.frame_budgets=\[0, 4\]"),
         (["video.min_pixels=5000", "video.max_pixels=4000"], r"video\.min_pixels=5000 is more than"),
         (["engine.urls=[http://a]"], r"engine\.urls=.* does nothing with engine\.kind=jax"),
+        (["rollout.max_context_tokens=1024"], r"max_context_tokens=1024 leaves no room for .*max_new_tokens=2048"),
         (["rollout.top_p=0.9"], r"rollout\.top_p=0\.9: the learner's log-probs are of the whole distribution"),
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
         (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; there are crop_video, zoom_frame, "),
@@ -345,3 +347,12 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(overrides):
     with pytest.raises(ValueError, match="has a user or password in it") as refused:
         load_config(None, *overrides)
     assert "hunter2" not in str(refused.value)
+
+
+def test_a_cold_start_is_not_refused_for_settings_that_only_sampling_uses():
+    config = load_config(CONFIGS / "sft_8b.yaml", "rollout.max_context_tokens=1024", schema=SftConfig)
+    assert (config.rollout.max_context_tokens, config.rollout.max_new_tokens) == (1024, 2048)
+    asked = recipe_of(config).rollout  # what samples later can use what the cold start leaves
+    assert (asked.max_context_tokens, asked.max_new_tokens) == (1024, 1024)
+    with pytest.raises(ValueError, match="leaves no room"):
+        load_config(None, "data.validation=a", "rollout.max_context_tokens=1024", schema=EvalConfig)

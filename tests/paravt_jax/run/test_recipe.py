@@ -49,6 +49,7 @@ def test_a_model_without_one_has_none(model):
         ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "nothing there may stand for something else"),
         ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
         ({"rollout": {"max_parallel": 0}}, "must be at least 1"),
+        ({"rollout": {"max_context_tokens": 8}}, "leaves no room for a turn"),
         ({"rollout": []}, "must hold an object"),
         ({"num_frames": 0}, "must be at least 1"),
         ({"max_pixels": 1}, "is more than video.max_pixels"),
