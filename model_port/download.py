@@ -8,6 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from model_port.hf_files import HUB_ID, SIDE_FILES
 from model_port.hub import transferring
 from model_port.layout import ADAPTER_CONFIG_FILE
+from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
 
 WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched beside the side files
@@ -20,6 +21,7 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
     """
     if Path(src).is_dir():
         return Path(src)
+    check_local(src)
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:

@@ -10,6 +10,7 @@ mistyped path nor a file that somebody put beside ours is lost.
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +22,13 @@ from pathlib import Path
 LOCK_FILE = ".lock"
 LIST_FILE = ".written_by_paravt_jax.json"  # name of the directory, and every file with its size and time of change
 GIB = 2**30
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
+
+
+def check_local(path: str | Path) -> None:
+    """Refuses an address such as gs://bucket/x, of which pathlib would make folders here."""
+    if scheme := SCHEME.match(str(path)):
+        raise ValueError(f"{path} is in no local directory: {scheme[1]}:// is not supported here, give a local path")
 
 
 @contextmanager
@@ -43,6 +51,7 @@ def output_directory(
     `force` replaces what is at `dst`, at the very end, and only what was written like this and is unchanged since.
     `source` is what the body reads.
     """
+    check_local(dst)
     dst = Path(dst).absolute()
     dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
     replaced = dst.with_name(f".{dst.name}.replaced")
@@ -86,6 +95,7 @@ def partial_directory(dst: Path) -> Path:
 
 
 def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:
+    check_local(dst)
     if not dst.exists():
         return
     if not force:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
 from model_port.config import LoraConfig
+from model_port.output_dir import check_local
 from paravt_jax.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.learner.settings import ANCHORS, AdvantageConfig, Anchor, LossConfig, MismatchConfig, OptimConfig
 from paravt_jax.rewards.chat_client import check_no_password
@@ -102,6 +103,7 @@ class DataConfig:
     max_bad_frac: float = 0.01  # of rows that cannot be used; more refuse to start, fewer are reported and left out
 
     def __post_init__(self) -> None:
+        _local("data", self, "video_root")
         if not 0 <= self.max_bad_frac <= 1:
             raise ValueError(f"data.max_bad_frac={self.max_bad_frac} must be between 0 and 1")
         if self.allow_outside and not self.video_root:
@@ -123,6 +125,7 @@ class VideoConfig:
     disk_gib: float = 64.0  # of decoded frames there
 
     def __post_init__(self) -> None:
+        _local("video", self, "disk_cache")
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         _at_least_1("video", self, "overview_frames", "min_pixels", "max_pixels")
@@ -151,6 +154,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows")
+        _local("engine", self, "urls_file", "weights_dir")
         if self.kind == "jax" and self.urls:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
@@ -616,6 +620,14 @@ def _as_written(used: Any, written: Any) -> Any:
     if isinstance(used, list) and isinstance(written, list):
         return [_as_written(*pair) for pair in zip(used, written, strict=True)]
     return written if isinstance(written, str) and "${" in written else used
+
+
+def _local(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        try:
+            check_local(getattr(config, name))
+        except ValueError as problem:
+            raise ValueError(f"{section}.{name}: {problem}") from None
 
 
 def _at_least_1(section: str, config: Any, *names: str) -> None:

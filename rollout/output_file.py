@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
 MAX_NAME_BYTES = 200  # so that the names beside it are none that a file system refuses
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # pathlib makes one slash of two
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
 
 
 class OutputFile:
@@ -30,7 +30,9 @@ class OutputFile:
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
         if scheme := SCHEME.match(str(path)):
-            raise ValueError(f"{path} is in no local directory; {scheme[1]}:// is not supported here, give a file")
+            raise ValueError(
+                f"{path} is in no local directory: {scheme[1]}:// is not supported here, give a local path"
+            )
         self.path = path = Path(path).absolute()
         self.changed = False  # whether writing it has changed it
         self._stream = _is_stream(path)

@@ -35,13 +35,25 @@ FILES = {
 }
 WITHOUT_FORCE = {"data split"}  # whose files must not exist
 DIRECTORIES = {  # which output_directory guards, or which a run or a bench keeps
-    "bench --out",
-    "bench --dir",
-    "convert --dst",
-    "data materialize --output-dir",
-    "export --dst",
-    "miniature --dir",
-    "tiny --dst",
+    "bench --out": ["bench", "soak", "--out", "FILE"],
+    "bench --dir": ["bench", "checkpoint", "--dir", "FILE"],
+    "convert --dst": ["convert", "--src", "in", "--dst", "FILE"],
+    "data materialize --output-dir": [*MATERIALIZE, "--output-dir", "FILE"],
+    "export --dst": ["export", "--src", "in", "--dst", "FILE"],
+    "miniature --dir": ["miniature", "--dir", "FILE"],
+    "tiny --dst": ["tiny", "--dst", "FILE"],
+}
+READ_FROM = {  # settings, flags and arguments that name what is read, or where a run is
+    "convert --src": ["convert", "--src", "FILE", "--dst", "o"],
+    "data inspect": ["data", "inspect", "FILE"],
+    "data materialize --parquet-dir": [*MATERIALIZE[:-1], "FILE", "--output-dir", "o"],
+    "data split --src": ["data", "split", "--src", "FILE", "--train", "t.jsonl", "--validation", "v.jsonl"],
+    "eval run_dir": ["eval", "--config", "c.yaml", "data.validation=in.jsonl", "run_dir=FILE"],
+    "train data.train": ["train", "--config", "c.yaml", "data.train=FILE"],
+    "train data.video_root": ["train", "--config", "c.yaml", "data.video_root=FILE"],
+    "train engine.weights_dir": ["train", "--config", "c.yaml", "engine.weights_dir=FILE"],
+    "train model.path": ["train", "--config", "c.yaml", "model.path=FILE"],
+    "train run_dir": ["train", "--config", "c.yaml", "run_dir=FILE"],
 }
 READ = {  # or no path at all, or a log that is added to
     *("--api-key-env", "--arms", "--config", "--device", "--dtype", "--engine", "--eval", "--evaluation", "--hf"),
@@ -111,7 +123,7 @@ def test_every_flag_that_names_a_file_to_write_is_in_the_table(start, monkeypatc
     started = [(name,) for name in COMMANDS if name != "bench"] + [("bench", name) for name in BENCHES]
     found = set().union(*(text_flags(start, monkeypatch, *one) for one in [*started, ("eval", "table")]))
     assert FILES.keys() <= found
-    unknown = {f"{command} {flag}" for command, flag in found - FILES.keys() if flag not in READ} - DIRECTORIES
+    unknown = {f"{command} {flag}" for command, flag in found - FILES.keys() if flag not in READ} - DIRECTORIES.keys()
     assert not unknown, f"{unknown}: do these flags name a file that is written? Then use OutputFile, and add them here"
 
 
@@ -155,6 +167,15 @@ def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tm
         with pytest.raises(ValueError, match=r"reads|would change|is there already|must end with"):
             start(*(name if one == "FILE" else one for one in arguments), *force)
     kept(inputs)
+
+
+@pytest.mark.parametrize("arguments", [*(one for one, _ in FILES.values()), *DIRECTORIES.values(), *READ_FROM.values()])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_an_address_is_never_taken_for_a_folder(scheme, arguments, start, inputs, tmp_path, monkeypatch):
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises((ValueError, OSError), match=rf"{scheme}:/"):
+        start(*(one.replace("FILE", f"{scheme}://bucket/x.jsonl") for one in arguments))
+    assert not [path for path in set(tmp_path.rglob("*")) - before if "bucket" in str(path) or ":" in str(path)]
 
 
 def test_materialize_replaces_only_what_it_made_of_the_same_source(start, inputs, tmp_path):

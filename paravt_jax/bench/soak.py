@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.bench.smoke_run import ROOT, family, num_steps, taken_by_role, trainer_command
 from paravt_jax.run.log import METRICS_FILE, load_jsonl, whole_file
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.minutes <= 0:
         raise ValueError(f"--minutes {args.minutes} must be greater than 0")
+    check_local(args.out)
     out, run_dir = args.out.absolute(), args.out.absolute() / "run"
     if run_dir.exists():
         raise ValueError(f"{run_dir} is there already; move it away, or choose another --out")

@@ -15,6 +15,7 @@ from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, sn
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from model_port.hub import transferring
+from model_port.output_dir import check_local
 
 LOCAL_FOLDER = "data"
 ROW_SUFFIXES = (".parquet", ".jsonl")
@@ -53,6 +54,7 @@ def hub_name(path: str) -> HubName | None:
 def local_source(path: str | Path) -> Path:
     """The path itself, or where the rows of that data set lie after a download; a path that exists always wins."""
     name = hub_name(str(path))
+    check_local(path)
     if Path(path).exists() or name is None:
         return Path(path)  # whoever reads it says what is wrong with it
     folder = Path(path).parts[0]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import FILE_URI, BadRow, found_file, from_json
@@ -231,6 +232,8 @@ def materialize(
     Files appear whole, and one whose content would not change is not touched. `num_workers` threads look for files.
     `force` also replaces files that were not made of the same source before.
     """
+    for path in (root, parquet_dir, output_dir):
+        check_local(path)
     root, parquet_dir, output_dir = (_absolute(path) for path in (root, parquet_dir, output_dir))
     for name, path in (("--root", root), ("--parquet-dir", parquet_dir)):
         if not path.is_dir():

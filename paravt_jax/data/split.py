@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source
@@ -172,6 +173,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
     source, outputs = local_source(src), (Path(train), Path(validation))
     suffix = ".jsonl" if source.suffix in (".jsonl", ".json") else ".parquet"
     for name, path in zip(("--train", "--validation"), outputs, strict=True):
+        check_local(path)
         if path.suffix != suffix:
             raise ValueError(f"{name} {path} must end with {suffix}, as rows are copied as they stand")
         if path.exists():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.output_dir import check_local
 from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, VARIANTS, Experiment, Runner, Size
 from paravt_jax.run.log import whole_file
 
@@ -38,6 +39,7 @@ def main() -> None:
         )
     add_debug_flag(parser)
     args = parser.parse_args()
+    check_local(args.dir)
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
     experiment = Experiment(

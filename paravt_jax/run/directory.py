@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from model_port.output_dir import check_local
 from paravt_jax.keys import flat
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.log import whole_file
@@ -25,6 +26,7 @@ LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.
 @contextmanager
 def held(run_dir: str | Path) -> Iterator[Path]:
     """The directory, made where it is not there. Two trainers in one would undo each other's files."""
+    check_local(run_dir)
     directory = Path(run_dir).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     file = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.bench.chaos.checks import episodes_of, problems_of
 from paravt_jax.bench.chaos.faults import Fault, happen, schedule
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_clone()
     if args.minutes <= 0:
         raise ValueError(f"--minutes {args.minutes} must be greater than 0")
+    check_local(args.out or "")
     if args.out is not None and args.out.exists():
         raise ValueError(f"{args.out} is there already; move it away, or choose another --out")
     directory = Path(tempfile.mkdtemp(prefix="paravt-chaos-")) if args.out is None else args.out.absolute()
