@@ -4,6 +4,7 @@ python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
 """
 
 import asyncio
+import sys
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
@@ -12,8 +13,8 @@ from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
 
 
-async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> None:
-    """Trains a run to its end, or until it is told to stop."""
+async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> int:
+    """Trains a run until its last step or a signal. Returns the exit code of the command."""
     from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
 
     async with opened(config, allow_changes=allow_changes, hosts=hosts) as run:
@@ -23,6 +24,7 @@ async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = 
             run.record(batch, metrics)
             await run.validate_if_due()
             await run.save_if_due()
+    return run.training.exit_code
 
 
 def main() -> None:
@@ -45,7 +47,8 @@ def main() -> None:
     claim_memory()
     use_compilation_cache()
     with joined(config.hosts) as hosts:
-        asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
+        code = asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

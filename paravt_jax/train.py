@@ -5,6 +5,7 @@ python -m paravt_jax.train --replay RUN_DIR [a.b=c …]
 """
 
 import asyncio
+import sys
 from pathlib import Path
 
 from model_port.cli import run_cli
@@ -17,8 +18,11 @@ from paravt_jax.run.process import claim_memory
 
 async def train(
     config: Config, *, replay: Path | None = None, allow_changes: bool = False, hosts: Hosts = ALONE
-) -> None:
-    """Trains a run to its end, or until it is told to stop; on the episodes that a `replay` has logged, if given."""
+) -> int:
+    """Trains a run until its last step or a signal; on the episodes that a `replay` has logged, if given.
+
+    Returns the exit code of the command.
+    """
     from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
 
     async with opened(config, replay=replay, allow_changes=allow_changes, hosts=hosts) as run:
@@ -29,6 +33,7 @@ async def train(
             run.record(groups, metrics, publish_s)
             await run.validate_if_due()
             await run.save_if_due()
+    return run.training.exit_code
 
 
 def main() -> None:
@@ -70,7 +75,8 @@ def main() -> None:
     claim_memory()
     use_compilation_cache()
     with joined(config.hosts) as hosts:
-        asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes, hosts=hosts))
+        code = asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes, hosts=hosts))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 # Trains on all nodes of a Slurm job, one process on each, which has its node to itself; it goes on where it was.
 #   sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sh train --config configs/8b_8x80gb_embedded.yaml …
 # The command is train or sft; run_dir must be on a file system that all nodes see. PORT is the port of the first node that
-# the others meet at. A process that fails ends the others, and all are begun again on the same nodes, RESTARTS=3 times. A
+# the others meet at. A process that fails ends the others, and all are begun again on the same nodes, RESTARTS=3 times; a
+# run that is done (0) or was stopped by a signal, which exits 130 or 143 after its checkpoint, is not. A
 # node that is lost ends the whole job, which Slurm queues again for other nodes. With `sbatch --no-kill` it would go on
 # with a list of nodes in which the lost one still is: leave that out.
 #SBATCH --ntasks-per-node=1
@@ -30,7 +31,7 @@ for attempt in $(seq 0 "${RESTARTS:-3}"); do
         wait $job || status=$?
         exit $status
     fi
-    [ $status -eq 0 ] && exit 0
+    case $status in 0 | 130 | 143) exit $status ;; esac # done, or stopped by a signal after its checkpoint
     echo "attempt $attempt ended with exit code $status" >&2
 done
 exit $status

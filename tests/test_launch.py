@@ -51,6 +51,7 @@ with joined(HostsConfig(settings["hosts.coordinator"], int(settings["hosts.num"]
     assert hosts.gather("there", index) == [0, 1]
     Path(f"joined{{index}}").touch()
     assert told.wait(30)
+sys.exit(128 + signal.SIGTERM)  # as train and sft do
 """
 
 
@@ -88,7 +89,7 @@ def test_a_slurm_job_begins_again_after_a_failure_meets_and_saves_when_told_to_s
     until(lambda: all((tmp_path / f"joined{rank}").exists() for rank in range(2)) or script.poll() is not None)
     script.send_signal(signal.SIGTERM)  # as sbatch --signal=B:TERM does before the end of the time
     _, said = script.communicate(timeout=60)
-    assert script.returncode == 0, said
+    assert script.returncode == 128 + signal.SIGTERM, said
     assert "attempt 0 ended with exit code 7" in said and "attempt 1" not in said
     for rank in range(2):
         words = (tmp_path / f"task{rank}").read_text().splitlines()
@@ -103,6 +104,15 @@ def test_a_slurm_job_that_fails_every_time_ends_with_its_exit_code(job, tmp_path
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "sft"]
     done = subprocess.run(command, env=job | {"RESTARTS": "2"}, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 7 and done.stderr.count("ended with exit code 7") == 3
+
+
+@pytest.mark.parametrize("code", [0, 130, 143])
+def test_a_slurm_job_whose_run_is_done_or_was_stopped_on_a_node_does_not_begin_again(code, job, tmp_path):
+    program(tmp_path / ".venv" / "bin" / "python", f"#!/bin/sh\nexit {code}\n")
+    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train"]
+    done = subprocess.run(command, env=job, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code and "attempt" not in done.stderr
+    assert len((tmp_path / "srun").read_text().splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def _stop(trainer: subprocess.Popen[bytes], log: Path) -> None:
     """As a user does, and nothing of it may stay."""
     processes = family(trainer.pid)
     trainer.send_signal(signal.SIGTERM)
-    if code := trainer.wait(STOP_S):
+    if (code := trainer.wait(STOP_S)) != 128 + signal.SIGTERM:
         raise RuntimeError(f"the trainer ended with exit code {code}: {_last_lines(log)}")
     give_up_s = time.monotonic() + GONE_S
     while left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:

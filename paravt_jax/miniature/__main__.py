@@ -5,12 +5,11 @@ python -m paravt_jax.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,
 
 import argparse
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.output_dir import check_local
+from model_port.output_dir import check_local, exit_on_sigterm
 from paravt_jax.miniature.experiment import ARMS, COLD_STARTS, FULL, QUICK, READINGS, VARIANTS, Experiment, Runner, Size
 from paravt_jax.run.log import whole_file
 
@@ -52,7 +51,7 @@ def main() -> None:
         args.eval,
     )
     if not args.report:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs save and end
+        exit_on_sigterm()  # as on Ctrl-C the runs save and end
         experiment.make_data()
         Runner(args.jobs).run(experiment.parts())
     from paravt_jax.miniature.report import draw, remarks, table  # late: matplotlib takes a second

@@ -254,7 +254,7 @@ class Runner:
                         running = ", ".join(part.name for part in self._running)
                         meter.at(sum(map(_steps_done, undone)) - done_before, running)
                     time.sleep(POLL_S)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 meter.say("stopping: the runs save and end; the same command goes on from there")
                 raise
             finally:

@@ -50,8 +50,8 @@ class Hosts:
         self.names: list[str] = []
         self._turns: dict[str, int] = {}
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="hosts")
-        self._on_stop: Callable[[], object] = lambda: None
-        self.stopped = False  # somebody asked all hosts to stop
+        self._on_stop: Callable[[int], object] = lambda number: None
+        self.stopped_by = 0  # the signal that asked all hosts to stop
 
     @property
     def leads(self) -> bool:
@@ -104,22 +104,22 @@ class Hosts:
     def name_of(self, host: int) -> str:
         return f"host {host} ({self.names[host]})" if host < len(self.names) else f"host {host}"
 
-    def stop_all(self) -> None:
-        """Asks every host to stop, as this one was asked."""
+    def stop_all(self, number: int) -> None:
+        """Asks every host to stop, as this one was asked by a signal."""
         if self.num > 1:
-            self.store.key_value_set(f"stop/{self.index}", "", allow_overwrite=True)
+            self.store.key_value_set(f"stop/{self.index}", str(int(number)), allow_overwrite=True)
 
-    def when_stopped(self, work: Callable[[], object]) -> None:
-        """`work` is done, in another thread, once somebody asks all hosts to stop."""
+    def when_stopped(self, work: Callable[[int], object]) -> None:
+        """`work` gets the number of the signal, in another thread, once a host was asked to stop."""
         self._on_stop = work
-        if self.stopped:
-            work()
+        if self.stopped_by:
+            work(self.stopped_by)
 
-    def stop(self) -> None:
+    def stop(self, number: int) -> None:
         """What the watch does when it hears of that."""
-        if not self.stopped:
-            self.stopped = True
-            self._on_stop()
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._on_stop(number)
 
     def _heard(self, stream: str, turn: int, host: int, unless: threading.Event | None) -> bytes:
         began_s, late_s = time.monotonic(), LATE_S
@@ -271,7 +271,7 @@ class Heard:
     answer: int = 0  # how many it gave
     beats: Mapping[str, str] = field(default_factory=dict)
     ended: Sequence[tuple[str, str]] = ()
-    stop: bool = False
+    stopped_by: int = 0
 
 
 def _beat(hosts: Hosts, heard: Heard, left: threading.Event) -> None:
@@ -281,7 +281,7 @@ def _beat(hosts: Hosts, heard: Heard, left: threading.Event) -> None:
         try:
             store.key_value_set(f"beat/{hosts.index}", str(heard.answer), allow_overwrite=True)
             heard.beats, heard.ended = dict(store.key_value_dir_get("beat")), store.key_value_dir_get("ended")
-            heard.stop = bool(store.key_value_dir_get("stop"))
+            heard.stopped_by = max((int(number) for _, number in store.key_value_dir_get("stop")), default=0)
         except RuntimeError as problem:
             if not left.is_set():
                 _exit(f"the coordinator beside {hosts.name_of(0)} is gone ({one_line(problem)[:100]})")
@@ -303,8 +303,8 @@ def _watch(hosts: Hosts, heard: Heard, left: threading.Event) -> None:
             last[key] = sign
             if silent[key] * BEAT_S > LOST_S and not left.is_set():
                 _exit(f"{hosts.name_of(_host_of(key))} is lost: nothing was heard of it for {LOST_S:.0f} s")
-        if heard.stop:
-            hosts.stop()
+        if heard.stopped_by:
+            hosts.stop(heard.stopped_by)
 
 
 def _end(hosts: Hosts | None, problem: BaseException) -> NoReturn:

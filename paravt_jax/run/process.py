@@ -19,15 +19,21 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
 
+class Stopping(asyncio.Event):
+    """Set when a signal asks the run to stop."""
+
+    signal = 0  # its number
+
+
 class Others(Protocol):
     """The other hosts of a run, who stop with this one."""
 
-    def stop_all(self) -> None: ...
+    def stop_all(self, number: int) -> None: ...
 
-    def when_stopped(self, work: Callable[[], object]) -> None: ...
+    def when_stopped(self, work: Callable[[int], object]) -> None: ...
 
 
-def stop_on_signals(stopping: asyncio.Event, grace_s: float, others: Others) -> Callable[[], None]:
+def stop_on_signals(stopping: Stopping, grace_s: float, others: Others) -> Callable[[], None]:
     """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once.
 
     What one host is told all do.
@@ -36,17 +42,18 @@ def stop_on_signals(stopping: asyncio.Event, grace_s: float, others: Others) -> 
     timers: list[threading.Timer] = []
     told = False
 
-    def signalled() -> None:
+    def signalled(number: int) -> None:
         nonlocal told
         if told:
             _exit("stopped again")
         told = True
-        others.stop_all()
-        stop()
+        others.stop_all(number)
+        stop(number)
 
-    def stop() -> None:
+    def stop(number: int) -> None:
         if stopping.is_set():
             return
+        stopping.signal = number
         stopping.set()
         say(f"stopping: a checkpoint follows, within checkpoint.grace_s={grace_s:g}")
         timers.append(threading.Timer(grace_s, _exit, (f"no checkpoint within checkpoint.grace_s={grace_s:g}",)))
@@ -54,11 +61,11 @@ def stop_on_signals(stopping: asyncio.Event, grace_s: float, others: Others) -> 
         timers[0].start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    others.when_stopped(lambda: loop.call_soon_threadsafe(stop))
+        loop.add_signal_handler(number, signalled, number)
+    others.when_stopped(lambda number: loop.call_soon_threadsafe(stop, number))
 
     def undo() -> None:
-        others.when_stopped(lambda: None)
+        others.when_stopped(lambda number: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         for timer in timers:

@@ -4,7 +4,6 @@ A run's directory is its name: started again with the same one, it goes on from 
 random is keyed by seed and number, so a checkpoint needs no more than the learner and a few numbers, its progress.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +22,7 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.log import QuietLog, RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.process import say, stop_on_signals
+from paravt_jax.run.process import Stopping, say, stop_on_signals
 from paravt_jax.run.sources import code_sums
 from paravt_jax.run.threads import in_thread, unless_stopped
 
@@ -43,7 +42,7 @@ class RunDirectory:
     """Where a run trains, held from before anything is loaded until everything is closed."""
 
     path: Path
-    stopping: asyncio.Event  # somebody asked the run to end
+    stopping: Stopping  # somebody asked the run to end
     num_logged: int  # steps, before this start
     settings: Mapping[str, Any]
     changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
@@ -70,7 +69,7 @@ class RunDirectory:
             "start all hosts with the same settings and the same code",
         )
         path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
-        stopping = asyncio.Event()
+        stopping = Stopping()
         stack.callback(stop_on_signals(stopping, grace_s, hosts))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
@@ -103,6 +102,7 @@ class Training:
     step: int  # steps done
     compiles: Compiles = field(default_factory=Compiles)
     began_step_s: float = 0.0
+    exit_code: int = 0  # of the command: 0 where all steps are done, 128 + n where signal n stopped the run before
 
     @classmethod
     async def resume(
@@ -204,6 +204,8 @@ class Training:
 
     async def finish(self, progress: Progress) -> None:
         """Saves, waits for it, draws, and says where everything is."""
+        stopped_by = max(await self.directory.hosts.gathered("stopped by", int(self.directory.stopping.signal)))
+        self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
         await self.save(progress)
         await in_thread(self.checkpoints.wait)
         directory = self.directory.path

@@ -32,9 +32,9 @@ def start(folder, run_dir, num=2):
     return several.start_command(folder, "paravt_jax.train", arguments(run_dir, *STEPS), num, devices=2 // num)
 
 
-def ended_well(started):
+def ended_well(started, code=0):
     ended = started.ended(280)
-    assert [one.code for one in ended] == [0] * len(ended), "\n\n".join(one.said[-3000:] for one in ended)
+    assert [one.code for one in ended] == [code] * len(ended), "\n\n".join(one.said[-3000:] for one in ended)
     return ended
 
 
@@ -116,7 +116,7 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     started = start(folder / "said", folder / "run")
     send(started, 1, signal.SIGTERM, "step 1/3")
-    return folder / "run", ended_well(started)
+    return folder / "run", ended_well(started, 128 + signal.SIGTERM)
 
 
 def kill(started, victim, after):
@@ -129,7 +129,7 @@ def kill(started, victim, after):
     assert "Traceback" not in other.said
 
 
-def test_sigterm_on_one_host_saves_on_all(stopped):
+def test_sigterm_on_one_host_saves_on_all_which_exit_143(stopped):
     run_dir, ended = stopped
     steps = saved(run_dir)
     assert steps and len(metrics_of(run_dir)) == steps[-1] < 3

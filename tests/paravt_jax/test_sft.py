@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,22 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tm
     assert forked.run("paravt_jax.sft", *arguments(world, tmp_path)).returncode == 0
     assert metrics_of(tmp_path) == metrics_of(undisturbed)
     assert arrays_of(tmp_path, STEPS) == arrays_of(undisturbed, STEPS)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_exits_130_so_that_what_follows_it_is_not_begun(world, tmp_path):
+    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
+    try:
+        deadline_s = time.monotonic() + 200
+        while "step 1/" not in (output := (tmp_path / "output").read_text() if (tmp_path / "output").exists() else ""):
+            assert process.is_alive() and time.monotonic() < deadline_s, output
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+    finally:
+        process.kill()
+    assert process.exitcode == 130, (tmp_path / "output").read_text()
+    assert (tmp_path / "checkpoints" / str(len(metrics_of(tmp_path)))).is_dir()
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """Hosts meet, tell each other what must be equal, and none of them ends alone."""
 
 import os
+import queue
 import signal
 import socket
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -76,11 +76,11 @@ def test_a_host_may_be_half_a_minute_late_at_the_first_sum(tmp_path):
 
 
 def stopped(hosts):
-    heard = threading.Event()
-    hosts.when_stopped(heard.set)
+    heard = queue.Queue()
+    hosts.when_stopped(heard.put)
     if hosts.index == 1:
-        hosts.stop_all()
-    assert heard.wait(20)
+        hosts.stop_all(signal.SIGTERM)
+    assert heard.get(timeout=20) == signal.SIGTERM
 
 
 def differ(hosts):
