@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
+ZERO = b"\0"  # every byte of pixels that are elsewhere
 PNG_EFFORT = 1  # of 9: lossless either way, and the time to encode matters more than bytes over loopback
 
 
@@ -39,7 +40,7 @@ class Picture:
     @classmethod
     def elsewhere(cls, key: str, size_px: tuple[int, int]) -> "Picture":
         """One that is known by name, and takes no memory: its pixels are with another process."""
-        return cls(key, np.broadcast_to(np.uint8(0), (*size_px, 3)))
+        return cls(key, np.ndarray((*size_px, 3), np.uint8, ZERO, 0, (0, 0, 0)))
 
     @property
     def is_here(self) -> bool:

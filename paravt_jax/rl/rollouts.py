@@ -258,7 +258,7 @@ class Rollouts:
             return [one.playing.result() for one in whole]
 
         begun = [_Begun(visit, budget, []) for visit, budget in zip(visits, budgets, strict=True)]
-        groups = await dealt(self._hosts, f"groups of step {step}", begun, play)
+        groups = await dealt(self._hosts, f"groups of step {step}", begun, play, (Group, Member))
         own = range(self._hosts.index, len(groups), self._hosts.num)
         return [group if place in own else replace(group, away=True) for place, group in enumerate(groups)]
 

@@ -123,7 +123,7 @@ class Run:
         def play(prompts: Sequence[Prompt]) -> Coroutine[Any, Any, list[Member]]:
             return evaluate(self.greedy, prompts, self.config.video.overview_frames)
 
-        playing = dealt(self.hosts, "validation", self.held_out, play)
+        playing = dealt(self.hosts, "validation", self.held_out, play, (Member,))
         members = await training.directory.unless_stopped(playing)
         if members is None:
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 LINGER_S = 60.0  # after host 0: longer than the others take to notice
 HEARTBEAT_S, SHUTDOWN_S = 120, 30  # jax's own, which only counts where ours does not get to a host
+MAX_WORDS_CHARS = 100  # of a host's line
 WORDS_S = 5.0  # for whoever connects to say which host it is
 READY, DONE, HELLO, GO = "ready", "done", "paravt", "go"
 
@@ -79,7 +80,7 @@ def _words(host: socket.socket) -> tuple[int, int]:
     host.sendall(f"{HELLO}\n".encode())
     host.settimeout(WORDS_S)
     try:
-        index, num = map(int, json.loads(host.makefile().readline()))
+        index, num = map(int, json.loads(host.makefile().readline(MAX_WORDS_CHARS)))
     except TimeoutError:
         raise ValueError("it says nothing") from None
     return index, num

@@ -8,7 +8,6 @@ everything here gives back what it is given.
 
 import asyncio
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from paravt_jax.config import AUTO, HostsConfig
 from paravt_jax.run import coordinator
 from paravt_jax.run.process import say
 from paravt_jax.run.relay import port_that_leads_to
+from paravt_jax.run.wire import PLAIN, Wire, WireError
 
 Value = TypeVar("Value")
 JOIN_S = 300.0  # for all hosts to be there
@@ -58,28 +58,29 @@ class Hosts:
         """Whether this is host 0, which writes and decides for all."""
         return self.index == 0
 
-    def gather(self, stream: str, value: Value, unless: threading.Event | None = None) -> list[Value]:
-        """What every host says at its next turn of this stream, in their order. `unless` ends the wait."""
+    def gather(
+        self, stream: str, value: Value, wire: Wire = PLAIN, unless: threading.Event | None = None
+    ) -> list[Value]:
+        """The values of all hosts at their next turn of this stream, in host order. `unless` ends the wait."""
         if self.num == 1:
             return [value]
         turn = self._turns[stream] = self._turns.get(stream, -1) + 1
-        self.store.key_value_set_bytes(_key(stream, turn, self.index), pickle.dumps(value))
+        self.store.key_value_set_bytes(_key(stream, turn, self.index), wire.encode(value))
         said = [
-            value if host == self.index else pickle.loads(self._heard(stream, turn, host, unless))
-            for host in range(self.num)
+            value if host == self.index else self._decoded(stream, turn, host, wire, unless) for host in range(self.num)
         ]
         if turn:  # everybody is at this one, so everybody has heard the one before
             self.store.key_value_delete(_key(stream, turn - 1, self.index))
         return said
 
-    async def gathered(self, stream: str, value: Value) -> list[Value]:
+    async def gathered(self, stream: str, value: Value, wire: Wire = PLAIN) -> list[Value]:
         """The same beside the event loop; when it is cancelled, nobody waits any more."""
         if self.num == 1:
             return [value]
         unless = threading.Event()
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._waiting, self.gather, stream, value, unless)
+            return await loop.run_in_executor(self._waiting, self.gather, stream, value, wire, unless)
         finally:
             unless.set()
 
@@ -120,6 +121,16 @@ class Hosts:
         if not self.stopped_by:
             self.stopped_by = number
             self._on_stop(number)
+
+    def _decoded(self, stream: str, turn: int, host: int, wire: Wire, unless: threading.Event | None) -> Any:
+        data = self._heard(stream, turn, host, unless)
+        try:
+            return wire.decode(data)
+        except WireError as problem:
+            raise RuntimeError(
+                f"at the coordinator the value {stream!r} of {self.name_of(host)} is not one that a host sends "
+                f"({problem}); let a firewall admit only the hosts of the run to its port"
+            ) from None
 
     def _heard(self, stream: str, turn: int, host: int, unless: threading.Event | None) -> bytes:
         began_s, late_s = time.monotonic(), LATE_S

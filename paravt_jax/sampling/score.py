@@ -33,6 +33,7 @@ from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import everywhere, on_mesh
 from paravt_jax.run.hosts import Hosts
+from paravt_jax.run.wire import Wire
 from paravt_jax.sampling.frames import frame_of
 from rollout.check import Scored, ScoreRequest
 from rollout.picture import Picture
@@ -40,6 +41,7 @@ from rollout.picture import Picture
 TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap
 PATCH_BUCKET = 64
 FRAME_BUCKET = 8
+SCORE_WIRE = Wire((ScoreRequest, Picture))
 
 
 class LearnerScorer:
@@ -83,17 +85,17 @@ class SharedScorer(LearnerScorer):
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
         with self._turn:
-            self._hosts.gather("score", requests)
+            self._hosts.gather("score", list(requests), SCORE_WIRE)
             return super().score(requests)
 
     def follow(self) -> None:
         """Computes until the asker is done."""
-        while asked := self._hosts.gather("score", None)[self._asker]:
+        while asked := self._hosts.gather("score", None, SCORE_WIRE)[self._asker]:
             super().score(asked)
 
     def done(self) -> None:
         """Nothing more is asked."""
-        self._hosts.gather("score", None)
+        self._hosts.gather("score", None, SCORE_WIRE)
 
 
 def _score(

@@ -6,11 +6,8 @@ then has the tokens that it would have on one host. Pixels are told once, for as
 """
 
 import asyncio
-import copyreg
-import io
-import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +15,9 @@ from typing import Any
 from model_port.inputs import Frame
 from model_port.sampler import Completion
 from paravt_jax.run.hosts import Hosts
+from paravt_jax.run.wire import Form, Wire
 from paravt_jax.sampling.embedded import EmbeddedEngine, Running
-from rollout.engine.protocol import Request, RequestRejected
+from rollout.engine.protocol import Request, RequestRejected, Sampling
 from rollout.picture import Picture
 
 IDLE_S = 0.05  # between two turns in which nothing is sampled
@@ -69,7 +67,7 @@ class SharedEngine(EmbeddedEngine):
 
     def _step(self) -> list[tuple[Running, Completion | Exception | None]]:
         orders, self._orders = self._orders, []
-        told = [pickle.loads(said) for said in self._hosts.gather("sampler", self._told(orders), self._leaving)]
+        told = self._hosts.gather("sampler", orders, self._wire(), self._leaving)
         self._keep_frames_of(order.request for of_host in told for order in of_host)
         ended = [self._carry_out(host, order) for host, of_host in enumerate(told) for order in of_host]
         ended += super()._step()
@@ -106,21 +104,20 @@ class SharedEngine(EmbeddedEngine):
     def _waiting(self) -> list[Running]:
         return list(self._asked.values())
 
-    def _told(self, orders: Sequence[_Order]) -> bytes:
-        """As all hosts have the same frames, pixels are told of those alone that none has."""
-        told: set[str] = set(self._frames)
+    def _wire(self) -> Wire:
+        """As all hosts have the same frames, only pixels that none has yet are sent."""
+        sent: set[str] = set(self._frames)
 
-        def reduced(picture: Picture) -> tuple[Any, ...]:
-            if picture.key in told:
-                return Picture.elsewhere, (picture.key, picture.size_px)
-            told.add(picture.key)
-            return Picture, (picture.key, picture.pixels)
+        def take(picture: Picture) -> tuple[Any, ...]:
+            if picture.key in sent:
+                return picture.key, picture.size_px
+            sent.add(picture.key)
+            return picture.key, picture.pixels
 
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file)
-        pickler.dispatch_table = copyreg.dispatch_table.copy() | {Picture: reduced}
-        pickler.dump(list(orders))
-        return file.getvalue()
+        def make(key: str, there: Any) -> Picture:
+            return Picture.elsewhere(key, there) if isinstance(there, tuple) else Picture(key, there)
+
+        return Wire((_Order, Request, Sampling), {Picture: Form(take, make)})
 
     def _keep_frames_of(self, requests: Iterable[Request | None]) -> None:
         """What was told by name must not be forgotten for what comes with it."""

@@ -8,7 +8,7 @@ import hosts as several
 import jax
 import numpy as np
 import pytest
-from agents import FakeFrames
+from agents import ANSWER, FakeFrames, call
 from flax import nnx
 from training import rollouts_of, update_of
 
@@ -20,11 +20,15 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import LANGUAGE, Learner
 from paravt_jax.rl import batches
-from paravt_jax.rl.dealing import without_pixels
+from paravt_jax.rl.dealing import FORMS, RECORDS
 from paravt_jax.rl.metrics import num_tokens, rollout_metrics
+from paravt_jax.rl.rollouts import Group, Member, records
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
+from paravt_jax.run.wire import Wire
+from paravt_jax.sampling.score import SCORE_WIRE
 from rollout.chat import Chat
+from rollout.check import ScoreRequest
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.picture import Picture
@@ -149,9 +153,42 @@ def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
     }
 
 
-def test_a_picture_that_is_told_of_keeps_its_name_and_size_and_nothing_else():
+def there_and_back(value, results=(Group, Member)):
+    wire = Wire((*RECORDS, *results), FORMS)
+    return wire.decode(wire.encode(value))
+
+
+def test_a_picture_that_is_sent_keeps_its_name_and_size_and_nothing_else():
     picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
-    told = without_pixels([picture])
-    again = pickle.loads(told)[0]
-    assert (again.key, again.size_px) == (picture.key, (64, 96)) and len(told) < 300
+    (again,) = there_and_back([picture])
+    assert (again.key, again.size_px) == (picture.key, (64, 96)) and len(Wire((), FORMS).encode([picture])) < 300
     assert picture.is_here and not again.is_here
+
+
+def test_groups_arrive_as_they_were_played(tiny_hf):
+    """Without pixels, and without the arguments of calls, which may be anything that Python has a literal for."""
+    odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
+    config, chat = load_config(None, *SETTINGS[1:]), Chat.from_hf(tiny_hf)
+
+    async def reply(request):
+        said = f"Look.{odd}<|im_end|>" if "tool_response>\n" not in chat.decode(request.ids) else ANSWER
+        return chat.encode(said).tolist()
+
+    async def play():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+
+    groups = asyncio.run(play())
+    calls = groups[0].members[0].episode.calls
+    assert [one.outcome for one in calls] == ["invalid", "ok"] and calls[0].call.arguments
+    again = there_and_back(groups)
+    assert records(again, 1, chat) == records(groups, 1, chat)
+    assert rollout_metrics(again) == rollout_metrics(groups)
+    assert again[0].members[0].terms == groups[0].members[0].terms
+
+
+def test_a_dialogue_to_score_arrives_with_its_pixels():
+    picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
+    (again,) = SCORE_WIRE.decode(SCORE_WIRE.encode([ScoreRequest(np.arange(5, dtype=np.int32), (picture,), 0.7)]))
+    assert (again.pictures[0].pixels == picture.pixels).all() and again.pictures[0].key == picture.key
+    assert again.ids.tolist() == [0, 1, 2, 3, 4] and again.temperature == 0.7

@@ -1,6 +1,7 @@
 """Hosts meet, tell each other what must be equal, and none of them ends alone."""
 
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -259,6 +260,42 @@ def test_a_host_that_was_started_again_is_the_one_that_counts():
 @pytest.mark.parametrize("words", ["5", "[0]", "GET / HTTP/1.1", ""])
 def test_a_stranger_at_the_port_is_no_host(words):
     assert answers_to((words, False), ("[1, 2]", True), ("[0, 2]", True)) == ("", [coordinator.GO] * 2)
+
+
+def test_a_stranger_that_sends_no_end_of_line_is_no_host():
+    assert answers_to(("[" * 10**6, False), ("[1, 2]", True), ("[0, 2]", True)) == ("", [coordinator.GO] * 2)
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def joined_by_a_stranger(config, file, relayed):
+    """It takes the place of host 1, and its first word is a pickle. What it connects through is a relay, or is not."""
+    if not relayed:
+        several.hosts.port_that_leads_to = lambda address: address[1]
+    store = several.hosts._connected(config.coordinator, config.num, 1)
+    store.key_value_set_bytes(several.hosts._key("names", 0, 1), pickle.dumps(Bomb(file)))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_what_a_stranger_at_the_coordinator_or_a_relay_sends_is_not_run(relayed, tmp_path):
+    file = tmp_path / "ran"
+    config = several.settings(2)[0]
+    stranger = several.Started(tmp_path / "stranger", 1, 1, joined_by_a_stranger, [(config, file, relayed)])
+    try:
+        (ended,) = several.Started(tmp_path, 1, 1, several._joined, [(meet, config)]).ended(60)
+        assert not file.exists() and ended.code == 1
+        assert "at the coordinator the value 'names' of host 1 is not one that a host sends" in ended.last
+    finally:
+        stranger.processes[0].kill()
 
 
 def uneven(hosts):
