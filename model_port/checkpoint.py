@@ -27,6 +27,7 @@ import tensorstore as ts
 
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, PARAMS_DIR
+from model_port.safetensors_io import check_finite
 from model_port.weights import check_param_paths
 
 FORMAT_VERSION = 1
@@ -220,7 +221,7 @@ class StoredParams:
         try:
             with ocp.PyTreeCheckpointer() as checkpointer:
                 metadata: Any = checkpointer.metadata(self._directory).item_metadata
-        except (FileNotFoundError, KeyError, ValueError) as problem:
+        except (FileNotFoundError, KeyError, ValueError, TypeError, AttributeError) as problem:
             raise ValueError(f"{self._directory} is not a whole orbax checkpoint: {problem}") from None
         if metadata is None:
             raise ValueError(f"{self._directory} is not a whole orbax checkpoint: it has no metadata")
@@ -259,7 +260,24 @@ class StoredParams:
     def blocks(self, path: str) -> Iterator[np.ndarray]:
         """The whole parameter as consecutive runs of its bytes in C order, each of full rows and of a bounded size."""
         store = self.open(path)
-        return _read_ahead(store, _runs(store.shape, _stored_chunk_shape(store), self.dtypes[path].itemsize))
+        return self._read_ahead(path, store, _runs(store.shape, _stored_chunk_shape(store), self.dtypes[path].itemsize))
+
+    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
+        """The whole parameter, or one of its layers."""
+        return self._finite(path, self.open(path)[index].read().result())
+
+    def _read_ahead(self, path: str, store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.ndarray]:
+        pending: deque[ts.Future[np.ndarray]] = deque()
+        for index in indices:
+            pending.append(store[index].read())
+            if len(pending) == MAX_PENDING:
+                yield self._finite(path, pending.popleft().result())
+        while pending:
+            yield self._finite(path, pending.popleft().result())
+
+    def _finite(self, path: str, values: np.ndarray) -> np.ndarray:
+        check_finite(values, f"{path} of {self._directory}")
+        return values
 
     def restore(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         """The parameter in the target's dtype, on the target's devices."""
@@ -281,7 +299,7 @@ class StoredParams:
             if any(common_box(block, box) is not None for box in boxes)
         ]
         arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
-        for block, values in zip(blocks, _read_ahead(store, map(index_of, blocks)), strict=True):
+        for block, values in zip(blocks, self._read_ahead(path, store, map(index_of, blocks)), strict=True):
             for box, array in arrays.items():
                 common = common_box(block, box)
                 if common is not None:
@@ -404,16 +422,6 @@ def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -
     rows = max(1, BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
     for first in range(0, length, rows):
         yield (slice(first, min(first + rows, length)),)
-
-
-def _read_ahead(store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.ndarray]:
-    pending: deque[ts.Future[np.ndarray]] = deque()
-    for index in indices:
-        pending.append(store[index].read())
-        if len(pending) == MAX_PENDING:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
 
 
 def grid_of(box: Box, chunk_shape: tuple[int, ...]) -> Iterator[Box]:

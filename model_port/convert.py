@@ -75,7 +75,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
     src_dir = source_directory(src)
     config = config_from_hf(read_hf_config(src_dir), source=str(src_dir / "config.json"))
     with HfTensors(src_dir) as tensors:
-        check_hf_tensors(config, tensors.shapes, str(src_dir))
+        check_hf_tensors(config, tensors)
         by_path = {rule.path: rule for rule in rules(config)}
         stored = {name: tensors.infos[name].dtype for rule in by_path.values() for name in rule.hf_names}
         dtype = dtype or only_dtype(stored, src)

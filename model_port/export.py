@@ -161,16 +161,14 @@ def _whole_tensors(base: Path) -> _Source:
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
     config, tensors = _config_in(base), HfTensors(base)
-    check_hf_tensors(config, tensors.shapes, str(base))
+    check_hf_tensors(config, tensors)
     return _Source(config, {name: info.dtype for name, info in tensors.infos.items()}, _from_files(tensors, config))
 
 
 def _from_checkpoint(stored: StoredParams) -> Iterator[tuple[str, np.ndarray]]:
     for rule in rules(stored.config):
-        store = stored.open(rule.path)
         for layer, name in enumerate(rule.hf_names):
-            ours = store if rule.count is None else store[layer]
-            yield name, ours.read().result().reshape(rule.hf_shape)
+            yield name, stored.read(rule.path, () if rule.count is None else (layer,)).reshape(rule.hf_shape)
 
 
 def _from_files(tensors: HfTensors, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

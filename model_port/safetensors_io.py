@@ -16,7 +16,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from model_port.json_files import Section, read_object
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+PART_BYTES = 2**20  # read at a time, and checked while it is in the processor's cache
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -53,7 +56,12 @@ class HfTensors:
         self.infos: dict[str, TensorInfo] = {}
         shards, weight_map = _shards(self.directory, single_file)
         for shard in shards:
-            self.infos.update(_read_header(shard))
+            for name, info in _read_header(shard).items():
+                if name in self.infos:
+                    raise ValueError(
+                        f"{self.directory}: tensor {name} is in {self.infos[name].path.name} and in {shard.name}"
+                    )
+                self.infos[name] = info
         if weight_map is not None:
             _check_index(self.directory / INDEX_FILE, weight_map, self.infos)
         self._descriptors = {shard: os.open(shard, os.O_RDONLY) for shard in shards}
@@ -67,14 +75,22 @@ class HfTensors:
         return {name: info.shape for name, info in self.infos.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows `rows` of the first axis (all of a scalar), as a new array in the file's dtype."""
+        """Rows `rows` of the first axis (all of a scalar), as a new array in the file's dtype; all are finite."""
         info = self.infos[name]
         first, last, _ = rows.indices(info.shape[0] if info.shape else 1)
         shape = (last - first, *info.shape[1:]) if info.shape else ()
         row_bytes = info.num_bytes // max(info.shape[0], 1) if info.shape else info.num_bytes
         out = np.empty(shape, info.dtype)
-        _read_exactly(self._descriptors[info.path], out, info.start_byte + first * row_bytes, info.path)
+        self._read_into(out.reshape(-1), name, info.start_byte + first * row_bytes)
         return out
+
+    def _read_into(self, out: np.ndarray, name: str, offset: int) -> None:
+        path = self.infos[name].path
+        part_size = max(1, PART_BYTES // out.itemsize)
+        for first in range(0, out.size, part_size):
+            part = out[first : first + part_size]
+            _read_exactly(self._descriptors[path], part, offset + first * out.itemsize, path)
+            check_finite(part, f"tensor {name} of {path}")
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -93,11 +109,12 @@ class HfTensors:
 def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, str] | None]:
     index_path = directory / INDEX_FILE
     if index_path.is_file():
-        try:
-            weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-            shards = [directory / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise ValueError(f"{index_path} is not a safetensors index: {problem!r}") from None
+        index = Section(str(index_path), read_object(index_path)).section("weight_map")
+        weight_map = {name: index.text(name) for name in index.values}
+        for name, shard in weight_map.items():
+            if Path(shard).name != shard or shard in ("", ".."):
+                raise index.wrong(name, "the name of a file beside the index")
+        shards = [directory / name for name in sorted(set(weight_map.values()))]
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise ValueError(
@@ -117,7 +134,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{path} is not a whole safetensors file: {file_bytes} bytes cannot hold its header")
         try:
             header: Any = json.loads(file.read(header_bytes))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
@@ -137,13 +154,31 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
                 f"the file has {file_bytes}; download it again"
             )
         infos[name] = info
+    _check_layout(path, infos, file_bytes, 8 + header_bytes)
     return infos
+
+
+def _check_layout(path: Path, infos: dict[str, TensorInfo], file_bytes: int, data_byte: int) -> None:
+    """Tensors lie one behind the other, as every writer of the format lays them: none shares bytes with another."""
+    end = data_byte
+    for name, info in sorted(infos.items(), key=lambda item: (item[1].start_byte, item[1].num_bytes)):
+        if info.start_byte != end:
+            raise ValueError(
+                f"{path}: tensor {name} begins at byte {info.start_byte - data_byte} of the data, expected "
+                f"{end - data_byte}; the file is damaged, download it again"
+            )
+        end += info.num_bytes
+    if end != file_bytes:
+        raise ValueError(
+            f"{path}: its data are {file_bytes - data_byte} bytes, its tensors have {end - data_byte}; the file is "
+            f"damaged, download it again"
+        )
 
 
 def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     try:
         dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
+        if all(type(number) is int and number >= 0 for number in (*shape, start, end)):
             return str(dtype_name), shape, start, end
     except (KeyError, TypeError, ValueError):
         pass
@@ -156,6 +191,23 @@ def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, 
         raise ValueError(
             f"{index_path} names {len(wrong)} tensors that their shards do not hold: {', '.join(wrong[:5])}"
         )
+
+
+def check_finite(values: np.ndarray, name: str) -> None:
+    """Raises where a weight is NaN or infinite: a damaged file, or a run that diverged.
+
+    Such values have the largest exponent. So as whole numbers they are at least infinity, and negative ones at least
+    minus infinity: two maxima, twenty times as fast as numpy's isfinite of bfloat16.
+    """
+    if values.dtype not in DTYPE_NAMES or not values.size:
+        return
+    bits = np.dtype(f"i{values.itemsize}")
+    infinity = np.array([np.inf, -np.inf], values.dtype)
+    for sign, whole in enumerate((bits, np.dtype(f"u{values.itemsize}"))):
+        if values.view(whole).max() >= infinity.view(whole)[sign]:
+            raise ValueError(
+                f"{name} has values that are NaN or infinite; the weights are damaged, or their run diverged"
+            )
 
 
 def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> None:

@@ -19,6 +19,7 @@ from model_port.lora import layout_sides
 from model_port.safetensors_io import HfTensors
 
 LAYER = "{i}"
+EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
 PEFT_PREFIX = "base_model.model."  # before the name of what is adapted
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
 READ_BLOCK_BYTES = 64 * 2**20  # held at a time when only some columns of a tensor are wanted
@@ -55,7 +56,7 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
     c = config.text
     hf, ours, count = "model.language_model.layers.{i}.", "text.layers.", c.num_layers
     table = [
-        Rule("model.language_model.embed_tokens.weight", "text.embed.table_vd", (c.vocab_size, c.width)),
+        Rule(EMBEDDING, "text.embed.table_vd", (c.vocab_size, c.width)),
         Rule(hf + "input_layernorm.weight", ours + "input_norm.scale", (c.width,), count),
         Rule(hf + "self_attn.q_proj.weight", ours + "attn.q_kernel_nhd", (c.num_heads * c.head_dim, c.width), count),
         Rule(hf + "self_attn.k_proj.weight", ours + "attn.k_kernel_khd", (c.num_kv_heads * c.head_dim, c.width), count),
@@ -70,7 +71,7 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
         Rule("model.language_model.norm.weight", "text.final_norm.scale", (c.width,)),
     ]
     if not config.tie_embeddings:
-        table.append(Rule("lm_head.weight", "text.head.kernel_vd", (c.vocab_size, c.width)))
+        table.append(Rule(HEAD, "text.head.kernel_vd", (c.vocab_size, c.width)))
     return table
 
 
@@ -138,9 +139,20 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple
             yield name, rule.tensor(params, layer)
 
 
-def check_hf_tensors(config: ModelConfig, shapes: dict[str, tuple[int, ...]], source: str) -> None:
-    """Every tensor of the table is there with its shape, and nothing else is; otherwise one error that lists it all."""
+def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
+    """Every tensor of the table is there with its shape, and nothing else is; otherwise one error that lists it all.
+
+    A tied head may be stored once more, as ZeRO-3 and FSDP gather it: then it must equal the embedding.
+    """
     expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
+    shapes, source = tensors.shapes, tensors.directory
+    if config.tie_embeddings and HEAD in shapes:
+        if EMBEDDING in shapes and not _equal(tensors, HEAD, EMBEDDING):
+            raise ValueError(
+                f"{source}: config.json has tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}; remove the "
+                f"one that is wrong, or set tie_word_embeddings=false"
+            )
+        del shapes[HEAD]
     problems = [
         *_listing("missing", sorted(expected.keys() - shapes.keys())),
         *_listing("not known", sorted(shapes.keys() - expected.keys())),
@@ -151,6 +163,17 @@ def check_hf_tensors(config: ModelConfig, shapes: dict[str, tuple[int, ...]], so
     ]
     if problems:
         raise ValueError(f"{source}: its tensors do not fit its config: " + "; ".join(problems))
+
+
+def _equal(tensors: HfTensors, name: str, other: str) -> bool:
+    """Whether two tensors have the same values, a block at a time."""
+    info = tensors.infos[name]
+    if info.shape != tensors.infos[other].shape:
+        return False
+    row_bytes = info.num_bytes // max(1, info.shape[0])
+    rows = max(1, READ_BLOCK_BYTES // max(1, row_bytes))
+    blocks = (slice(first, first + rows) for first in range(0, info.shape[0], rows))
+    return all(np.array_equal(tensors.read(name, block), tensors.read(other, block)) for block in blocks)
 
 
 def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
@@ -204,7 +227,7 @@ def load_hf_params(
     tensors: HfTensors, config: ModelConfig, abstract: dict[str, Any], dtype: Any
 ) -> dict[str, jax.Array]:
     """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets just the rows of its shard."""
-    check_hf_tensors(config, tensors.shapes, str(tensors.directory))
+    check_hf_tensors(config, tensors)
     check_param_paths(config, set(abstract))
     params = {}
     for rule in rules(config):

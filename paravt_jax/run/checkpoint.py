@@ -53,6 +53,7 @@ from model_port.checkpoint import (
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.hf_files import read_side_files, write_side_files
+from model_port.json_files import Section, parse_object
 from model_port.layout import HF_DIR, OPTIMIZER_DIR, PARAMS_DIR, RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory, sync_path
 from model_port.progress import Meter
@@ -63,6 +64,7 @@ from paravt_jax.learner.programs import TrainState
 from paravt_jax.run.hosts import ALONE, Hosts
 
 BROKEN_SUFFIX = ".broken"
+MAX_LENGTH = 2**48  # of an axis, and of a run
 RECORD_KEYS = ("scalars", "shapes", "progress", "files")
 OWN_SUM = "sum"  # of the record without it
 BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # of an array
@@ -374,20 +376,40 @@ def _record_sum(record: dict[str, Any]) -> str:
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    """What state.json says."""
+    """The content of state.json, with values of the types that it is written with."""
     try:
-        record = json.loads((directory / RECORD_FILE).read_bytes())
+        record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
         if "file_bytes" in record:  # of 0.2 and before, without checksums
-            record["files"] = {name: [size, None] for name, size in record["file_bytes"].items()}
+            sizes = Section(RECORD_FILE, record).section("file_bytes")
+            record["files"] = {name: [size, None] for name, size in sizes.values.items()}
+        elif OWN_SUM not in record:
+            raise ValueError(f"{RECORD_FILE} has no {OWN_SUM}")
         whole = OWN_SUM not in record or record.pop(OWN_SUM) == _record_sum(record)
         missing = [key for key in RECORD_KEYS if key not in record]
-    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError) as problem:
-        raise BrokenCheckpoint(f"{RECORD_FILE}: {problem}") from None
-    if missing:
-        raise BrokenCheckpoint(f"{RECORD_FILE} says nothing of {', '.join(missing)}")
+        if missing:
+            raise ValueError(f"{RECORD_FILE} says nothing of {', '.join(missing)}")
+        _check_record(Section(RECORD_FILE, record), directory)
+    except (FileNotFoundError, ValueError) as problem:
+        raise BrokenCheckpoint(f"{problem}") from None
     if not whole:
         raise BrokenCheckpoint(f"{RECORD_FILE} has other bytes than were written")
     return record
+
+
+def _check_record(record: Section, directory: Path) -> None:
+    record.section("progress")
+    scalars, shapes, files = (record.section(key) for key in ("scalars", "shapes", "files"))
+    for name in shapes.values:
+        shapes.counts(name, MAX_LENGTH)
+    for name, entry in files.values.items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        match entry:
+            case [int(size), str() | None] if inside and size >= 0:
+                continue
+        raise files.wrong(name, "the bytes and the checksum of a file in the checkpoint")
+    step = scalars.count("step", MAX_LENGTH, least=0)
+    if directory.name.isdecimal() and step != int(directory.name):  # a copy may have another name
+        raise ValueError(f"{RECORD_FILE} is of step {step}, not of step {directory.name}")
 
 
 def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:

@@ -200,6 +200,15 @@ def edit_config(**changes):
 
 
 HEAD = "model.language_model.norm.weight"
+EMBEDDING = "model.language_model.embed_tokens.weight"
+
+
+def one_row_changed(table):
+    changed = table.copy()
+    changed[-1, -1] += 1e-3
+    return changed
+
+
 BAD_SOURCES = {
     "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
     "truncated": (truncate, "model.safetensors is truncated"),
@@ -208,6 +217,15 @@ BAD_SOURCES = {
     "integer tensors": (rewrite(lambda t: t.update({HEAD: np.zeros(128, np.int8)})), "dtype I8; supported are"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
     "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 not known: extra"),
+    "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
+    "tied to another head": (
+        rewrite(lambda t: t.update({"lm_head.weight": one_row_changed(t[EMBEDDING])})),
+        r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
+    ),
+    "tied to a smaller head": (
+        rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING][:-1].copy()})),
+        r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
+    ),
     "wrong shape": (rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})), r"norm.weight \(7,\), not \(128,\)"),
     "mixture of experts": (
         edit_config(model_type="qwen3_vl_moe", architectures=["Qwen3VLMoeForConditionalGeneration"]),
@@ -226,6 +244,39 @@ def test_a_bad_source_is_one_error_and_nothing_is_written(kind, tiny, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "hf", tmp_path / "ckpt")
     assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
+
+
+@pytest.mark.parametrize("kind", ["one file", "another dtype", "shards"])
+def test_a_tied_head_that_is_stored_too_is_its_embedding(kind, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("model_port.weights.READ_BLOCK_BYTES", 2**16)  # so that it is compared in several blocks
+    hf, tensors = shutil.copytree(tiny, tmp_path / "hf"), tensors_of(tiny)
+    tensors["lm_head.weight"] = tensors[EMBEDDING].astype(np.float64 if kind == "another dtype" else np.float32)
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    if kind == "shards":
+        (hf / "model.safetensors").unlink()
+        shards = {"a.safetensors": {"lm_head.weight"}, "b.safetensors": tensors.keys() - {"lm_head.weight"}}
+        for shard, names in shards.items():
+            save_file({name: tensors[name] for name in names}, hf / shard, {"format": "pt"})
+        index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
+        (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = np.arange(5, 20)
+    np.testing.assert_array_equal(
+        model_port.logits(model_port.load(hf), ids), model_port.logits(model_port.load(tiny), ids)
+    )
+    convert(hf, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "again")
+    assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny))
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_loaded_nor_exported(tiny, tmp_path):
+    convert(tiny, tmp_path / "ckpt")
+    chunk = next((tmp_path / "ckpt" / "params" / "text.final_norm.scale").glob("[0-9]*"))
+    chunk.write_bytes(np.full(128, np.nan, np.float32).tobytes())
+    for read in (model_port.load, lambda path: export(path, tmp_path / "again")):
+        with pytest.raises(
+            ValueError, match=r"text\.final_norm\.scale of .*params has values that are NaN or infinite"
+        ):
+            read(tmp_path / "ckpt")
 
 
 def test_a_value_too_large_for_float16_is_an_error(tiny, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model_port.safetensors_io import INDEX_FILE, HfTensors
+from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, check_finite
 
 RANDOM = np.random.default_rng(3)
 TENSORS = {
@@ -56,11 +56,49 @@ def test_index_and_shards_must_agree(sharded):
         HfTensors(sharded)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
-def test_an_index_that_is_none_is_named(sharded, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "key 'weight_map' is missing"),
+        ("[]", "must hold a JSON object, got list"),
+        ('{"weight_map": 3}', "weight_map=3 must be an object"),
+        ('{"weight_map": {"a": ["x"]}}', r"weight_map\.a=\['x'\] must be text"),
+        ('{"weight_map": {"a": "../x"}}', r"weight_map\.a='../x' must be the name of a file"),
+        ('{"weight_map": {"a": ".."}}', r"weight_map\.a='\.\.' must be the name of a file"),
+        ('{"weight_map": {"a": ""}}', r"weight_map\.a='' must be the name of a file"),
+    ],
+)
+def test_an_index_that_is_none_is_named(sharded, text, said):
     (sharded / INDEX_FILE).write_text(text)
-    with pytest.raises(ValueError, match=f"{INDEX_FILE} is not a safetensors index"):
+    with pytest.raises(ValueError, match=f"{INDEX_FILE}:? {said}"):
         HfTensors(sharded)
+
+
+def test_a_tensor_that_two_shards_hold_is_refused(sharded):
+    save_file({"a": TENSORS["a"], "b": TENSORS["b"], "d": TENSORS["d"]}, sharded / "y.safetensors")
+    with pytest.raises(ValueError, match=r"tensor a is in x\.safetensors and in y\.safetensors"):
+        HfTensors(sharded)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_found_in_the_rows_that_are_read(name, value, tmp_path, monkeypatch):
+    monkeypatch.setattr("model_port.safetensors_io.PART_BYTES", 16)  # so that there are several parts
+    spoilt = {**TENSORS, name: TENSORS[name].copy()}
+    spoilt[name][(-1,) * spoilt[name].ndim] = value
+    save_file(spoilt, tmp_path / "model.safetensors")
+    with HfTensors(tmp_path) as tensors:
+        with pytest.raises(ValueError, match=f"tensor {name} of .*safetensors has values that are NaN or infinite"):
+            tensors.read(name)
+        if spoilt[name].ndim:
+            assert tensors.read(name, slice(0, -1)).tobytes() == TENSORS[name][:-1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values()])
+def test_the_largest_values_and_both_zeros_are_finite(dtype):
+    info = ml_dtypes.finfo(dtype)
+    check_finite(np.array([info.max, info.min, 0.0, -0.0, info.tiny], dtype), "x")
 
 
 def entry(**changes):
@@ -76,6 +114,18 @@ DAMAGED_HEADERS = {
     "wrong size": ({"a": entry(data_offsets=[0, 8])}, "tensor a claims 8 bytes, its shape needs 12"),
     "beyond the end": ({"a": entry(data_offsets=[4, 16])}, "is truncated: tensor a ends at byte"),
     "integers": ({"a": entry(dtype="I32")}, "tensor a has dtype I32; supported are F64, F32, F16, BF16"),
+    "a flag": ({"a": entry(shape=[True])}, "tensor a is not described by dtype, shape"),
+    "too deep": (b"[" * 100_000, "its header is not JSON"),
+    "overlap": (
+        {"a": entry(shape=[2], data_offsets=[0, 8]), "b": entry(shape=[2], data_offsets=[4, 12])},
+        "tensor b begins at byte 4 of the data, expected 8; the file is damaged",
+    ),
+    "the same bytes": ({"a": entry(), "b": entry()}, "tensor b begins at byte 0 of the data, expected 12"),
+    "a hole": (
+        {"a": entry(shape=[1], data_offsets=[0, 4]), "b": entry(shape=[1], data_offsets=[8, 12])},
+        "tensor b begins at byte 8 of the data, expected 4",
+    ),
+    "bytes of no tensor": ({"a": entry(shape=[2], data_offsets=[0, 8])}, "its data are 12 bytes, its tensors have 8"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, Shape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.run.checkpoint import Checkpoints, verify
+from paravt_jax.run.checkpoint import Checkpoints, _record_sum, verify
 
 OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
@@ -47,14 +48,14 @@ def subject(tiny_hf):
     return learner(tiny_hf)
 
 
-def at_step(learner, step, seed=0) -> Learner:
+def at_step(learner, step, seed=0, finite=False) -> Learner:
     """The learner with random bits for a state, NaNs of every kind among them."""
-    random = np.random.default_rng([seed, step])
+    random, largest = np.random.default_rng([seed, step]), 2**30 if finite else 2**32
 
     def draw(leaf):
         if leaf.ndim == 0:
             return jax.numpy.array(step, leaf.dtype)
-        return jax.device_put(random.integers(0, 2**32, leaf.shape, np.uint32).view(np.float32), leaf.sharding)
+        return jax.device_put(random.integers(0, largest, leaf.shape, np.uint32).view(np.float32), leaf.sharding)
 
     learner.state = replace(jax.tree.map(draw, learner.state), num_bad=jax.numpy.array(2))
     return learner
@@ -207,9 +208,10 @@ def test_a_step_is_saved_once_with_the_progress_of_that_moment(tiny_hf, subject,
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_a_model_for_every_reader(tiny_hf, subject, two_steps, tmp_path):
-    directory, expected = two_steps[0] / "2", two_steps[1][2]
-    at_step(subject, 2)
+def test_a_checkpoint_is_a_model_for_every_reader(tiny_hf, subject, tmp_path):
+    directory, expected = tmp_path / "checkpoints" / "2", bits(at_step(subject, 2, finite=True))
+    with opened(directory.parent, tiny_hf) as checkpoints:
+        checkpoints.save(subject, {})
     weights = {path: np.asarray(leaf).tobytes() for path, leaf in flat_params(nnx.state(subject.model)).items()}
     moments = {bits for name, (shape, _, bits) in expected.items() if "opt_state" in name and shape}
     export(directory, tmp_path / "hf")
@@ -303,6 +305,46 @@ def test_a_checkpoint_from_before_there_were_checksums_is_read(tiny_hf, tmp_path
     with opened(run, tiny_hf) as checkpoints:
         assert checkpoints.restore(subject) == {"step": 2}
     assert bits(subject) == two_steps[1][2]
+
+
+RECORDS = {
+    "no sum": (lambda r: r.pop("sum"), "state.json has no sum"),
+    "no sum and another step": (lambda r: (r.pop("sum"), r["scalars"].update(step=7)), "state.json has no sum"),
+    "another step": (lambda r: (r["scalars"].update(step=7), sign(r)), "state.json is of step 7, not of step 2"),
+    "a step that is none": (lambda r: (r["scalars"].update(step="2"), sign(r)), r"state.json: scalars\.step='2' must"),
+    "a list of scalars": (lambda r: (r.update(scalars=[]), sign(r)), r"state.json: scalars=\[\] must be an object"),
+    "a shape of words": (
+        lambda r: (r["shapes"].update(step=["x"]), sign(r)),
+        r"state.json: shapes\.step=\['x'\] must be a list of whole numbers",
+    ),
+    "no progress": (lambda r: (r.update(progress=3), sign(r)), "state.json: progress=3 must be an object"),
+    "a file elsewhere": (
+        lambda r: (r["files"].update({"../x": [0, None]}), sign(r)),
+        r"state.json: files\.\.\./x=\[0, None\] must be",
+    ),
+    "a size of words": (
+        lambda r: (r["files"].update(x=["1", "2"]), sign(r)),
+        r"state.json: files\.x=\['1', '2'\] must be",
+    ),
+}
+
+
+def sign(record) -> None:
+    record.pop("sum")
+    record["sum"] = _record_sum(record)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_that_says_something_else_is_broken(kind, tiny_hf, tmp_path, two_steps, subject):
+    change, said = RECORDS[kind]
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    record = json.loads((run / "2" / "state.json").read_text())
+    change(record)
+    (run / "2" / "state.json").write_text(json.dumps(record))
+    assert re.search(said, dict(verify(run))[run / "2"])
+    with opened(run, tiny_hf, said=(told := [])) as checkpoints:
+        assert checkpoints.restore(subject) == {"step": 1}
+    assert re.search(said, told[0])
 
 
 @pytest.mark.slow

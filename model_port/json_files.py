@@ -1,0 +1,109 @@
+"""JSON that comes with a model, read as a stranger's: its size is bounded, and an error names the file and the key.
+
+Files that transformers writes hold null for what was not set, so null counts as absent.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json, the largest of such files
+MAX_DEPTH = 64
+MAX_SHOWN = 60  # characters of a wrong value
+
+
+def read_bytes(path: Path) -> bytes:
+    num_bytes = path.stat().st_size
+    if num_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; is it a file of the model?")
+    return path.read_bytes()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    return parse_object(read_bytes(path), path)
+
+
+def parse_object(content: bytes, source: str | Path) -> dict[str, Any]:
+    """`source` names the content in errors."""
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{source} is not valid JSON: {problem}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{source} must hold a JSON object, got {type(parsed).__name__}")
+    level, depth = [parsed], 0
+    while level := [inner for outer in level for inner in _values(outer) if isinstance(inner, dict | list)]:
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise ValueError(f"{source} is nested more than {MAX_DEPTH} deep")
+    return parsed
+
+
+def _values(outer: Any) -> Any:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+@dataclass(frozen=True)
+class Section:
+    """An object in such a file, whose values are checked as they are read; without a default they must be there."""
+
+    source: str  # the file
+    values: Mapping[str, Any]
+    prefix: str = ""  # of its keys, such as "text_config."
+
+    def wrong(self, key: str, expected: str) -> ValueError:
+        return ValueError(f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} must be {expected}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"{self.source}: key '{self.prefix}{key}' is missing")
+        return value
+
+    def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
+        value = self._value(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(key, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not least <= value <= most:  # NaN is neither
+            raise self.wrong(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "text")
+        return value
+
+    def counts(self, key: str, most: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        value = self._value(key, default)
+        if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one <= most for one in value):
+            raise self.wrong(key, f"a list of whole numbers from 0 to {most}")
+        return tuple(value)
+
+    def numbers(self, key: str, length: int, least: float, most: float) -> tuple[float, ...]:
+        value = self._value(key, None)
+        fits = isinstance(value, list) and len(value) == length
+        if not fits or not all(type(one) in (int, float) and least <= one <= most for one in value):
+            raise self.wrong(key, f"a list of {length} numbers from {least:g} to {most:g}")
+        return tuple(map(float, value))
+
+    def section(self, key: str, default: dict[str, Any] | None = None) -> "Section":
+        value = self._value(key, default)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return Section(self.source, value, f"{self.prefix}{key}.")
