@@ -134,6 +134,11 @@ class VideoConfig:
         if self.stratified and not self.gating:
             raise ValueError("video.stratified=true does nothing with video.gating=false; turn one of them over")
 
+    @property
+    def most_frames(self) -> int:
+        """Of an overview, in training or validation."""
+        return max(self.overview_frames, *(self.frame_budgets if self.gating else ()))
+
 
 @dataclass(frozen=True)
 class EngineConfig:

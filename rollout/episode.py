@@ -59,7 +59,7 @@ class EpisodeConfig:
     token_px: int = 32  # side of the square of a picture that is one token
     turn_deadline_s: float = 600.0  # of the engine, for a turn
     call_deadline_s: float = 300.0  # of a call, its frames and its report
-    video_deadline_s: float = 60.0  # of the frames of a video
+    min_video_deadline_s: float = 60.0  # of a decoder's job; many pixels or a large file extend it
     prompts: Prompts = field(default_factory=Prompts)
     prompts_file: str = ""  # YAML with keys of prompts, in place of settings of them; empty: none
 
@@ -114,7 +114,7 @@ class EpisodeConfig:
             self.prompts,
             calls_per_turn=self.calls_per_turn,
             subagent_max_frames=self.subagent_max_frames,
-            deadline_s=self.video_deadline_s,
+            deadline_s=self.min_video_deadline_s,
             offers=[tool.offer for tool in self.toolbox],
         )
 

@@ -25,7 +25,7 @@ from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.process import say
 from paravt_jax.run.threads import in_thread
-from paravt_jax.sampling.opening import frame_reader, open_engine
+from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
 from rollout.episode import Agent, Dispatch
 
 PLAYED_FILE = "played_by.json"
@@ -123,11 +123,11 @@ async def opened(config: EvalConfig, shard: OfShards | None = None) -> AsyncIter
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
-            evaluation = replace(evaluation, player=await _open_player(config, directory, stack))
+            evaluation = replace(evaluation, player=await _open_player(config, directory, stack, evaluation.samples))
         yield evaluation
 
 
-async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack) -> Player:
+async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]) -> Player:
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory)
@@ -140,6 +140,8 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
+    videos = (video for sample in samples for video in sample.prompt.videos)
+    warn_of_large(frames, videos, max(config.eval.frame_budgets), say, stack)
     engine = await open_engine(
         config.engine,
         policy,

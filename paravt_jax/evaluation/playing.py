@@ -75,7 +75,7 @@ class Playing:
             return prompt, "none"
         try:
             cues = await in_thread(lambda: parse_srt(subtitle_file(prompt.subtitles[0])))
-            info = await agent.frames.info(prompt.videos[0], agent.config.video_deadline_s)
+            info = await agent.frames.info(prompt.videos[0], agent.config.min_video_deadline_s)
         except BadCall:
             return prompt, "unreadable"
         except VideoError:

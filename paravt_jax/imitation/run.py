@@ -27,7 +27,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.sources import check_sources
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
-from paravt_jax.sampling.opening import frame_reader
+from paravt_jax.sampling.opening import frame_reader, warn_of_large
 
 
 @dataclass(eq=False)
@@ -159,6 +159,9 @@ async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
+        if hosts.leads:
+            videos = (video for trace in (*train, *held_out) for video in trace.videos)
+            warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
         next_visit = int(training.begun_with["next_visit"])
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),

@@ -26,7 +26,7 @@ from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.sources import check_sources
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
-from paravt_jax.sampling.opening import frame_reader, open_engine
+from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
 from paravt_jax.sampling.score import SharedScorer
 from paravt_jax.sampling.weights import sampling_model
 from rollout.check import Parity, check, table
@@ -68,6 +68,9 @@ async def opened(
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
+        if log is None and hosts.leads:
+            videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
+            warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
         rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, gpus, stack)
         player = rollouts.player
         run = Run(

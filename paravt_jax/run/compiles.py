@@ -1,9 +1,10 @@
 """XLA's compilations: how many, how long, and where their programs are kept."""
 
 import os
-from pathlib import Path
 
 import jax
+
+from paravt_jax.run.directory import user_cache
 
 
 class Compiles:
@@ -28,5 +29,4 @@ class Compiles:
 def use_compilation_cache() -> None:
     """Compiled programs are kept on disk, so that a run that goes on does not compile again."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "paravt_jax" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache("xla")))

@@ -23,6 +23,11 @@ TOKEN_FILE = ".hosts"  # says to all hosts whether they see the same directory
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 
 
+def user_cache(name: str) -> Path:
+    """Where this user's runs keep what they need not compute again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / name
+
+
 @contextmanager
 def held(run_dir: str | Path) -> Iterator[Path]:
     """The directory, made where it is not there. Two trainers in one would undo each other's files."""

@@ -19,7 +19,7 @@ from paravt_jax.keys import flat
 from rollout.episode import EpisodeConfig
 
 # Of an episode, what is the asker's to choose.
-NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "call_deadline_s", "video_deadline_s", "prompts_file")
+NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "call_deadline_s", "min_video_deadline_s", "prompts_file")
 NOT_COMPARED = ("num_frames", "rollout.dispatch")  # which runs vary on purpose
 MAX_SHOWN = 60  # characters of a value that differs
 

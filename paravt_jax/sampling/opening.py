@@ -1,14 +1,18 @@
 """Opens what samples: an engine of either kind, and the reader of the frames that it is shown."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from model_port.config import config_from_hf, read_hf_config
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.run.directory import user_cache
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus
 from paravt_jax.run.policy import Policy
@@ -17,8 +21,13 @@ from paravt_jax.sampling.shared import SharedEngine
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
+from rollout.video.errors import VideoError
 from rollout.video.reader import GIB, FrameReader
 
+DECODED_PX_PER_S = 300e6  # of H.264 by one thread, docs/measured.md
+SLOW_OVERVIEW_S = 60  # for which all episodes of a prompt wait
+HEADER_DEADLINE_S = 60
+MAX_SHOWN = 3
 PATCH_BUCKET = 64  # of the embedded engine; frames that can never be as large must not be filled up to it
 
 
@@ -96,4 +105,35 @@ def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: in
         memory_bytes=int(video.memory_gib * GIB),
         disk_directory=video.disk_cache or None,
         disk_bytes=int(video.disk_gib * GIB),
+        ticks_directory=video.disk_cache or user_cache("ticks"),
     )
+
+
+def warn_of_large(
+    frames: FrameReader, videos: Iterable[str], num_frames: int, say: Callable[[str], None], stack: AsyncExitStack
+) -> None:
+    """Looks at the videos' headers while the run goes on, and says once which take long to show."""
+    looking = asyncio.create_task(_say_large(frames, tuple(dict.fromkeys(videos)), num_frames, say))
+
+    async def stop() -> None:
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    stack.push_async_callback(stop)
+
+
+async def _say_large(frames: FrameReader, videos: Sequence[str], num_frames: int, say: Callable[[str], None]) -> None:
+    rate = DECODED_PX_PER_S * frames.num_workers
+    seconds: dict[str, float] = {}
+    for video in videos:
+        with suppress(VideoError):  # which is said where the video is played
+            seconds[video] = await frames.overview_px(video, num_frames, HEADER_DEADLINE_S) / rate
+    slow = sorted((video for video in seconds if seconds[video] > SLOW_OVERVIEW_S), key=lambda video: -seconds[video])
+    if slow:
+        shown = ", ".join(f"{Path(video).name} ({seconds[video] / 60:.1f} min)" for video in slow[:MAX_SHOWN])
+        say(
+            f"{len(slow)} of {len(videos)} videos are too large to be shown soon: an overview of {num_frames} frames "
+            f"takes more than {SLOW_OVERVIEW_S:g} s at {DECODED_PX_PER_S / 1e6:g} million pixels a second on each of "
+            f"{frames.num_workers} decoders, such as {shown}; copies with fewer pixels or more keyframes, or more "
+            f"decoders (video.num_workers), take less"
+        )

@@ -2,7 +2,10 @@
 
 A frame is known by its tick, its presentation time in the container's own unit. The decoder returns the tick with the
 pixels, so a frame can only be labelled with its own time, whatever the frame rate, the seeking and the damage. Frames
-are turned upright. Only the file itself is read, never what a playlist in it points to.
+are turned upright, and shown in the video's display aspect ratio. Only the file itself is read, never what a playlist
+in it points to.
+
+DIFFERS: the original shows anamorphic video as it is stored, squeezed.
 
 DIFFERS: the original decodes with decord. Where both find the frame their pixels are equal, but decord, without a word,
 finds others than asked for in MPEG-TS and AVI files, around open groups of pictures and before the cut of an mp4 that
@@ -39,6 +42,7 @@ SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to four and a half hours
 # A title that is not UTF-8 is no reason to refuse a video: PyAV 18 has to be told so, 19 knows and takes no such word.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+ASSUMED_FPS, ASSUMED_GOP_FRAMES = 30, 250  # x264's default, where a header does not tell
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 # Of the highest levels of H.264 and H.265, so 8K passes. A file of one megabyte can hold a frame of a gigabyte.
 MAX_FRAME_PIXELS = 8192 * 4352
@@ -95,16 +99,28 @@ def probe(path: str, judge: Callable[[str, VideoStream], Hearer] | None = None) 
             last_ticks = round(span_ticks / (len(ticks) - 1))
         elif last_ticks <= 0 and stream.average_rate:
             last_ticks = round(1 / (stream.average_rate * stream.time_base))
-        sideways = _quarter_turns(first) % 2
+        height, width = _displayed_size_px(stream, first)
         known = {
             "identity": identity,
             "num_frames": len(ticks),
             "duration_ticks": span_ticks + last_ticks,
             "time_base": [stream.time_base.numerator, stream.time_base.denominator],
-            "height": first.width if sideways else first.height,
-            "width": first.height if sideways else first.width,
+            "height": height,
+            "width": width,
+            "frame_px": first.height * first.width,
         }
         return known, ticks.tobytes() + keys.tobytes()
+
+
+def measure(path: str) -> dict[str, float]:
+    """How many frames a video has, how many of them between keyframes, and their pixels, as far as its header tells."""
+    with _opened(path) as (container, stream):
+        duration_s = (container.duration or 0) / av.time_base
+        num_frames = round(duration_s * (stream.guessed_rate or ASSUMED_FPS)) or stream.frames
+        entries = stream.index_entries  # of every frame in mp4 and avi, of a few in others
+        num_keys = sum(entry.is_keyframe for entry in entries) if len(entries) > num_frames / 2 else 0
+        gop_frames = num_frames / num_keys if num_keys else ASSUMED_GOP_FRAMES
+        return {"num_frames": num_frames, "gop_frames": gop_frames, "frame_px": stream.height * stream.width}
 
 
 def decode(
@@ -136,7 +152,11 @@ def decode(
 
 
 def identity_of(path: str) -> str:
-    """A name for the content, of place, size and time of change: reads nothing, and takes no file for another."""
+    return identity_and_bytes(path)[0]
+
+
+def identity_and_bytes(path: str) -> tuple[str, int]:
+    """A name for the content, of place, size and time of change, and the size: reads nothing."""
     try:
         path = os.path.realpath(path)
         status, place = Path(path).stat(), path.encode()
@@ -149,7 +169,7 @@ def identity_of(path: str) -> str:
     if status.st_size == 0:
         raise VideoError("the video cannot be decoded: the file is empty")
     content = b"%b\0%d\0%d" % (place, status.st_size, status.st_mtime_ns)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.blake2b(content, digest_size=16).hexdigest(), status.st_size
 
 
 @contextmanager
@@ -277,6 +297,12 @@ def _up_to_damage() -> Iterator[None]:
         raise
     except FFmpegError:
         pass
+
+
+def _displayed_size_px(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
+    """Height and width of an upright frame with square pixels: the width is scaled by the shape of a stored pixel."""
+    height, width = frame.height, max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
+    return (width, height) if _quarter_turns(frame) % 2 else (height, width)
 
 
 def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:

@@ -35,33 +35,6 @@ SOURCES = str(Path(rollout.__file__).parents[1])
 Message = tuple[dict[str, Any], bytearray]
 
 
-class Deadline:
-    """A moment that may be put off while others wait for it, until it has come."""
-
-    def __init__(self, at: float):
-        self.at = at
-        self._lock = threading.Lock()
-
-    @classmethod
-    def after(cls, wait_s: float | int) -> "Deadline":
-        if not wait_s > 0:
-            raise ValueError(f"deadline_s={wait_s} must be greater than 0")
-        return cls(time.monotonic() + wait_s)
-
-    @property
-    def left_s(self) -> float:
-        with self._lock:
-            return self.at - time.monotonic()
-
-    def put_off_to(self, other: "Deadline") -> bool:
-        """False when it has come, and whoever waits for it may have acted on that."""
-        with self._lock:
-            if self.at <= time.monotonic():
-                return False
-            self.at = max(self.at, other.at)
-            return True
-
-
 class WorkerPool:
     """Processes that decode: started when there is work, ended when a job runs out of time, replaced when they die."""
 
@@ -84,11 +57,16 @@ class WorkerPool:
         for _ in range(self.num_workers):
             self._idle.append(_Worker(self._worker_bytes))
 
-    def submit(self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None]) -> Future[Message]:
-        """The last message of the job; those before it go to `on_message`, in the thread that they arrive in."""
+    def submit(
+        self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None]
+    ) -> Future[Message]:
+        """The last message of the job; those before it go to `on_message`, in the thread that they arrive in.
+
+        The deadline counts from when a worker takes the job: all jobs before it have deadlines, so the queue moves.
+        """
         with self._lock:
             self._raise_if_closed()
-            return self._threads.submit(self._run, job, deadline, on_message, time.monotonic())
+            return self._threads.submit(self._run, job, deadline_s, on_message, time.monotonic())
 
     def close(self) -> None:
         """Kills all workers; the jobs that wait or run fail."""
@@ -102,7 +80,7 @@ class WorkerPool:
         self._threads.shutdown()
 
     def _run(
-        self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None], submitted_at: float
+        self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None], submitted_at: float
     ) -> Message:
         started_at = time.monotonic()
         self._add(jobs=1, waited_s=started_at - submitted_at)
@@ -111,7 +89,7 @@ class WorkerPool:
         except OSError as problem:
             raise VideoError(f"the video cannot be decoded: no decoder can start: {problem.strerror}") from None
         try:
-            return worker.ask(job, deadline, on_message)
+            return worker.ask(job, started_at + deadline_s, on_message)
         except VideoTimeout:
             self._add(timeouts=1)
             raise
@@ -195,11 +173,11 @@ class _Worker:
                 self.link.close()
                 raise
 
-    def ask(self, job: dict[str, Any], deadline: Deadline, on_message: Callable[[Message], None]) -> Message:
+    def ask(self, job: dict[str, Any], deadline_at: float, on_message: Callable[[Message], None]) -> Message:
         """EOFError when the process dies over it; VideoError when it says that the video is at fault."""
 
         def before_waiting() -> None:
-            if (left_s := deadline.left_s) <= 0:
+            if (left_s := deadline_at - time.monotonic()) <= 0:
                 raise VideoTimeout("the video could not be read in time")
             self.link.settimeout(left_s)
 

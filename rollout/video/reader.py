@@ -6,33 +6,48 @@
 
 A frame is decoded once, however many ask for it and whoever of them gives up. Nothing that takes time happens in the
 event loop: decoding in worker processes, hashing and disk in threads.
+
+A job has a deadline from when a worker takes it: `deadline_s`, and beyond that what its pixels take at a rate below
+that of any decoder that still works. So a decoder that hangs is found, and a large film is not taken for one.
 """
 
 import asyncio
 import importlib.util
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
 from rollout.picture import Picture
+from rollout.video import ticks
 from rollout.video.box import Box
+from rollout.video.decode import identity_and_bytes
 from rollout.video.errors import VideoError, VideoTimeout
-from rollout.video.pool import Deadline, Message, WorkerPool
-from rollout.video.store import DiskStore, FrameKey, MemoryStore
+from rollout.video.pool import Message, WorkerPool
+from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
+from rollout.video.times import overview_times
 
 __all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
 
 Decoder = Literal["pyav", "decord"]
+Found = TypeVar("Found")
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default; more pay off only where many prompts are decoded at once
 MAX_KNOWN_VIDEOS = 1024  # of whose frames the times are kept, a few hundred KiB each
+# A tenth of the least that a thread decodes of H.264 (docs/measured.md): other codecs take longer, cores are shared.
+SLOWEST_PX_PER_S = 20e6
+SLOWEST_BYTES_PER_S = 10e6  # of a disk in another room
+JOB_PX = 1e9  # that one job decodes, where its frames can be split: some seconds, for which another worker may be free
 TIME_TOLERANCE_S = 1e-6  # a moment computed in floats belongs to the frame that begins with it
 
 
@@ -53,11 +68,15 @@ class TimedPicture:
 
 @dataclass(frozen=True, eq=False)
 class _Video:
+    """What a probe found, and which frames that leads to."""
+
     path: str
     info: VideoInfo
     ticks: np.ndarray  # when each frame begins, in units of time_base
     key_ticks: np.ndarray
     time_base: Fraction
+    frame_px: int  # of a frame as it is stored
+    num_bytes: int
     undecodable: set[int] = field(default_factory=set)  # frames that were tried in vain
 
     def time_s(self, frame: int) -> float:
@@ -70,6 +89,22 @@ class _Video:
             raise ValueError("the times of frames must be finite")
         frames = np.searchsorted(self.ticks - self.ticks[0], wanted, side="right") - 1
         return np.unique(frames.clip(0)).tolist()
+
+    def parts(self, frames: Sequence[int]) -> list[tuple[list[int], float]]:
+        """These ascending frames in parts of about JOB_PX, and the pixels that each decodes.
+
+        Frames that are decoded from one keyframe stay together.
+        """
+        parts: list[tuple[list[int], float]] = []
+        keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
+        for key in np.unique(keys):
+            group = [frame for frame, its_key in zip(frames, keys.tolist(), strict=True) if its_key == key]
+            first = int(np.searchsorted(self.ticks, self.key_ticks[key])) if key >= 0 else group[0]
+            group_px = (group[-1] - first + 1) * self.frame_px
+            if parts and parts[-1][1] + group_px <= JOB_PX:
+                group, group_px = parts[-1][0] + group, parts.pop()[1] + group_px
+            parts.append((group, group_px))
+        return parts
 
     def groups(self, frames: Sequence[int]) -> list[tuple[int, list[int]]]:
         """The ticks of these ascending frames, under that of the keyframe each is decoded from."""
@@ -84,7 +119,6 @@ class _Video:
 class _Flight:
     """Work that several may wait for, and that goes on when they stop waiting."""
 
-    deadline: Deadline  # the latest of those who wait
     task: asyncio.Task[Any] = field(init=False)
     pictures: dict[FrameKey, Picture] = field(default_factory=dict)  # what has arrived so far
 
@@ -93,7 +127,7 @@ class FrameReader:
     """`frame_size` says at which height and width to show the frames of a video of a given height and width.
 
     `detail_size` says it of a part of a frame, by default in the same way. With decord some videos cannot be read, see
-    `rollout.video.by_decord`.
+    `rollout.video.by_decord`. What probes find is kept in `ticks_directory`.
     """
 
     def __init__(
@@ -107,6 +141,7 @@ class FrameReader:
         memory_bytes: int = 2 * GIB,
         disk_directory: str | Path | None = None,
         disk_bytes: int = 64 * GIB,
+        ticks_directory: str | Path | None = None,
     ):
         if decoder == "decord" and importlib.util.find_spec("decord") is None:
             raise ValueError("video.decoder=decord needs the package decord: pip install decord")
@@ -114,6 +149,8 @@ class FrameReader:
         self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS), max_jobs_per_worker)
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
+        self._ticks: FileStore | None = None
+        self._ticks_place = ticks_directory
         self._disk_place = None if disk_directory is None else (disk_directory, disk_bytes)
         self._videos: OrderedDict[str, _Video] = OrderedDict()  # by absolute path
         self._probes: dict[str, _Flight] = {}
@@ -122,9 +159,15 @@ class FrameReader:
         self._open = False
         self._totals: dict[str, int] = dict(asked=0, from_memory=0, shared=0, from_disk=0, decoded=0, undecodable=0)
 
+    @property
+    def num_workers(self) -> int:
+        return self._pool.num_workers
+
     async def __aenter__(self) -> Self:
         if self._disk_place is not None:
             self._disk = await asyncio.to_thread(DiskStore, *self._disk_place)
+        if self._ticks_place is not None:
+            self._ticks = await asyncio.to_thread(_ticks_store, self._ticks_place)
         try:
             await asyncio.to_thread(self._pool.start)
         except OSError:
@@ -143,7 +186,19 @@ class FrameReader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def info(self, path: str | Path, deadline_s: float | int) -> VideoInfo:
-        return (await self._video(path, Deadline.after(deadline_s))).info
+        return (await self._video(path, deadline_s)).info
+
+    async def overview_px(self, path: str | Path, num_frames: int, deadline_s: float | int) -> float:
+        """About how many pixels an overview of so many frames decodes: by the header, unless more is known."""
+        name = str(Path(path).absolute())
+        identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
+        known = self._videos.get(name) or await self._kept(name, identity, num_bytes, deadline_s)
+        if known is not None:
+            frames = known.frames_at(overview_times(known.info.duration_s, num_frames))
+            return sum(pixels for _, pixels in known.parts(frames))
+        header, _ = await self._work({"do": "measure", "path": name}, deadline_s)
+        apart = header["num_frames"] / num_frames
+        return header["frame_px"] * num_frames * max(1.0, min(header["gop_frames"] / 2, apart))
 
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
@@ -152,8 +207,7 @@ class FrameReader:
 
         Frames that cannot be decoded are left out, as long as one can.
         """
-        deadline = Deadline.after(deadline_s)
-        video = await self._video(path, deadline)
+        video = await self._video(path, deadline_s)
         try:
             size_px = self._size_px(video.info, box)
         except ValueError as problem:
@@ -167,16 +221,16 @@ class FrameReader:
             if picture := self._memory.get(key):
                 pictures[key] = picture
                 self._totals["from_memory"] += 1
-            elif (flight := self._reads.get(key)) and flight.deadline.put_off_to(deadline):
+            elif flight := self._reads.get(key):
                 flights.add(flight)
                 self._totals["shared"] += 1
             elif key.frame not in video.undecodable:
                 missing.append(key)
         if missing:
-            flight = self._launch(lambda flight: self._read(video, missing, flight), deadline)
+            flight = self._launch(lambda flight: self._read(video, missing, flight, deadline_s))
             self._reads |= dict.fromkeys(missing, flight)
             flights.add(flight)
-        await self._wait_for(flights, deadline)
+        await _ended(flights)
         for flight in flights:
             pictures |= flight.pictures
         for flight in flights:
@@ -218,54 +272,69 @@ class FrameReader:
             }
         return metrics
 
-    async def _video(self, path: str | Path, deadline: Deadline) -> _Video:
+    async def _video(self, path: str | Path, deadline_s: float | int) -> _Video:
         if not self._open:
             raise RuntimeError("the frame reader is not open; use it inside `async with FrameReader(...)`")
+        if not deadline_s > 0:
+            raise ValueError(f"{deadline_s=} must be greater than 0")
         name = str(Path(path).absolute())
         if video := self._videos.get(name):
             self._videos.move_to_end(name)
             return video
-        flight = self._probes.get(name)
-        if flight is None or not flight.deadline.put_off_to(deadline):
-            flight = self._probes[name] = self._launch(lambda flight: self._probe(name, flight), deadline)
-        await self._wait_for([flight], deadline)
+        if (flight := self._probes.get(name)) is None:
+            flight = self._probes[name] = self._launch(lambda _: self._probe(name, deadline_s))
+        await _ended([flight])
         return flight.task.result()
 
-    async def _probe(self, name: str, flight: _Flight) -> _Video:
+    async def _probe(self, name: str, deadline_s: float | int) -> _Video:
         try:
-            known, raw = await self._work({"do": "probe", "decoder": self._decoder, "path": name}, flight)
+            identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
+            video = await self._kept(name, identity, num_bytes, deadline_s)
+            if video is None:
+                job = {"do": "probe", "decoder": self._decoder, "path": name}
+                probed = await self._work(job, deadline_s + num_bytes / SLOWEST_BYTES_PER_S)
+                await self._keep(probed, deadline_s)
+                video = _video_of(name, num_bytes, probed)
         finally:
-            if self._probes.get(name) is flight:  # else it was late, and given up for another
-                del self._probes[name]
-        info = VideoInfo(
-            known["identity"],
-            float(known["duration_ticks"] * Fraction(*known["time_base"])),
-            known["num_frames"],
-            known["height"],
-            known["width"],
-        )
-        ticks, key_ticks = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
-        self._videos[name] = video = _Video(name, info, ticks, key_ticks, Fraction(*known["time_base"]))
+            del self._probes[name]
+        self._videos[name] = video
         if len(self._videos) > MAX_KNOWN_VIDEOS:
             self._videos.popitem(last=False)
         return video
 
-    async def _read(self, video: _Video, keys: list[FrameKey], flight: _Flight) -> None:
-        """Brings the frames into memory and into `flight`, from disk, or else decoded in one job."""
+    async def _kept(self, name: str, identity: str, num_bytes: int, deadline_s: float | int) -> _Video | None:
+        """What an earlier probe of the same file found, if it is on disk."""
+        if (store := self._ticks) is None:
+            return None
+        entry = ticks.name_of(identity, self._decoder)
+        probed = None
+        with suppress(VideoTimeout):  # of the cache's disk, which need not be the video's
+            probed = await _in_thread(
+                lambda: store.read(entry, lambda packed: ticks.unpack(packed, identity)), deadline_s
+            )
+        return probed and _video_of(name, num_bytes, probed)
+
+    async def _keep(self, probed: Message, deadline_s: float | int) -> None:
+        if (store := self._ticks) is not None and (packed := ticks.pack(probed)) is not None:
+            entry = ticks.name_of(probed[0]["identity"], self._decoder)
+            with suppress(VideoTimeout):
+                await _in_thread(lambda: store.write(entry, packed), deadline_s)
+
+    async def _read(self, video: _Video, keys: list[FrameKey], flight: _Flight, deadline_s: float | int) -> None:
+        """Brings the frames into memory and into `flight`, from disk, or else decoded in as many jobs as pay."""
         try:
-            if self._disk is not None:
-                on_disk = await asyncio.to_thread(lambda disk: [(key, disk.get(key)) for key in keys], self._disk)
+            if (disk := self._disk) is not None:
+                on_disk = await _in_thread(lambda: [(key, disk.get(key)) for key in keys], deadline_s)
                 for key, picture in on_disk:
                     if picture is not None:
                         self._arrive(key, picture, flight, "from_disk")
             if to_decode := [key for key in keys if key not in flight.pictures]:
-                await self._decode(video, to_decode, flight)
+                await self._decode(video, to_decode, flight, deadline_s)
         finally:
             for key in keys:
-                if self._reads.get(key) is flight:
-                    del self._reads[key]
+                del self._reads[key]
 
-    async def _decode(self, video: _Video, keys: list[FrameKey], flight: _Flight) -> None:
+    async def _decode(self, video: _Video, keys: list[FrameKey], flight: _Flight, deadline_s: float | int) -> None:
         by_tick = {int(video.ticks[key.frame]): key for key in keys}
         size_px = keys[0].height, keys[0].width
         loop = asyncio.get_running_loop()
@@ -278,6 +347,7 @@ class FrameReader:
                 self._disk.put(key, picture)
             loop.call_soon_threadsafe(self._arrive, key, picture, flight, "decoded")
 
+        frames = [key.frame for key in keys]
         job = {
             "do": "decode",
             "decoder": self._decoder,
@@ -286,18 +356,21 @@ class FrameReader:
             "size_px": size_px,
             "box": keys[0].box,
         }
+        parts, opening_s = video.parts(frames), 0.0
         if self._decoder == "pyav":
-            job["groups"] = video.groups([key.frame for key in keys])
-        else:
-            job["wanted"] = [(key.frame, int(video.ticks[key.frame]), video.time_s(key.frame)) for key in keys]
-            job["num_frames"] = video.info.num_frames
-        try:
-            await self._work(job, flight, on_message)
-        except VideoTimeout:
-            raise
-        except VideoError:
+            jobs = [job | {"groups": video.groups(part)} for part, _ in parts]
+        else:  # which reads the whole file each time it opens it
+            wanted = [(frame, int(video.ticks[frame]), video.time_s(frame)) for frame in frames]
+            jobs = [job | {"wanted": wanted, "num_frames": video.info.num_frames}]
+            parts, opening_s = [(frames, sum(pixels for _, pixels in parts))], video.num_bytes / SLOWEST_BYTES_PER_S
+        deadlines_s = [deadline_s + opening_s + pixels / SLOWEST_PX_PER_S for _, pixels in parts]
+        work = [self._work(*of_part, on_message) for of_part in zip(jobs, deadlines_s, strict=True)]
+        outcomes = await asyncio.gather(*work, return_exceptions=True)  # the others are of use, whatever one ends with
+        problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if any(not isinstance(problem, VideoTimeout) for problem in problems):
             self._videos.pop(video.path, None)  # if it was replaced or repaired, the next request will find out
-            raise
+        for problem in problems:
+            raise problem
         failed = {key.frame for key in keys if key not in flight.pictures}
         video.undecodable.update(failed)
         self._totals["undecodable"] += len(failed)
@@ -308,12 +381,12 @@ class FrameReader:
         self._totals[source] += 1
 
     async def _work(
-        self, job: dict[str, Any], flight: _Flight, on_message: Callable[[Message], None] = lambda _: None
+        self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None] = lambda _: None
     ) -> Message:
-        return await asyncio.wrap_future(self._pool.submit(job, flight.deadline, on_message))
+        return await asyncio.wrap_future(self._pool.submit(job, deadline_s, on_message))
 
-    def _launch(self, work: Callable[[_Flight], Coroutine[Any, Any, Any]], deadline: Deadline) -> _Flight:
-        flight = _Flight(Deadline(deadline.at))  # the work's may be put off, that of who asked first may not
+    def _launch(self, work: Callable[[_Flight], Coroutine[Any, Any, Any]]) -> _Flight:
+        flight = _Flight()
         flight.task = asyncio.create_task(work(flight))
         self._tasks.add(flight.task)
         flight.task.add_done_callback(self._landed)
@@ -324,13 +397,38 @@ class FrameReader:
         if not task.cancelled():
             task.exception()  # is for those who wait; that nobody does any more is no event
 
-    async def _wait_for(self, flights: Collection[_Flight], deadline: Deadline) -> None:
-        """Waits without cancelling what others may wait for, too; how it ended is in the tasks."""
-        if not flights:
-            return
-        _, late = await asyncio.wait([flight.task for flight in flights], timeout=deadline.left_s)
-        if late:
-            raise VideoTimeout("the video could not be read in time")
+
+async def _ended(flights: Collection[_Flight]) -> None:
+    """Waits without cancelling what others may wait for, too; how it ended is in the tasks."""
+    if flights:
+        await asyncio.wait([flight.task for flight in flights])
+
+
+async def _in_thread(work: Callable[[], Found], deadline_s: float | int) -> Found:
+    """Of a disk, which may hang like a decoder."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        raise VideoTimeout("the video could not be read in time") from None
+
+
+def _ticks_store(directory: str | Path) -> FileStore | None:
+    """None where nothing can be kept: nobody has asked for it, so it ends nothing."""
+    try:
+        return FileStore(directory, ticks.MAX_BYTES, ticks.SUFFIX)
+    except OSError as problem:
+        logger.warning("what probes find cannot be kept in %s: %s", directory, problem.strerror)
+        return None
+
+
+def _video_of(name: str, num_bytes: int, probed: ticks.Probed) -> _Video:
+    known, raw = probed
+    time_base = Fraction(*known["time_base"])
+    duration_s = float(known["duration_ticks"] * time_base)
+    info = VideoInfo(known["identity"], duration_s, known["num_frames"], known["height"], known["width"])
+    shown, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
+    return _Video(name, info, shown, keys, time_base, known["frame_px"], num_bytes)
 
 
 def _num_cores() -> int:

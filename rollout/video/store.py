@@ -1,19 +1,22 @@
 """Decoded frames, in memory and on disk, both bounded in bytes; what was not used for longest goes first.
 
-A frame on disk is its picture's key, which is a hash of the pixels, and the pixels. Files appear whole by a rename. One
-that does not match its own key is removed and counts as missing. Several processes may share a directory: each keeps
-what it knows of within the bound, and a file that another one removed is a miss.
+A frame on disk is its picture's key, which is a hash of the pixels, and the pixels. Files are written atomically. One
+that does not match its own key is removed and counts as missing. Several processes and hosts may share a directory:
+each keeps what it knows of within the bound, and a file that another one removed is a miss.
 """
 
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from rollout.picture import Picture
 from rollout.video.box import Box
 
 logger = logging.getLogger(__name__)
+Content = TypeVar("Content")
 KEY_BYTES = len(Picture.of(np.zeros((1, 1, 3), np.uint8)).key)
 SUFFIX = ".frame"
 PARTIAL_SUFFIX = ".partial"
@@ -60,50 +64,50 @@ class MemoryStore:
             self.num_bytes -= _memory_bytes(picture)
 
 
-class DiskStore:
-    """May be used from several threads at once."""
+class FileStore:
+    """Small files of one kind by name, at most so many bytes of them. May be used from several threads at once."""
 
-    def __init__(self, directory: str | Path, max_bytes: int):
-        self.directory, self.max_bytes, self.num_bytes = Path(directory), max_bytes, 0
+    def __init__(self, directory: str | Path, max_bytes: int, suffix: str):
+        self.directory, self.max_bytes, self.num_bytes, self._suffix = Path(directory), max_bytes, 0, suffix
         self.totals = dict(damaged=0, failed_writes=0)
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_stock()
 
-    def get(self, key: FrameKey) -> Picture | None:
-        name = _name(key)
+    def read(self, name: str, unpack: Callable[[bytes], Content | None]) -> Content | None:
+        """What `unpack` makes of a file; None where there is none. A file that it gives None for is removed."""
         path = self._path(name)
         try:
-            picture = _unpacked(path.read_bytes(), key)
+            packed = path.read_bytes()
+            content = unpack(packed)
         except FileNotFoundError:
             self._note(name, 0)
             return None
         except OSError:
-            picture = None
-        if picture is None:
+            packed, content = b"", None
+        if content is None:
             self._count("damaged")
             self._note(name, 0)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
-        with suppress(FileNotFoundError):  # removed by another process since
+        with suppress(OSError):  # removed by another process since, or another user's
             os.utime(path)  # a later run learns from it what was used last
-        self._note(name, KEY_BYTES + picture.num_bytes)
-        return picture
+        self._note(name, len(packed))
+        return content
 
-    def put(self, key: FrameKey, picture: Picture) -> None:
-        """A frame that cannot be written is only not there the next time; it is counted, and the first is logged."""
-        name = _name(key)
+    def write(self, name: str, content: bytes) -> None:
+        """What cannot be written is only not there the next time; it is counted, and the first is logged."""
         path = self._path(name)
-        content = picture.key.encode() + picture.pixels.tobytes()
-        partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL_SUFFIX}")
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             path.parent.mkdir(exist_ok=True)
             partial.write_bytes(content)
             partial.replace(path)
         except OSError as problem:
             if self._count("failed_writes") == 1:
-                logger.warning("frames cannot be kept in %s: %s", self.directory, problem.strerror)
+                logger.warning("%ss cannot be kept in %s: %s", self._suffix[1:], self.directory, problem.strerror)
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             return
@@ -118,7 +122,7 @@ class DiskStore:
         for path in self.directory.glob("??/*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                if path.suffix == SUFFIX:
+                if path.suffix == self._suffix:
                     entries.append((status.st_mtime, path.name, status.st_size))
                 elif path.suffix == PARTIAL_SUFFIX and time.time() - status.st_mtime > ABANDONED_S:
                     path.unlink()
@@ -137,12 +141,24 @@ class DiskStore:
                 self.num_bytes -= old_bytes
                 too_many.append(old)
         for old in too_many:
-            self._path(old).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path(old).unlink(missing_ok=True)
 
     def _count(self, name: str) -> int:
         with self._lock:
             self.totals[name] += 1
             return self.totals[name]
+
+
+class DiskStore(FileStore):
+    def __init__(self, directory: str | Path, max_bytes: int):
+        super().__init__(directory, max_bytes, SUFFIX)
+
+    def get(self, key: FrameKey) -> Picture | None:
+        return self.read(_name(key), lambda content: _unpacked(content, key))
+
+    def put(self, key: FrameKey, picture: Picture) -> None:
+        self.write(_name(key), picture.key.encode() + picture.pixels.tobytes())
 
 
 def _memory_bytes(picture: Picture) -> int:

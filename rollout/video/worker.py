@@ -18,7 +18,7 @@ import numpy as np
 from rollout.video import by_decord
 from rollout.video.box import Box
 from rollout.video.by_decord import Countable
-from rollout.video.decode import decode, probe
+from rollout.video.decode import decode, measure, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
 
@@ -45,6 +45,8 @@ def main() -> None:
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     if job["do"] == "probe":
         return probe(job["path"], Countable if job["decoder"] == "decord" else None)
+    if job["do"] == "measure":
+        return measure(job["path"]), b""
 
     def emit(tick: int, pixels: np.ndarray) -> None:
         send(link, {"tick": tick}, pixels.tobytes())

@@ -57,7 +57,7 @@ class Evaluator:
         self.prompts.append(self.chat.decode(request.ids))
         return self.chat.encode(self.say(request.episode, request)).tolist()
 
-    async def open_player(self, config: EvalConfig, directory: Path, stack: Any) -> Player:
+    async def open_player(self, config: EvalConfig, directory: Path, stack: Any, samples: Any) -> Player:
         agent = Agent(ScriptedEngine(self.reply), self.frames, self.chat, config.rollout)
         return Player(agent, config.reward, None, config.seed)
 

@@ -287,6 +287,7 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_pat
         ("trian.num_steps", "did you mean train.num_steps?"),
         ("optim.learning_rte", "did you mean optim.learning_rate?"),
         ("model", "model is a section; set model.path, model.dtype, model.attention and so on"),
+        ("rollout.video_deadline_s", "did you mean rollout.min_video_deadline_s?"),
         ("train.bs", "--show lists all"),
     ],
 )

@@ -45,6 +45,7 @@ def write_video(
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
     title: str = "",
+    pixel_ratio: Fraction | None = None,
 ) -> Path:
     """Frame n is shown from `times_s[n]` on."""
     height, width = size_px
@@ -56,6 +57,8 @@ def write_video(
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.time_base = stream.codec_context.time_base = time_base
         stream.codec_context.gop_size = gop_frames
+        if pixel_ratio is not None:
+            stream.codec_context.sample_aspect_ratio = pixel_ratio
         for number, time_s in enumerate(times_s):
             frame = av.VideoFrame.from_ndarray(numbered_frame(number, height, width), format="rgb24")
             frame.pts, frame.time_base = round(time_s / time_base), time_base

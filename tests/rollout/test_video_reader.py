@@ -7,17 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, write_video
+from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn, write_video
 
+from rollout.video import reader as reader_module
+from rollout.video.box import Box
 from rollout.video.decode import identity_of
 from rollout.video.errors import VideoError, VideoTimeout
-from rollout.video.pool import Deadline, WorkerPool, workers_within
-from rollout.video.reader import FrameReader, TimedPicture
+from rollout.video.pool import WorkerPool, workers_within
+from rollout.video.reader import FrameReader, TimedPicture, VideoInfo, _Video
 from rollout.video.times import crop_times, overview_times
 
 PATIENCE_S = 60.0  # far more than anything takes: the machine may be busy
@@ -137,17 +141,18 @@ def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(video):
     with_reader(test)
 
 
-def test_the_impatience_of_one_does_not_fail_another_who_waits_for_the_same(video):
+@pytest.mark.slow
+def test_the_wait_for_a_busy_decoder_is_no_part_of_a_deadline(video):
     async def test(reader: FrameReader) -> None:
         await reader.info(video, PATIENCE_S)
         (worker,) = workers()
         worker.suspend()
-        impatient = asyncio.create_task(fails_with(VideoTimeout, "in time", reader.frames(video, [1], 0.3)))
-        patient = asyncio.create_task(reader.frames(video, [1], PATIENCE_S))
-        assert await impatient < 5
-        await asyncio.sleep(0.3)
+        first = asyncio.create_task(reader.frames(video, [1], PATIENCE_S))
+        second = asyncio.create_task(reader.frames(video, [2], 2.0))
+        await asyncio.sleep(2.5)
         worker.resume()
-        assert shown(await patient) == [(1.0, 30)] and reader.metrics()["video/timeouts"] == 0
+        assert shown(await second) == [(2.0, 60)] and shown(await first) == [(1.0, 30)]
+        assert reader.metrics()["video/timeouts"] == 0 and reader.metrics()["video/queue_s"] > 2
 
     with_reader(test, num_workers=1)
 
@@ -210,11 +215,14 @@ def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypat
 
 
 @pytest.mark.slow
-def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_video):
+def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_video, monkeypatch):
+    monkeypatch.setattr(reader_module, "SLOWEST_PX_PER_S", 1e12)
+
     async def test(reader: FrameReader) -> None:
         await reader.info(long_video, PATIENCE_S)
         took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 600), 0.2))
         assert took_s < 5
+        monkeypatch.undo()
         assert len(await reader.frames(long_video, at_fps(30, 600), PATIENCE_S)) == 600
         metrics = reader.metrics()
         assert metrics["video/timeouts"] == 1
@@ -224,15 +232,100 @@ def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_vi
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_busy_decoder_is_answered_in_time(long_video, video):
+def test_many_pixels_extend_a_deadline(long_video):
     async def test(reader: FrameReader) -> None:
         await reader.info(long_video, PATIENCE_S)
-        long = asyncio.create_task(reader.frames(long_video, at_fps(30, 600), PATIENCE_S))
-        await asyncio.sleep(0)
-        assert await fails_with(VideoTimeout, "in time", reader.info(video, 0.1)) < 5
-        assert len(await long) == 600
+        assert len(await reader.frames(long_video, at_fps(30, 600), 0.05)) == 600  # 184 million: 9.2 s more
+        assert reader.metrics()["video/timeouts"] == 0
 
     with_reader(test, num_workers=1, frame_size=small)
+
+
+def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeypatch):
+    info = VideoInfo("a" * 32, 10.0, 300, 1000, 2000)
+    film = _Video("a.mp4", info, 3 * np.arange(300), 3 * np.arange(0, 300, 100), Fraction(1, 90), 2_000_000, 1)
+    frames = [0, 49, 150, 199, 201]
+    assert film.parts(frames) == [(frames, 152 * 2e6)]  # 50 of the first hundred, 100 of the next, 2 of the last
+    monkeypatch.setattr(reader_module, "JOB_PX", 210e6)
+    assert film.parts(frames) == [([0, 49], 100e6), ([150, 199, 201], 204e6)]
+    monkeypatch.setattr(reader_module, "JOB_PX", 1)
+    assert film.parts(frames) == [([0, 49], 100e6), ([150, 199], 200e6), ([201], 4e6)]
+
+
+def test_an_overview_in_several_jobs_has_the_same_frames(video, monkeypatch):
+    async def test(reader: FrameReader) -> tuple[list[tuple[float, int]], float]:
+        await reader.info(video, PATIENCE_S)
+        frames = await reader.frames(video, overview_times(10, 32), PATIENCE_S)
+        return shown(frames), reader.metrics()["video/jobs"]
+
+    whole, jobs = with_reader(test)
+    assert jobs == 2  # the probe is one
+    monkeypatch.setattr(reader_module, "JOB_PX", 1)
+    frames, jobs = with_reader(test)
+    assert frames == whole and jobs > 10  # of ten groups of pictures or more
+
+
+def test_a_header_tells_about_how_much_an_overview_decodes(video, tmp_path):
+    async def test(reader: FrameReader) -> None:
+        by_header = await reader.overview_px(video, 10, PATIENCE_S)
+        await reader.info(video, PATIENCE_S)
+        exact = await reader.overview_px(video, 10, PATIENCE_S)
+        assert 0.5 < by_header / exact < 2
+        await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
+
+    with_reader(test)
+
+
+@pytest.mark.parametrize("decoder", ["pyav", "decord"])
+def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path, decoder):
+    async def test(reader: FrameReader) -> tuple[VideoInfo, list[tuple[float, int]], float]:
+        info = await reader.info(video, PATIENCE_S)
+        jobs = reader.metrics()["video/jobs"]
+        return info, shown(await reader.frames(video, [1, 9.5], PATIENCE_S)), jobs
+
+    options = {"ticks_directory": tmp_path, "decoder": decoder}
+    first, again = with_reader(test, **options), with_reader(test, **options)
+    assert (first[2], again[2]) == (1, 0) and first[:2] == again[:2]
+    (entry,) = tmp_path.rglob("*.tick")
+    assert entry.stat().st_size < 1000
+    for spoil in (lambda content: content[:-1], lambda content: b"", lambda content: b"x" + content[1:]):
+        entry.write_bytes(spoil(entry.read_bytes()))
+        assert with_reader(test, **options) == first  # probed again
+
+
+def test_a_cache_that_cannot_be_written_ends_nothing(video, tmp_path, caplog):
+    (tmp_path / "file").touch()
+
+    async def test(reader: FrameReader) -> None:
+        assert (await reader.info(video, PATIENCE_S)).num_frames == 300
+
+    with_reader(test, ticks_directory=tmp_path / "file" / "ticks")
+    assert "cannot be kept in" in caplog.text
+
+
+@pytest.mark.parametrize(("ratio", "size_px"), [((2, 1), (96, 256)), ((1, 2), (96, 64)), ((4, 3), (96, 171))])
+def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(*ratio))
+
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(path, PATIENCE_S)
+        assert (info.height, info.width) == size_px
+        (frame,) = await reader.frames(path, [1], PATIENCE_S)
+        assert frame.picture.size_px == size_px and number_of(frame.picture.pixels) == 30
+        (right,) = await reader.frames(path, [1], PATIENCE_S, Box(0.5, 0, 1, 1))
+        np.testing.assert_allclose(right.picture.pixels, frame.picture.pixels[:, -right.picture.size_px[1] :], atol=90)
+
+    with_reader(test)
+
+
+def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_width_was_scaled(tmp_path):
+    path = turn(write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(2, 1)), 90)
+
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(path, PATIENCE_S)
+        assert (info.height, info.width) == (256, 96)
+
+    with_reader(test)
 
 
 def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
@@ -301,7 +394,7 @@ def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job
         emitted, first_frame = [], {"do": "decode", "decoder": "pyav", "groups": [(0, [0])], "size_px": (64, 96)}
         for path in (video, large, video):
             job = {**first_frame, "path": str(path), "identity": identity_of(str(path))}
-            problem = pool.submit(job, Deadline.after(PATIENCE_S), emitted.append).exception()
+            problem = pool.submit(job, PATIENCE_S, emitted.append).exception()
             assert ("too much memory" in str(problem)) == (path == large)
         assert len(emitted) == 2 and pool.totals["worker_deaths"] == 0
 

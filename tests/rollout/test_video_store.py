@@ -2,12 +2,13 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from rollout.picture import Picture
-from rollout.video.store import ABANDONED_S, MEMORY_PER_PIXEL_BYTE, DiskStore, FrameKey, MemoryStore
+from rollout.video.store import ABANDONED_S, MEMORY_PER_PIXEL_BYTE, DiskStore, FileStore, FrameKey, MemoryStore
 
 HEIGHT, WIDTH = 5, 7
 PIXEL_BYTES = HEIGHT * WIDTH * 3
@@ -127,3 +128,23 @@ def test_a_disk_that_cannot_be_written_to_is_counted_and_said_once(tmp_path, cap
         store.put(key(frame), picture(frame))
     assert store.totals["failed_writes"] == 2 and len(caplog.records) == 1
     assert "frames cannot be kept in" in caplog.text
+
+
+def test_processes_that_write_one_file_at_once_never_leave_a_half(tmp_path):
+    """Each has a store of its own, as processes and hosts have."""
+    halves: list[bytes] = []
+
+    def whole(content: bytes) -> bytes | None:
+        if len(set(content)) > 1 or len(content) % 10_000:
+            halves.append(content)
+        return content
+
+    def work(number: int) -> None:
+        store = FileStore(tmp_path, 2**30, ".part")
+        for turn in range(30):
+            store.write("ab-entry.part", bytes([number]) * 10_000 * (1 + (number + turn) % 5))
+            store.read("ab-entry.part", whole)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert halves == [] and [path.name for path in files(tmp_path)] == ["ab-entry.part"]
