@@ -110,6 +110,9 @@ class DataConfig:
             raise ValueError("data.allow_outside=true does nothing without data.video_root; set that too, or neither")
 
 
+MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # as rows of data may have, since a model's own file states them too
+
+
 @dataclass(frozen=True)
 class VideoConfig:
     gating: bool = True  # draw the frame budget per prompt visit; off: overview_frames
@@ -129,6 +132,13 @@ class VideoConfig:
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         _at_least_1("video", self, "overview_frames", "min_pixels", "max_pixels")
+        for name, found, most in (
+            ("frame_budgets", max(self.frame_budgets), MAX_FRAMES),
+            ("overview_frames", self.overview_frames, MAX_FRAMES),
+            ("max_pixels", self.max_pixels, MAX_PIXELS),
+        ):
+            if found > most:
+                raise ValueError(f"video.{name}={found} must be at most {most}")
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"video.min_pixels={self.min_pixels} is more than video.max_pixels={self.max_pixels}")
         if self.stratified and not self.gating:

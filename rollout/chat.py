@@ -9,19 +9,19 @@ tokens open and close turns, calls and pictures.
 import json
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2.sandbox
 import numpy as np
-from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer
+
+from rollout.templates import render
 
 IMAGE = "<|image_pad|>"
 VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
 TURN_END = "<|im_end|>"
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
+MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
 SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; no template has it, and what follows may
 
 
@@ -59,7 +59,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, chat_template: str, source: str = "the tokenizer"):
         self.tokenizer = tokenizer
         self.source = source
-        self._template = _compile(chat_template)
+        self._template = chat_template
         self.stop_ids = tuple(self._id(token) for token in STOP_TOKENS)
         self.turn_end_id, self.image_id = self._id(TURN_END), self._id(IMAGE)
         self.call_end_id = self._id("</tool_call>")
@@ -79,7 +79,7 @@ class Chat:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{directory} has no tokenizer.json; save the model's tokenizer there in its fast form")
-        return cls(Tokenizer.from_file(str(path)), _read_template(directory), str(directory))
+        return cls(_read_tokenizer(path), _read_template(directory), str(directory))
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of text that we wrote; the names of added tokens become those tokens."""
@@ -146,7 +146,10 @@ class Chat:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        try:
+            return render(self._template, messages, tools, add_generation_prompt=add_generation_prompt)
+        except ValueError as problem:
+            raise ValueError(f"the chat template of {self.source} cannot render this dialogue: {problem}") from None
 
     def _id(self, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
@@ -155,10 +158,7 @@ class Chat:
         return number
 
     def _check_template(self) -> None:
-        try:
-            after = self._after_spoken([{"role": "tool", "content": "x"}])
-        except jinja2.TemplateError as problem:
-            raise ValueError(f"the chat template of {self.source} cannot render tool responses: {problem}") from None
+        after = self._after_spoken([{"role": "tool", "content": "x"}])
         if not after.startswith(TURN_END):
             raise ValueError(
                 f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
@@ -179,19 +179,15 @@ def _broken(token: re.Match[str]) -> str:
     return token.group()[0] + " " + token.group()[1:]
 
 
-def _compile(chat_template: str) -> jinja2.Template:
-    """As transformers compiles chat templates (utils/chat_template_utils.py)."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment.from_string(chat_template)
+def _read_tokenizer(path: Path) -> Tokenizer:
+    text = _read(path)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as problem:  # the library raises no other
+        raise ValueError(f"{path} is not a tokenizer: {problem}") from None
+    if strange := set("".join(tokenizer.get_vocab(with_added_tokens=False))) - BYTES.keys():
+        raise ValueError(f"{path} is not a byte-level tokenizer: its tokens have characters such as {min(strange)!r}")
+    return tokenizer
 
 
 def _read_template(directory: Path) -> str:
@@ -199,9 +195,28 @@ def _read_template(directory: Path) -> str:
         directory / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     )
     if jinja.is_file():
-        return jinja.read_text()
+        return _read(jinja)
     for path in (old, config):
-        template = json.loads(path.read_text()).get("chat_template") if path.is_file() else None
+        template = _read_object(path).get("chat_template") if path.is_file() else None
         if isinstance(template, str):
             return template
     raise ValueError(f"{directory} has no chat template: neither {jinja.name}, nor one in {old.name} or {config.name}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(path))
+    except (json.JSONDecodeError, RecursionError) as problem:
+        raise ValueError(f"{path} is not valid JSON: {problem}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _read(path: Path) -> str:
+    if (num_bytes := path.stat().st_size) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; is it a file of the model?")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{path} is not text: {problem}") from None

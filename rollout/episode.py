@@ -27,17 +27,27 @@ from rollout.engine.protocol import (
 )
 from rollout.ledger import Ledger
 from rollout.prompter import Closeup, Frames, Overview, Prompter, ShownVideo, Task
-from rollout.prompts import Prompts, prompts_of
+from rollout.prompts import MAX_TEXT_CHARS, Prompts, prompts_of
 from rollout.seeds import derived_seed
 from rollout.threads import abandonable
 from rollout.toolbox import Desk, Tool, Videos, Wanted, signatures, tools_of
-from rollout.tools import CROP_VIDEO, BadCall, Outcome, Signatures, ToolCall, Window, find_calls
+from rollout.tools import CROP_VIDEO, MAX_CALLS, BadCall, Outcome, Signatures, ToolCall, Window, find_calls
 from rollout.video.box import Box
 from rollout.video.reader import VideoError, VideoTimeout
 
 Dispatch = Literal["parallel", "sequential", "none"]
 MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not begun
 MAX_ANSWER_CHARS = 8_000  # of what a tool says beside a report; no engine bounds it
+MAX_TOKENS = 2**20  # four times the context of the published models
+MOST = {  # of settings, which a model's own file may state: memory grows with them
+    "max_turns": 1024,
+    "max_parallel": MAX_CALLS,
+    "max_new_tokens": MAX_TOKENS,
+    "max_context_tokens": MAX_TOKENS,
+    "subagent_new_tokens": MAX_TOKENS,
+    "subagent_max_frames": 4096,
+    "token_px": 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,15 @@ class EpisodeConfig:
     def __post_init__(self) -> None:
         if self.prompts_file:
             object.__setattr__(self, "prompts", prompts_of(self.prompts_file, self.prompts))
-        for name in ("max_turns", "max_parallel", "max_new_tokens", "subagent_new_tokens", "subagent_max_frames"):
+        for name, most in MOST.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+            if getattr(self, name) > most:
+                raise ValueError(f"rollout.{name}={getattr(self, name)} must be at most {most}")
+        if len(self.forced_prefix) > MAX_TEXT_CHARS:
+            raise ValueError(
+                f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
+            )
         unsaid = [tool.offer.name for tool in self.toolbox if tool.offer.name not in self.prompts.system]
         if self.prompts.system_has_tools and self.dispatch == "none":
             raise ValueError(

@@ -1,5 +1,6 @@
 """What the agents are told, and how frames are shown: each after its time, in seconds."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +20,10 @@ PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "clamped": {"start_s": 0.0, "end_s": 0.0},
     "error": {"message": ""},
 }
+MAX_TEXT_CHARS = 100_000  # as rows of data may have
+MAX_PLACEHOLDERS = 64  # of a text, since each may stand for as much as a question
+MAX_SHOWN = 60  # characters of a format that is refused
+MAX_WIDTH = 100  # of a number that is filled in: a model's file may ask for two billion
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,20 @@ def placeholder_problem(name: str, text: Any) -> str:
     """What is wrong with the braces of a text; empty: nothing."""
     if not isinstance(text, str):
         return ""
+    if len(text) > MAX_TEXT_CHARS:
+        return f"{name} has {len(text)} characters, more than {MAX_TEXT_CHARS}"
     known = PLACEHOLDERS.get(name, {})
     there_are = ", ".join(f"{{{one}}}" for one in known) or "none"
     try:
-        unknown = [one for one in _placeholders(text) if one not in known]
+        found = [(one, spec or "") for _, one, spec, _ in Formatter().parse(text) if one is not None]
+        if len(found) > MAX_PLACEHOLDERS:
+            return f"{name} has {len(found)} placeholders, more than {MAX_PLACEHOLDERS}"
+        unknown = [one for one, _ in found if one not in known]
+        if wide := [spec for _, spec in found if _is_wide(spec)]:
+            return (
+                f"{name} has the format {wide[0][:MAX_SHOWN]!r}; its numbers may be at most {MAX_WIDTH}, and it may "
+                f"have no braces"
+            )
         if not unknown:
             text.format(**known)
             return ""
@@ -75,6 +90,11 @@ def placeholder_problem(name: str, text: Any) -> str:
     except (ValueError, LookupError, TypeError, AttributeError) as said:
         problem = f"cannot be filled in: {said}"
     return f"{name} {problem}; there it may have {there_are}, and a brace of its own is written twice"
+
+
+def _is_wide(spec: str) -> bool:
+    numbers = re.findall(r"\d+", spec)
+    return "{" in spec or any(len(number) > len(str(MAX_WIDTH)) or int(number) > MAX_WIDTH for number in numbers)
 
 
 def _placeholders(text: str) -> list[str]:

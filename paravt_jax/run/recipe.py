@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
+from model_port.json_files import Section, read_object
 from paravt_jax.config import Config, EvalConfig, Mode, SftConfig, VideoConfig
 from paravt_jax.keys import flat
 from rollout.episode import EpisodeConfig
@@ -60,13 +61,17 @@ def read_recipe(directory: Path) -> Recipe | None:
     record, told = _record(directory), directory / RECIPE_FILE
     if record is None:
         return None
+    rollout = Section(str(told), record).section("rollout", default={})
+    tools = rollout.values.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
+        raise rollout.wrong("tools", "a list of names")
     known = set(flat(Recipe().to_record()))
     for key, value in flat(record).items():
         if key not in known:
             raise ValueError(f"{told}: {key} is no setting of how a model is asked")
         if "${" in str(value):
             raise ValueError(f"{told}: {key} has a ${{…}}, and nothing there may stand for something else")
-    own = [name for name in record.get("rollout", {}).get("tools", []) if ":" in str(name)]
+    own = [name for name in tools if ":" in name]
     if own:
         raise ValueError(
             f"{told}: rollout.tools names {own[0]}, and no code is loaded that a model names; take it out there"
@@ -91,12 +96,5 @@ def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
 
 
 def _record(directory: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads((directory / RECIPE_FILE).read_bytes())
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{directory / RECIPE_FILE} is no JSON: {problem}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("rollout", {}), dict):
-        raise ValueError(f"{directory / RECIPE_FILE} must hold an object with an object rollout")
-    return record
+    path = directory / RECIPE_FILE
+    return read_object(path) if path.exists() else None

@@ -50,7 +50,29 @@ def test_a_model_without_one_has_none(model):
         ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
         ({"rollout": {"max_parallel": 0}}, "must be at least 1"),
         ({"rollout": {"max_context_tokens": 8}}, "leaves no room for a turn"),
-        ({"rollout": []}, "must hold an object"),
+        ({"rollout": []}, r"rollout=\[\] must be an object"),
+        (
+            {"rollout": {"prompts": {"frame_time": "{time_s:2000000000.1f}"}}},
+            "frame_time has the format '2000000000.1f'",
+        ),
+        ({"rollout": {"prompts": {"frame_time": "{time_s:.2000000000f}"}}}, "frame_time has the format"),
+        ({"rollout": {"prompts": {"frame_time": "{time_s:２００００00000}"}}}, "frame_time has the format"),
+        ({"rollout": {"prompts": {"frame_time": "{time_s:" + "9" * 5000 + "}"}}}, "frame_time has the format"),
+        ({"rollout": {"prompts": {"overview": "{name:{num_frames}}"}}}, "overview has the format .* no braces"),
+        ({"rollout": {"prompts": {"with_tool": "{question}" * 65}}}, "with_tool has 65 placeholders, more than 64"),
+        ({"rollout": {"prompts": {"system": "x" * 100_001}}}, "system has 100001 characters, more than 100000"),
+        ({"rollout": {"forced_prefix": "x" * 100_001}}, "forced_prefix has 100001 characters"),
+        (
+            {"rollout": {"max_context_tokens": 10**12}},
+            "rollout.max_context_tokens=1000000000000 must be at most 1048576",
+        ),
+        ({"rollout": {"max_turns": 10**9}}, "rollout.max_turns=1000000000 must be at most 1024"),
+        ({"rollout": {"max_turns": 10**30}}, "rollout.max_turns=10{30} must be at most 1024"),
+        ({"rollout": {"tools": 5}}, "rollout.tools=5 must be a list of names"),
+        ({"rollout": {"tools": [["crop_video"]]}}, r"rollout.tools=\[\['crop_video'\]\] must be a list of names"),
+        ({"rollout": {"prompts": 5}}, "paravt.json: .*(rollout.prompts|Prompts)"),
+        ({"num_frames": 10**9}, "video.overview_frames=1000000000 must be at most 4096"),
+        ({"max_pixels": 10**12}, "video.max_pixels=1000000000000 must be at most 67108864"),
         ({"num_frames": 0}, "must be at least 1"),
         ({"max_pixels": 1}, "is more than video.max_pixels"),
         ({"colour": "red"}, "colour is no setting"),
@@ -72,9 +94,14 @@ def test_no_file_of_a_model_is_run(model, tmp_path):
 
 
 def test_a_broken_file_is_named(model):
-    (model / RECIPE_FILE).write_text("{")
-    with pytest.raises(ValueError, match=r"paravt\.json is no JSON"):
-        read_recipe(model)
+    for text, said in (
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("[" * 10**5, "is not valid JSON"),
+    ):
+        (model / RECIPE_FILE).write_text(text)
+        with pytest.raises(ValueError, match=rf"paravt\.json {said}"):
+            read_recipe(model)
 
 
 def test_a_run_that_asks_otherwise_than_the_model_was_asked_says_so(model, tmp_path, capsys):
