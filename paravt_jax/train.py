@@ -17,7 +17,12 @@ from paravt_jax.run.process import claim_memory
 
 
 async def train(
-    config: Config, *, replay: Path | None = None, allow_changes: bool = False, hosts: Hosts = ALONE
+    config: Config,
+    *,
+    replay: Path | None = None,
+    allow_changes: bool = False,
+    take_over: bool = False,
+    hosts: Hosts = ALONE,
 ) -> int:
     """Trains a run until its last step or a signal; on the episodes that a `replay` has logged, if given.
 
@@ -25,7 +30,7 @@ async def train(
     """
     from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, replay=replay, allow_changes=allow_changes, hosts=hosts) as run:
+    async with opened(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
         await run.validate_if_due()
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)
@@ -51,6 +56,12 @@ def main() -> None:
     )
     add_changes_flag(parser)
     parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="publish to the servers of engine.urls also where another run does, without asking whether it is alive; "
+        "that run then ends",
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         metavar="RUN_DIR",
@@ -65,6 +76,8 @@ def main() -> None:
     config = read_config(parser, args, Config, "configs/smoke_cpu.yaml runs anywhere")
     if config is None:
         return
+    if args.take_over and (args.replay is not None or not config.engine.connects):
+        parser.error("--take-over is for servers that run already: give engine.urls, or leave it out")
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
@@ -75,7 +88,14 @@ def main() -> None:
     claim_memory()
     use_compilation_cache()
     with joined(config.hosts) as hosts:
-        code = asyncio.run(train(config, replay=args.replay, allow_changes=args.allow_changes, hosts=hosts))
+        training = train(
+            config,
+            replay=args.replay,
+            allow_changes=args.allow_changes,
+            take_over=args.take_over,
+            hosts=hosts,
+        )
+        code = asyncio.run(training)
     sys.exit(code)
 
 

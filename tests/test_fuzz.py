@@ -35,7 +35,7 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.run.checkpoint import Checkpoints, verify
 from rollout.chat import SPOKEN, Chat
-from rollout.engine.answers import Fingerprint, generation_of
+from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
 from rollout.toolbox import SHIPPED, Videos, signatures
@@ -286,7 +286,7 @@ GOOD_ANSWER = {
     "meta_info": {
         "finish_reason": {"type": "length", "length": 4},
         "output_token_logprobs": [[-0.5, token, None] for token in (5, 6, 7, 8)],
-        "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 4}],
+        "weight_versions": [{"version": "t/2", "start": 0, "end": 1}, {"version": "t/3", "start": 1, "end": 4}],
         "input_token_logprobs": [[None, 3, None], [-1.5, 4, None]],
         "prompt_tokens": 3,
         "cached_tokens": 1,
@@ -297,14 +297,14 @@ GOOD_ANSWER = {
 @given(answer=mutated(GOOD_ANSWER))
 def any_answer(answer):
     try:
-        found = generation_of(answer, Sampling(4, stop_ids=(7,)), 3, 100, "http://server", 0.1)
+        found = generation_of(answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), 100, "http://server", 0.1)
     except ServerUnavailable:
         pass
     else:
         assert len(found.ids) == len(found.behavior_logp) == len(found.versions) <= 4
         assert (found.ids >= 0).all() and (found.ids < 100).all()
         assert (found.behavior_logp <= 0).all() and np.isfinite(found.behavior_logp).all()
-        assert (found.versions >= 0).all() and (found.versions <= 3).all()
+        assert (found.versions >= 2).all() and (found.versions <= 3).all()
     with suppress(ServerUnavailable):
         assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))
 

@@ -33,12 +33,13 @@ class Receiver:
 
     def __init__(self, num_bytes: int):
         self._memory = np.ones(num_bytes, np.uint8)  # not zeros, which would be memory only when written
-        self._label = "0"
+        self._label = "default"
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         if request.path == "/update_weights_from_disk":
             await asyncio.to_thread(_read_file, Path(body["model_path"]) / SINGLE_FILE, self._memory)
+            self._label = body["weight_version"]
         if request.path == "/update_weight_version":
             self._label = body["new_version"]
         if request.path == "/generate":
@@ -66,7 +67,7 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
     """Seconds until all servers have new weights, and of a copy to as many, in turns; medians."""
     memory = [np.ones(weights.num_bytes, np.uint8) for _ in range(1 + len(urls))]
     seconds: dict[str, list[float]] = {"publish_s": [], "copy_s": []}
-    engine = await SGLangEngine.connect(urls, SGLangSettings(device="cpu"))
+    engine = await SGLangEngine.connect(urls, SGLangSettings("bench", device="cpu"))
     try:
         await _all_up(engine)
         for _ in range(1 + repeats):

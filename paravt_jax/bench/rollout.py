@@ -120,7 +120,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     gpus = place_servers(engine_config, 0) or [()] * args.servers
     servers = [ServerSettings(model, args.device, context_length=8192, gpus=of_server) for of_server in gpus]
     _say(f"starting {args.servers} servers")
-    engine = await SGLangEngine.launch(servers, SGLangSettings(device=args.device))
+    engine = await SGLangEngine.launch(servers, SGLangSettings("bench", device=args.device))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
             config = EpisodeConfig(
@@ -211,7 +211,7 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
     weights = ModelWeights(model_port.load(model, dtype), np.dtype(dtype))
     seconds = {}
     for route in ("disk", "tensors"):
-        own = await SGLangEngine.connect(engine.urls, SGLangSettings(route=route, device=args.device))
+        own = await SGLangEngine.connect(engine.urls, SGLangSettings("bench", route=route, device=args.device))
         try:
             await own.publish(weights, own.version + 1)  # the first one starts what it needs
             times_s = []
@@ -221,6 +221,7 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
                 times_s.append(time.perf_counter() - started_s)
         finally:
             await own.close()
+        await engine.adopt(own.version)
         size = f"{weights.num_bytes / 2**20:.0f} MiB"
         seconds[f"publishing {size} by {route}, s"] = statistics.median(times_s)
     return seconds

@@ -19,6 +19,7 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
+from paravt_jax.run.directory import run_id
 from paravt_jax.run.host_times import DeviceProbe
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus, place_servers
@@ -41,12 +42,17 @@ SERVERS_AT_ONCE = 16  # that are compared with the learner, which scores what on
 
 @asynccontextmanager
 async def opened(
-    config: Config, *, replay: Path | None = None, allow_changes: bool = False, hosts: Hosts = ALONE
+    config: Config,
+    *,
+    replay: Path | None = None,
+    allow_changes: bool = False,
+    take_over: bool = False,
+    hosts: Hosts = ALONE,
 ) -> AsyncIterator[Run]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
 
     `replay` is a run whose log stands in place of rollouts: no engine is opened then. `allow_changes`: also with
-    another model, seed or data than it began with.
+    another model, seed or data than it began with. `take_over`: also servers that another run publishes to.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
     if hosts.num > 1:
@@ -71,7 +77,7 @@ async def opened(
         if log is None and hosts.leads:
             videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
-        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, gpus, stack)
+        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, gpus, take_over, stack)
         player = rollouts.player
         run = Run(
             config=config,
@@ -153,6 +159,7 @@ async def _rollouts(
     visits: Visits[Prompt],
     log: LoggedSteps | None,
     gpus: Sequence[Gpus],
+    take_over: bool,
     stack: AsyncExitStack,
 ) -> Rollouts | Replay:
     """What gives a step its groups: an engine that plays, or a log."""
@@ -162,6 +169,7 @@ async def _rollouts(
         player = Player(agent, config.reward, None, config.seed, plugin, config.train.truncated)
         return Replay(log, player, visits, cursor, config.train, config.advantage)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    samples_away = config.engine.kind == "sglang"
     engine = await open_engine(
         config.engine,
         policy,
@@ -174,6 +182,8 @@ async def _rollouts(
         trainable_vision=config.optim.train_vision,
         gpus=gpus,
         hosts=training.directory.hosts,
+        run=await in_thread(lambda: run_id(training.directory.path, training.directory.hosts)) if samples_away else "",
+        take_over=take_over,
     )
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)

@@ -1,8 +1,10 @@
 """A run's directory: held by one process at a time, it says what the run was started with."""
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -20,6 +22,8 @@ from paravt_jax.run.log import whole_file
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 TOKEN_FILE = ".hosts"  # says to all hosts whether they see the same directory
+RUN_ID_FILE = ".run_id"
+MAX_NAME_CHARS = 40  # of a directory, in the id of its run
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 
 
@@ -61,6 +65,22 @@ def held_by_first(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
                 f"see"
             )
         yield directory
+
+
+def run_id(directory: Path, hosts: Hosts) -> str:
+    """The id by which servers know a run, on all of its hosts and after a restart.
+
+    It is the name of the directory and a hash of its path and of a random token in it: two runs of one name differ, and
+    so do a run and a copy of its directory.
+    """
+    file = directory / RUN_ID_FILE
+    if hosts.leads and not file.exists():
+        with whole_file(file) as content:
+            content.write(secrets.token_hex(8).encode())
+    token = file.read_text() if hosts.leads else ""
+    code = hashlib.blake2s(f"{token} {directory.absolute()}".encode(), digest_size=4).hexdigest()
+    name = re.sub(r"[^\w.-]", "_", directory.absolute().name, flags=re.ASCII)[:MAX_NAME_CHARS]
+    return hosts.gather("run id", f"{name}-{code}")[0]
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:

@@ -44,10 +44,13 @@ async def open_engine(
     trainable_vision: bool = False,
     gpus: Sequence[Gpus] = (),
     hosts: Hosts = ALONE,
+    run: str = "",
+    take_over: bool = False,
 ) -> Engine:
     """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture.
 
-    `gpus` are those of each server that is started here, on a machine that has any.
+    `gpus` are those of each server that is started here, on a machine that has any. `run` is the id of a run that
+    publishes to the servers, `take_over` whether it takes those that another run publishes to.
     """
     if settings.kind == "jax":
         assert model is not None
@@ -63,15 +66,17 @@ async def open_engine(
         )
     config = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
     sglang = SGLangSettings(
+        run=run,
+        take_over=take_over,
         route=settings.route,
         weights_dir=settings.weights_dir,
         device=settings.device,
         vocab_size=config.text.vocab_size,
     )
     if settings.urls:
-        return await SGLangEngine.connect(settings.urls, sglang)
+        return await SGLangEngine.connect(settings.urls, sglang, phase)
     if settings.urls_file:
-        return await SGLangEngine.follow(settings.urls_file, sglang)
+        return await SGLangEngine.follow(settings.urls_file, sglang, phase)
     if is_checkpoint(policy.source):
         raise ValueError(
             f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "

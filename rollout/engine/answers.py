@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.engine.http import ServerUnavailable
+from rollout.engine.labels import Label, WrongLabel
 from rollout.engine.protocol import Generation, Sampling
 
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -26,10 +27,19 @@ PROBE_TEXT = (
 PROBE_MAX, PROBE_MEAN = 0.5, 0.05  # nats; bfloat16 on two kinds of GPU stays far below
 
 
+@dataclass(frozen=True)
+class Expected:
+    """Whose weights sampled a reply: their label's owner, the version when it was sent, and the newest when it came."""
+
+    owner: str
+    oldest: int
+    newest: int
+
+
 def generation_of(
-    answer: Any, sampling: Sampling, newest: int, vocab_size: int, url: str, latency_s: float
+    answer: Any, sampling: Sampling, expected: Expected, vocab_size: int, url: str, latency_s: float
 ) -> Generation:
-    """`newest` is the policy version that was published last: no server can have a later one."""
+    """Raises WrongLabel where other weights sampled it than those that the server was given."""
     try:
         meta = answer["meta_info"]
         ids = _ids(answer["output_ids"])
@@ -39,14 +49,16 @@ def generation_of(
         _demand([token for _, token, *_ in logps] == ids.tolist(), "its ids and the ids of its log-probs differ")
         _demand(not np.isin(ids[:-1], sampling.stop_ids).any(), "it went on after a token that ends the turn")
         _demand(all(type(logp) in (int, float) for logp, *_ in logps), "a log-prob is no number")
+        finish = FINISHES[meta["finish_reason"]["type"]]
+        _demand(len(ids) > 0 or finish == "abort", f"it has no token, and ended by {finish!r}")
         behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
         _demand(bool(np.isfinite(behavior_logp).all()), "a log-prob is not finite")
         _demand(bool((behavior_logp <= LOGP_SLACK).all()), "a log-prob is above 0")
         return Generation(
             ids,
             np.minimum(behavior_logp, 0.0),
-            _versions(meta["weight_versions"] if len(ids) else [], len(ids), newest),
-            finish=FINISHES[meta["finish_reason"]["type"]],
+            _versions(meta["weight_versions"] if len(ids) else [], len(ids), expected, url),
+            finish=finish,
             num_prompt_tokens=_count(meta["prompt_tokens"]),
             num_cached_tokens=_count(meta["cached_tokens"]),
             server=url,
@@ -112,13 +124,24 @@ def _ids(told: Any) -> np.ndarray:
     return np.array(told, np.int32)
 
 
-def _versions(spans: Sequence[Any], num_tokens: int, newest: int) -> np.ndarray:
-    """The policy version of each token; the spans must lie side by side, from the first token to the last."""
-    versions, end = np.full(num_tokens, -1, np.int32), 0
-    for span in spans:
-        version = int(span["version"])
+def _versions(spans: Sequence[Any], num_tokens: int, expected: Expected, url: str) -> np.ndarray:
+    """The policy version of each token; the spans must lie side by side, from the first token to the last.
+
+    While another run asks for a server, its tokens have no version: it is known where no publish can have come between.
+    """
+    labels = [Label.of(span["version"]) for span in spans]
+    versions, end, version = np.full(num_tokens, -1, np.int32), 0, expected.oldest
+    for number, (span, label) in enumerate(zip(spans, labels, strict=True)):
+        oldest = version
+        if label.asker and label.owner == expected.owner:
+            later = [one.version for one in labels[number:] if one.version is not None]
+            _demand(version == (later or [expected.newest])[0], f"new weights came while the label was {label}")
+        else:
+            version = -1 if label.version is None else label.version
+        if label.owner != expected.owner or not oldest <= version <= expected.newest:
+            should = Label(expected.owner, expected.newest)
+            raise WrongLabel(f"{url} sampled with the weights {label}, and {should} was published to it")
         _demand(span["start"] == end and end < span["end"] <= num_tokens, "its versions do not lie side by side")
-        _demand(0 <= version <= newest, f"version {version}, and the newest that was published is {newest}")
         end = _count(span["end"])
         versions[span["start"] : end] = version
     _demand(end == num_tokens, "some tokens have no policy version")

@@ -3,8 +3,8 @@
 `disk`: written once as safetensors, to memory-backed /dev/shm where they fit or to a directory that servers of other
 hosts see too, and read by every server. `tensors`: sent in buckets by a small process in the servers' own environment,
 since the servers take torch tensors and this package has none; on a GPU the bucket's memory is shared, so nothing
-crosses HTTP. Neither route touches the KV cache or the version label: `SGLangEngine` pauses before, and flushes,
-labels and continues after.
+crosses HTTP. Both leave the label of the weights on a server; `disk` in the same step of its scheduler. Neither touches
+the KV cache: `ServerPool` pauses and flushes before, and continues after.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout.engine.http import HttpClient
+from rollout.engine.labels import Label, publish_label
 from rollout.engine.protocol import EngineError, Weights
 from rollout.supervisor import SHARED_MEMORY
 
@@ -31,8 +32,8 @@ STAGING_START_S = 120.0
 
 
 class Route(Protocol):
-    async def send(self, urls: Sequence[str], weights: Weights, version: int, deadline_s: float) -> dict[str, str]:
-        """Loads the weights into every server; {url: problem} of those where it failed."""
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
+        """Loads the weights into every server, and labels them; {url: problem} of those where it failed."""
         ...
 
     async def close(self) -> None: ...
@@ -48,9 +49,10 @@ class DiskRoute:
         self._written: tuple[int, Weights, Path] | None = None
         self._lock = ExitStack()  # on that directory
 
-    async def send(self, urls: Sequence[str], weights: Weights, version: int, deadline_s: float) -> dict[str, str]:
-        directory = await self._directory(weights, version)
-        body = {"model_path": str(directory), "flush_cache": False}
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
+        assert label.version is not None
+        directory = await self._directory(weights, label.version)
+        body = {"model_path": str(directory), "flush_cache": False, "weight_version": str(label)}
         return await each(urls, lambda url: self._client.post(f"{url}/update_weights_from_disk", body, deadline_s))
 
     async def _directory(self, weights: Weights, version: int) -> Path:
@@ -101,7 +103,7 @@ class TensorRoute:
         self._client, self._python, self._env, self._bucket_bytes = client, python, env, bucket_bytes
         self._process: asyncio.subprocess.Process | None = None
 
-    async def send(self, urls: Sequence[str], weights: Weights, version: int, deadline_s: float) -> dict[str, str]:
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
         process = await self._started()
         problems = await each(urls, lambda url: self._client.post(f"{url}/begin_weight_update", {}, deadline_s))
         with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:  # without a name, so that nothing of it can stay
@@ -115,7 +117,9 @@ class TensorRoute:
                 command = {"file": name, "tensors": described, "urls": left, "deadline_s": deadline_s}
                 problems |= await _command(process, command, deadline_s)
         left = [url for url in urls if url not in problems]
-        return problems | await each(left, lambda url: self._client.post(f"{url}/end_weight_update", {}, deadline_s))
+        problems |= await each(left, lambda url: self._client.post(f"{url}/end_weight_update", {}, deadline_s))
+        left = [url for url in urls if url not in problems]
+        return problems | await each(left, lambda url: publish_label(self._client, url, label, deadline_s))
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

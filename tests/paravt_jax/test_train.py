@@ -13,6 +13,8 @@ from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, tra
 import model_port
 from model_port.export import export
 from paravt_jax.rl import opening
+from paravt_jax.run import directory
+from paravt_jax.run.hosts import ALONE
 from paravt_jax.sampling import opening as sampling
 from rollout.engine.sglang import SGLangSettings
 
@@ -144,7 +146,7 @@ class LeavingServer(FakeServer):
     def leave(self) -> None: ...
 
     async def _generate(self, request, body):
-        if self.version == "1":
+        if self.version.endswith("/1"):
             self.leave()
             await asyncio.sleep(60)
         return await super()._generate(request, body)
@@ -167,8 +169,40 @@ def test_servers_change_with_their_list_between_steps(tmp_path, monkeypatch):
             await train_in_loop(run_dir, *QUICK, *settings)
             return first.version, second.version, second.asked["/generate"]
 
-    assert asyncio.run(run()) == ("1", "3", 2 * 4)
+    *labels, num_asked = asyncio.run(run())
+    run_id = directory.run_id(run_dir, ALONE)
+    assert (labels, num_asked) == ([f"{run_id}/1", f"{run_id}/3"], 2 * 4)
     episodes = episodes_of(run_dir)
     sampled = [(one["step"], piece) for one in episodes for piece in one["segments"] if piece["kind"] == "sampled"]
     assert {(step, piece["version"]) for step, piece in sampled} == {(1, 0), (2, 1), (3, 2)}
     assert not any(one["missing"] for one in episodes)
+
+
+class TakenServer(FakeServer):
+    """Another run publishes to it once it is asked with the weights of the first step."""
+
+    async def _generate(self, request, body):
+        if self.version.endswith("/1"):
+            self.version = "other-run/5"
+        return await super()._generate(request, body)
+
+
+def test_a_run_whose_server_another_run_takes_over_ends_and_says_so(tmp_path, monkeypatch):
+    async def without_gate(*_): ...
+
+    monkeypatch.setattr(opening, "_check_parity", without_gate)
+
+    async def run():
+        async with TakenServer() as server:
+            settings = ("engine.kind=sglang", f"engine.urls=[{server.url}]", "mismatch.stop_kl=.inf")
+            with pytest.raises(RuntimeError, match=r"no server is left: .*taken over by another run, other-run, and"):
+                await train_in_loop(tmp_path / "run", *QUICK, *settings)
+            return server.version, server.asked["/update_weights_from_disk"]
+
+    assert asyncio.run(run()) == ("other-run/5", 2)
+    assert len(metrics_of(tmp_path / "run")) == 1
+
+
+def test_taking_over_is_refused_where_no_server_runs_already(tmp_path):
+    done = train(tmp_path / "run", "--take-over")
+    assert done.returncode == 2 and "--take-over is for servers that run already: give engine.urls" in done.stderr

@@ -13,6 +13,15 @@ def _meta(**changed: Any) -> Callable[[dict[str, Any]], None]:
     return lambda answer: answer["meta_info"].update(changed)
 
 
+def _spans(*spans: tuple[Any, int, int]) -> Callable[[dict[str, Any]], None]:
+    return _meta(weight_versions=[dict(zip(("version", "start", "end"), span, strict=True)) for span in spans])
+
+
+def _nothing(answer: dict[str, Any]) -> None:
+    answer["output_ids"] = []
+    answer["meta_info"] |= {"output_token_logprobs": [], "weight_versions": []}
+
+
 def _first(token: Any) -> Callable[[dict[str, Any]], None]:
     def change(answer: dict[str, Any]) -> None:
         answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = token
@@ -37,12 +46,14 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "positive logp": _first_logp(500.0),
     "text logp": _first_logp("-1"),
     "no version": lambda answer: answer["meta_info"].pop("weight_versions"),
-    "a later version": _meta(weight_versions=[{"version": "7", "start": 0, "end": 4}]),
-    "a gap": _meta(weight_versions=[{"version": "0", "start": 0, "end": 1}, {"version": "0", "start": 2, "end": 4}]),
-    "a span beyond": _meta(weight_versions=[{"version": "0", "start": 0, "end": 9}]),
-    "spans overlap": _meta(
-        weight_versions=[{"version": "0", "start": 0, "end": 4}, {"version": "0", "start": 1, "end": 4}]
-    ),
+    "a later version": _spans(("t/7", 0, 4)),
+    "another run": _spans(("other/0", 0, 4)),
+    "no run": _spans(("0", 0, 4)),
+    "a label of no text": _spans((0, 0, 4)),
+    "a gap": _spans(("t/0", 0, 1), ("t/0", 2, 4)),
+    "a span beyond": _spans(("t/0", 0, 9)),
+    "spans overlap": _spans(("t/0", 0, 4), ("t/0", 1, 4)),
+    "nothing": _nothing,
     "longer": _longer,
     "a negative id": _first(-5),
     "a large id": _first(2**31),
@@ -104,6 +115,7 @@ class FakeServer:
             self.paused = path == "/pause_generation"
         if path == "/update_weights_from_disk":
             await asyncio.sleep(self.load_s)
+            self.version = body["weight_version"]
         while self.paused and path in ("/health", "/probe", "/generate"):
             await asyncio.sleep(0.01)
         if path == "/health":

@@ -46,8 +46,10 @@ from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check
-from rollout.engine.protocol import Request, Sampling
-from rollout.engine.sglang import SGLangEngine, SGLangSettings, _KnownServer
+from rollout.engine.known import KnownServer
+from rollout.engine.pool import ServerPool
+from rollout.engine.protocol import EngineError, Request, Sampling
+from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
@@ -55,6 +57,7 @@ from rollout.video.encode import write_video
 CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.slow
 FLOAT32 = np.dtype(np.float32)
+RUN = "tests-1"  # to which the servers belong
 CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096)
 SMALL = dict(context_length=4096, max_total_tokens=16_384)
 RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
@@ -241,12 +244,17 @@ class Guided:
         )
 
 
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=60).close()
+
+
 TURNS = [f"Look.</think>{call(3, 9)}{call(20, 34)}{call(50, 60)}<|im_end|>", ANSWER]
 
 
 def on(server, work, **settings):
     async def body():
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(device="cpu", **settings))
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, device="cpu", **settings))
         try:
             return await work(engine)
         finally:
@@ -399,6 +407,46 @@ def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions
     assert found.finish == "abort"
 
 
+def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_weights_of_its_run(
+    server, tiny_hf, model, other, contract, chat
+):
+    """The restart is played: what it leaves are the weights of the model's files, and SGLang's own label."""
+
+    async def body():
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, probe_every_s=1))
+        try:
+            version = engine.version + 1
+            await engine.publish(ModelWeights(other, FLOAT32), version)
+            running = asyncio.create_task(engine.generate(long_request(chat, "e")))
+            await asyncio.sleep(1)
+            with pytest.raises(EngineError, match=f"another one that is alive, {RUN}, publishes to it"):
+                await SGLangEngine.connect([server.url], SGLangSettings("tests-2"))
+            await engine.abort("e")
+            undisturbed = await running
+            restarted = {"model_path": str(tiny_hf), "flush_cache": True, "weight_version": "default"}
+            await asyncio.to_thread(post, f"{server.url}/update_weights_from_disk", restarted)
+            worst, episodes = await sampled_against_learner(engine, chat, other, contract)
+            thief = await SGLangEngine.connect([server.url], SGLangSettings("tests-2", take_over=True))
+            try:
+                await thief.publish(ModelWeights(model, FLOAT32), 7)
+                with pytest.raises(EngineError, match="taken over by another run, tests-2"):
+                    await engine.generate(long_request(chat, "late", 8))
+            finally:
+                await thief.close()
+            versions = {int(one) for episode in episodes for one in episode.ledger.versions}
+            return version, undisturbed, worst, versions
+        finally:
+            await engine.close()
+
+    try:
+        version, undisturbed, worst, versions = asyncio.run(body())
+    finally:
+        on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 8), take_over=True)
+    assert undisturbed.finish == "abort" and len(undisturbed.ids) > 10
+    assert set(undisturbed.versions.tolist()) == {version}
+    assert versions == {version} and worst < BOUND
+
+
 def test_abort_ends_one_episode_and_leaves_the_others(front, chat):
     async def work(engine):
         kept = asyncio.create_task(engine.generate(long_request(chat, "kept", 400)))
@@ -421,8 +469,8 @@ def scheduler_of(server) -> psutil.Process:
 async def all_up(engine, model) -> None:
     """Until all servers are up with the weights of `model`, whatever versions they came with."""
     async with asyncio.timeout(60):
-        while not all(one.up for one in engine._servers):
-            if any("another server" in one.problem for one in engine._servers):
+        while not all(one.up for one in engine.pool.servers):
+            if any("another server" in one.problem for one in engine.pool.servers):
                 await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
             await asyncio.sleep(0.1)
 
@@ -434,8 +482,8 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
         managed = await Server.start(
             ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
         )
-        servers = [_KnownServer(managed.url, managed), _KnownServer(server.url)]
-        engine = await SGLangEngine._begin(servers, SGLangSettings(probe_every_s=1))
+        servers = [KnownServer(managed.url, managed), KnownServer(server.url)]
+        engine = await SGLangEngine._begin(servers, SGLangSettings(RUN, probe_every_s=1))
         try:
             await all_up(engine, model)
             await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
@@ -443,7 +491,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
             while sum(guided.answered.values()) < 8:
                 await asyncio.sleep(0.01)
-            victim = engine._servers[0]
+            victim = engine.pool.servers[0]
             os.kill(scheduler_of(managed).pid, signal.SIGKILL)
             episodes = await playing
             async with asyncio.timeout(150):
@@ -464,7 +512,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
 
 
 def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, second, model, other, chat):
-    settings = SGLangSettings(probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
+    settings = SGLangSettings(RUN, probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
 
     async def body():
         engine = await SGLangEngine.connect([second.url, server.url], settings)
@@ -483,9 +531,9 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
             finally:
                 os.killpg(second.pid, signal.SIGCONT)
             async with asyncio.timeout(60):
-                while not engine._servers[0].up:
+                while not engine.pool.servers[0].up:
                     await asyncio.sleep(0.1)
-            versions = [one.version for one in engine._servers]
+            versions = [one.version for one in engine.pool.servers]
             await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
             return guided, episodes, lasted_s, versions, engine.version
         finally:
@@ -526,20 +574,20 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
 
 
 def train_and_find_servers_late(arguments: list[str]) -> None:
-    admit = SGLangEngine._admit
+    admit = ServerPool._admit
 
-    async def late(engine: SGLangEngine, server: _KnownServer) -> None:
+    async def late(pool: ServerPool, server: KnownServer) -> None:
         await asyncio.sleep(4 * ("hosts.index=1" in arguments))
-        await admit(engine, server)
+        await admit(pool, server)
 
-    SGLangEngine._admit = late
+    ServerPool._admit = late
     several.command("paravt_jax.train", arguments, {})
 
 
 def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes(server, model, tiny_hf, tmp_path):
     """Also where one finds the server later than the other, which must not pause it before."""
     run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
-    settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
+    settings = ["--take-over", *QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
     settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
     joint = [*arguments(run_dir, *settings), f"hosts.coordinator=127.0.0.1:{several.free_port()}", "hosts.num=2"]
     each = [([*joint, f"hosts.index={host}"],) for host in range(2)]
@@ -552,13 +600,11 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
     for episode in episodes_of(run_dir):
         sampled = [segment for segment in episode["segments"] if segment["kind"] == "sampled"]
         assert {segment["version"] for segment in sampled} == {episode["step"] - 1}
-    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), engine.version + 1))
+    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 1), take_over=True)
 
 
 def test_a_server_that_a_killed_run_left_paused_is_let_go_on(server):
-    body = json.dumps({"mode": "retract"}).encode()
-    request = urllib.request.Request(f"{server.url}/pause_generation", body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=10).close()
+    post(f"{server.url}/pause_generation", {"mode": "retract"})
 
     async def answers(engine):
         return await engine.generate(Request(np.arange(5, dtype=np.int32), (), Sampling(2), "e", 30.0))

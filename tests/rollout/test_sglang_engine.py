@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 from fake_server import WRONG, FakeServer
 
-from rollout.engine.http import KEPT_S, HttpClient
+from rollout.engine.answers import Expected, generation_of
+from rollout.engine.http import KEPT_S, HttpClient, ServerUnavailable
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import DiskRoute
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
+    run="t",
     vocab_size=1000,
     backoff_s=0.01,
+    owner_answers_s=0.5,
     probe_every_s=0.05,
     probe_deadline_s=0.3,
     control_deadline_s=1.0,
@@ -52,7 +55,7 @@ def with_servers(num_servers, work, settings=QUICK):
         async with AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
             engine = await SGLangEngine.connect([server.url for server in servers], settings)
-            await until(lambda: all(server.up for server in engine._servers))
+            await until(lambda: all(server.up for server in engine.pool.servers))
             try:
                 return await work(engine, *servers)
             finally:
@@ -73,7 +76,7 @@ def test_an_answer_becomes_a_generation():
         assert found.ids.tolist() == [5, 6, 7, 8]
         assert found.behavior_logp.tolist() == [-0.5] * 4
         assert (found.versions.tolist(), found.finish, found.num_cached_tokens) == ([0] * 4, "length", 1)
-        assert server.version == "0"  # a fresh server got its label
+        assert server.version == "t/0"  # a fresh server got its label
         assert engine.version == 0
 
     with_servers(1, work)
@@ -91,9 +94,9 @@ def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path):
             await asyncio.sleep(3 * QUICK.probe_every_s)
             assert engine.urls == [first.url]
             file.write_text(f"{second.url}\n")
-            await until(lambda: engine.urls == [second.url] and engine._servers[0].up)
+            await until(lambda: engine.urls == [second.url] and engine.pool.servers[0].up)
             found = await engine.generate(request(version=1))
-            assert found.server == second.url and second.version == "1"
+            assert found.server == second.url and second.version == "t/1"
             await engine.close()
 
     asyncio.run(body())
@@ -102,16 +105,16 @@ def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path):
 def test_an_engine_adopts_what_another_one_has_published():
     async def work(engine, first, second):
         other = await SGLangEngine.connect(engine.urls, QUICK)
-        await until(lambda: all(server.up for server in other._servers))
+        await until(lambda: all(server.up for server in other.pool.servers))
         await engine.publish(NoWeights(), 1)
-        second.version = "0"  # as a server that was started again in between
+        second.version = "t/0"  # as a server that was started again in between
         await other.adopt(1)
-        assert [server.up for server in other._servers] == [True, False]
-        assert "weights of version 0" in other._servers[1].problem
+        assert [server.up for server in other.pool.servers] == [True, False]
+        assert "weights of version 0" in other.pool.servers[1].problem
         found = await other.generate(request(version=1))
         assert found.server == first.url and set(found.versions.tolist()) == {1}
-        second.version = "1"  # the engine that publishes has given it the weights
-        await until(lambda: other._servers[1].up)
+        second.version = "t/1"  # the engine that publishes has given it the weights
+        await until(lambda: other.pool.servers[1].up)
         await other.close()
 
     with_servers(2, work)
@@ -136,7 +139,7 @@ def test_behind_a_router_requests_go_through_it_and_weights_to_every_server():
     async def work(engine, router):
         assert engine.urls == [server.url for server in router.behind]
         await engine.publish(NoWeights(), 1)
-        assert [server.version for server in router.behind] == ["1", "1"]
+        assert [server.version for server in router.behind] == ["t/1", "t/1"]
         found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
         assert {one.server for one in found} == {router.url} and router.asked["/generate"] == 32
         shares = [server.asked["/generate"] for server in router.behind]
@@ -164,7 +167,7 @@ def test_servers_come_and_go_behind_a_router():
         gone = router.behind[0]
         async with FakeServer() as new:
             router.behind = [router.behind[1], new]
-            await until(lambda: gone.url not in engine.urls and new.version == "1")
+            await until(lambda: gone.url not in engine.urls and new.version == "t/1")
 
     behind_a_router(work)
 
@@ -230,12 +233,12 @@ def test_a_server_that_answers_badly_costs_only_another_attempt(mode):
 def test_whatever_a_server_says_of_itself_the_others_are_kept():
     async def work(engine, bad, good):
         bad.healthy = False
-        await until(lambda: not engine._servers[0].up)
+        await until(lambda: not engine.pool.servers[0].up)
         bad.version, bad.healthy = "9" * 5000, True
-        await until(lambda: "ValueError" in engine._servers[0].problem)
+        await until(lambda: "ValueError" in engine.pool.servers[0].problem)
         assert (await engine.generate(request())).server == good.url
-        bad.version = "0"
-        await until(lambda: engine._servers[0].up)
+        bad.version = "t/0"
+        await until(lambda: engine.pool.servers[0].up)
 
     with_servers(2, work)
 
@@ -243,13 +246,13 @@ def test_whatever_a_server_says_of_itself_the_others_are_kept():
 def test_another_model_at_the_address_of_a_server_gets_nothing_to_do():
     async def work(engine, swapped, good):
         swapped.healthy = False
-        await until(lambda: not engine._servers[0].up)
+        await until(lambda: not engine.pool.servers[0].up)
         swapped.model, swapped.healthy = 1.0, True
-        await until(lambda: "another model than version 0" in engine._servers[0].problem)
+        await until(lambda: "another model than version 0" in engine.pool.servers[0].problem)
         found = [await engine.generate(request(f"e{n}")) for n in range(4)]
         assert {one.server for one in found} == {good.url}
         swapped.model = 0.0
-        await until(lambda: engine._servers[0].up)
+        await until(lambda: engine.pool.servers[0].up)
 
     with_servers(2, work)
 
@@ -258,7 +261,7 @@ def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_p
     async def work(engine, first, second):
         second.model = 1.0
         await engine.publish(NoWeights(), 1)
-        assert [server.up for server in engine._servers] == [True, False]
+        assert [server.up for server in engine.pool.servers] == [True, False]
 
     with_servers(2, work)
 
@@ -323,7 +326,7 @@ def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once()
         health = await engine.health()
         assert [server.alive for server in health.servers] == [False, True]
         first.mode = "ok"
-        await until(lambda: engine._servers[0].up)
+        await until(lambda: engine.pool.servers[0].up)
         assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
 
     with_servers(2, work)
@@ -357,7 +360,7 @@ def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do():
 def test_without_any_server_a_request_ends_with_the_reasons():
     async def work(engine, server):
         server.healthy = False
-        await until(lambda: not engine._servers[0].up)
+        await until(lambda: not engine.pool.servers[0].up)
         with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
             await engine.generate(request(deadline_s=0.2))
         server.healthy = True
@@ -377,7 +380,7 @@ def test_publishing_pauses_flushes_labels_and_continues_on_all_servers():
     async def work(engine, *servers):
         await engine.publish(NoWeights(), 3)
         for server in servers:
-            assert server.version == "3"
+            assert server.version == "t/3"
             assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
             assert server.asked["/flush_cache"] == server.asked["/continue_generation"] == 1
         (body,) = servers[0].bodies["/update_weights_from_disk"]
@@ -396,8 +399,8 @@ def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(path)
         found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(4)))
         assert {one.server for one in found} == {good.url}
         bad.fail_paths = set()
-        await until(lambda: engine._servers[0].up)
-        assert bad.version == "3"
+        await until(lambda: engine.pool.servers[0].up)
+        assert bad.version == "t/3"
 
     with_servers(2, work)
 
@@ -421,9 +424,9 @@ def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_req
         publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
         await until(lambda: server.paused)
         while server.paused:
-            assert engine._servers[0].up
+            assert engine.pool.servers[0].up
             await asyncio.sleep(0.01)
-        assert server.version == "3" and server.asked["/continue_generation"] == 1
+        assert server.version == "t/3" and server.asked["/continue_generation"] == 1
         await publishing
         assert len((await running).ids) == 4 and server.asked["/generate"] == 1
 
@@ -443,10 +446,10 @@ def test_a_publish_waits_for_a_server_that_comes_back():
     async def work(engine, server):
         server.healthy, server.fail_paths = False, {"/pause_generation"}
         publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
-        await until(lambda: not engine._servers[0].up)
+        await until(lambda: not engine.pool.servers[0].up)
         server.healthy, server.fail_paths = True, set()
         await publishing
-        assert server.version == "3"
+        assert server.version == "t/3"
 
     with_servers(1, work)
 
@@ -489,10 +492,10 @@ def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests(
     async def work(engine, first, second):
         await engine.publish(NoWeights(), 3)
         first.healthy = False
-        await until(lambda: not engine._servers[0].up)
+        await until(lambda: not engine.pool.servers[0].up)
         first.version, first.healthy = "default", True  # a new process at the same place
-        await until(lambda: engine._servers[0].up)
-        assert first.version == "3"
+        await until(lambda: engine.pool.servers[0].up)
+        assert first.version == "t/3"
         assert first.asked["/update_weights_from_disk"] == 2
         assert second.asked["/update_weights_from_disk"] == 1
 
@@ -502,12 +505,250 @@ def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests(
 def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
     async def work(engine, server):
         await engine.publish(NoWeights(), 3)
-        server.version = "2"  # behind our back
-        with pytest.raises(VersionMismatch, match=r"versions \[2\], version 3 was asked for"):
-            await engine.generate(request(version=3))
-        assert (await engine.generate(request())).versions.tolist() == [2] * 4  # labelled
+        with pytest.raises(VersionMismatch, match=r"versions \[3\], version 2 was asked for"):
+            await engine.generate(request(version=2))
 
     with_servers(1, work)
+
+
+NOT_GIVEN = ["default", "0", "v1.5 (final)", "t/2", "t/4", "t/"]  # to a server that was given version 3 by the run t
+NO_PROBES = replace(QUICK, probe_every_s=60)
+
+
+@pytest.mark.parametrize("label", NOT_GIVEN)
+def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_it_has_the_weights_again(label):
+    async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
+        server.version = label  # a new process at the same address, or somebody else's word
+        found = await engine.generate(request(version=3))
+        assert (server.version, found.versions.tolist()) == ("t/3", [3] * 4)
+        assert server.asked["/update_weights_from_disk"] == 2
+        assert server.asked["/generate"] == 2  # no attempt in between
+
+    with_servers(1, work, NO_PROBES)
+
+
+@pytest.mark.parametrize("label", NOT_GIVEN)
+def test_a_label_that_was_not_given_is_seen_without_a_request(label):
+    async def work(engine, first, second):
+        await engine.publish(NoWeights(), 3)
+        first.version = label
+        await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.pool.servers[0].up)
+        assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
+
+    with_servers(2, work)
+
+
+def test_a_server_that_was_restarted_reads_the_weights_where_all_hosts_see_them(tmp_path):
+    async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
+        server.version = "default"
+        assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
+        first, again = server.bodies["/update_weights_from_disk"]
+        assert first == again and Path(again["model_path"]).parent == tmp_path
+
+    with_servers(1, work, replace(NO_PROBES, weights_dir=str(tmp_path)))
+
+
+def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests():
+    async def work(engine, router):
+        await engine.publish(NoWeights(), 3)
+        router.behind[0].version = "default"
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
+        assert all(one.versions.tolist() == [3] * 4 for one in found)
+        assert [server.version for server in router.behind] == ["t/3", "t/3"]
+        assert [server.asked["/update_weights_from_disk"] for server in router.behind] == [2, 1]
+
+    behind_a_router(work)
+
+
+def test_a_host_that_does_not_publish_waits_for_the_one_that_does():
+    """Where a server was restarted, and it sees that first."""
+
+    async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
+        other = await SGLangEngine.connect(engine.urls, QUICK)
+        await other.adopt(3)
+        server.version = "default"
+        found = await other.generate(request(version=3))
+        assert found.versions.tolist() == [3] * 4 and server.asked["/update_weights_from_disk"] == 2
+        labels = [body["new_version"] for body in server.bodies["/update_weight_version"]]
+        assert labels == ["t/0"]  # from the start of the run
+        await other.close()
+
+    with_servers(1, work)
+
+
+OTHER = replace(QUICK, run="u")
+
+
+def connected(server, settings=OTHER, heard=None):
+    return SGLangEngine.connect([server.url], settings, ([] if heard is None else heard).append)
+
+
+def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_and_left_alone():
+    async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
+        server.delay_s = 0.3
+        running = [asyncio.create_task(engine.generate(request(f"e{n}", version=3))) for n in range(4)]
+        await until(lambda: server.running == 4)
+        refused = rf"{server.url} cannot have weights of two runs: another one that is alive, t, publishes to it"
+        with pytest.raises(EngineError, match=refused):
+            await connected(server)
+        assert "t/?u" in [body["new_version"] for body in server.bodies["/update_weight_version"]]
+        assert all(one.versions.tolist() == [3] * 4 for one in await asyncio.gather(*running))
+        assert server.version == "t/3" and server.asked["/generate"] == 4
+        assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
+
+    with_servers(1, work)
+
+
+def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too():
+    async def body():
+        async with FakeServer() as server:
+            server.version = "v/8"  # of a run that is gone
+            engine = await connected(server, QUICK)
+            with pytest.raises(EngineError, match="t, publishes to it"):
+                await connected(server)
+            await engine.publish(NoWeights(), 3)
+            assert server.version == "t/3"
+            await engine.close()
+
+    asyncio.run(body())
+
+
+def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_only_after_a_publish():
+    async def body():
+        async with FakeServer() as server:
+            server.version, heard = "t/12", []
+            engine = await connected(server, OTHER, heard)
+            assert "has weights of another run, t: waiting up to" in heard[0]
+            assert server.version == "u/" and not engine.pool.servers[0].up
+            await engine.publish(NoWeights(), 1)
+            assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
+            await engine.close()
+
+    asyncio.run(body())
+
+
+def test_a_run_takes_its_own_servers_back_at_once():
+    async def body():
+        async with FakeServer() as server:
+            server.version = "t/12"
+            engine = await connected(server, replace(QUICK, owner_answers_s=60))
+            assert engine.version == 12 and server.asked["/update_weight_version"] == 0
+            await engine.publish(NoWeights(), 10)  # its newest checkpoint
+            assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
+            await engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("settings", [QUICK, NO_PROBES])
+def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_publishes_there(settings):
+    async def work(engine, server):
+        await engine.publish(NoWeights(), 3)
+        other = await connected(server, replace(OTHER, take_over=True))
+        await other.publish(NoWeights(), 1)
+        with pytest.raises(EngineError, match=r"no server is left: .*taken over by another run, u, and"):
+            await engine.generate(request())
+        with pytest.raises(EngineError, match=r"no server took the weights of version 4: .*taken over by"):
+            await engine.publish(NoWeights(), 4)
+        assert server.version == "u/1" and server.asked["/update_weights_from_disk"] == 2
+        assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
+        await other.close()
+
+    with_servers(1, work, settings)
+
+
+def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet():
+    async def work(engine, server, kept):
+        await engine.publish(NoWeights(), 3)
+        server.version = "u/"
+        await engine.publish(NoWeights(), 4)
+        assert (server.version, kept.version) == ("u/", "t/4")
+        found = [await engine.generate(request(f"e{n}", version=4)) for n in range(4)]
+        assert {one.server for one in found} == {kept.url}
+
+    with_servers(2, work, NO_PROBES)
+
+
+def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it():
+    async def body():
+        async with FakeServer() as server:
+            server.version = "gone/12"
+            started = await asyncio.gather(connected(server, QUICK), connected(server), return_exceptions=True)
+            engines = [one for one in started if isinstance(one, SGLangEngine)]
+            (refused,) = [one for one in started if isinstance(one, EngineError)]
+            assert len(engines) == 1 and "asks for it too" in str(refused)
+            await engines[0].publish(NoWeights(), 1)
+            assert server.version == f"{engines[0].settings.run}/1"
+            await engines[0].close()
+
+    asyncio.run(body())
+
+
+def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(tmp_path):
+    file = tmp_path / "servers"
+
+    async def work(engine, theirs):
+        await engine.publish(NoWeights(), 3)
+        async with FakeServer() as own:
+            file.write_text(own.url)
+            other = await SGLangEngine.follow(file, OTHER)
+            await other.publish(NoWeights(), 1)
+            file.write_text(f"{own.url}\n{theirs.url}")
+            await until(lambda: other.pool.servers[-1].given_up)
+            assert "another one that is alive, t, publishes to it" in other.pool.servers[-1].problem
+            await other.publish(NoWeights(), 2)
+            assert (own.version, theirs.version) == ("u/2", "t/3")
+            await other.close()
+
+    with_servers(1, work)
+
+
+@pytest.mark.parametrize("label", ["default", "v1.5", "u/7"])
+def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weights_that_it_found(label):
+    async def body():
+        async with FakeServer() as server:
+            server.version = label
+            engine = await connected(server, replace(QUICK, run=""))
+            versions = (await engine.generate(request())).versions.tolist()
+            assert versions == [7 if label == "u/7" else 0] * 4 and server.version == label
+            server.version = "u/8"
+            with pytest.raises(EngineError, match=r"the weights u/8|weights of version 8"):
+                await engine.generate(request(deadline_s=0.5))
+            assert server.asked["/update_weight_version"] == 0
+            await engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("labels", "versions"),
+    [
+        (["t/3", "t/?u", "t/3", "t/4"], [3, 3, 3, 4]),
+        (["t/?u", "t/3", "t/3", "t/?u"], "new weights came"),  # perhaps of version 4
+        (["t/4", "t/?u", "t/4", "t/?u"], [4, 4, 4, 4]),
+        (["t/3", "t/?u", "t/?v", "t/4"], "new weights came"),
+        (["t/?u", "t/?u", "t/?u", "t/?u"], "new weights came"),
+        (["t/4", "t/4", "t/3", "t/3"], "sampled with the weights t/3, and t/4 was published"),
+        (["t/2", "t/2", "t/3", "t/3"], "sampled with the weights t/2"),  # published before it was sent
+        (["t/3", "t/3", "t/3", "u/3"], "sampled with the weights u/3"),
+        (["t/3", "t/3", "t/3", "default"], "sampled with the weights default"),
+        (["t/3", "t/3", "t/3", "t/"], "sampled with the weights t/, and"),  # claimed, not published
+    ],
+)
+def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labels, versions):
+    spans = [{"version": label, "start": number, "end": number + 1} for number, label in enumerate(labels)]
+    answer = FakeServer()._good(4)
+    answer["meta_info"]["weight_versions"] = spans
+    arguments = (answer, Sampling(4), Expected("t/", 3, 4), 1000, "http://a", 0.0)
+    if isinstance(versions, list):
+        assert generation_of(*arguments).versions.tolist() == versions
+    else:
+        with pytest.raises(ServerUnavailable, match=versions):
+            generation_of(*arguments)
 
 
 @pytest.mark.slow
@@ -543,10 +784,10 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
 def test_servers_of_different_versions_are_not_mixed():
     async def body():
         async with FakeServer() as first, FakeServer() as second:
-            first.version, second.version = "4", "5"
+            first.version, second.version = "t/4", "t/5"
             engine = await SGLangEngine.connect([first.url, second.url], QUICK)
-            await until(lambda: any("another server" in s.problem for s in engine._servers))
-            assert sum(server.up for server in engine._servers) == 1
+            await until(lambda: any("another server" in s.problem for s in engine.pool.servers))
+            assert sum(server.up for server in engine.pool.servers) == 1
             await engine.close()
 
     asyncio.run(body())

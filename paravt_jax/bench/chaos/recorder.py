@@ -10,6 +10,8 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from rollout.engine.labels import Label
+
 MAX_BODY_BYTES = 2**28
 
 
@@ -83,6 +85,7 @@ class Recorder:
         meta, ids = answer["meta_info"], answer["output_ids"]
         versions = [-1] * len(ids)
         for span in meta["weight_versions"] if ids else []:
-            versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+            version = Label.of(span["version"]).version
+            versions[span["start"] : span["end"]] = [-1 if version is None else version] * (span["end"] - span["start"])
         logps = [logp for logp, *_ in meta.get("output_token_logprobs", [])]
         self._sampled[Sampled.of(asked["input_ids"], asked.get("image_data", []), ids, logps, versions)] += 1

@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 from paravt_jax.run import directory as module
-from paravt_jax.run.directory import _commit, changed_settings, write_settings
+from paravt_jax.run.directory import _commit, changed_settings, run_id, write_settings
+from paravt_jax.run.hosts import ALONE
+from rollout.engine.labels import Label
 
 
 def git(place: Path, *arguments: str) -> str:
@@ -41,3 +43,14 @@ def test_every_version_of_the_settings_is_kept_with_the_step_where_it_began(tmp_
     ]
     assert json.loads((tmp_path / "config.json").read_text())["config"] == kept[-1]["config"]
     assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path) == {"c": ([1], None)}
+
+
+def test_a_run_has_one_id_for_good_and_shares_it_with_neither_a_copy_nor_a_namesake(tmp_path):
+    run, namesake = tmp_path / "a" / "8B, first", tmp_path / "b" / "8B, first"
+    run.mkdir(parents=True)
+    namesake.mkdir(parents=True)
+    first = run_id(run, ALONE)
+    assert first == run_id(run, ALONE)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    assert len({first, run_id(namesake, ALONE), run_id(copy, ALONE)}) == 3
+    assert first.startswith("8B__first-") and Label.of(f"{first}/3") == Label(f"{first}/", 3)

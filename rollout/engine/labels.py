@@ -1,0 +1,132 @@
+"""Weight labels: which run's weights a server has, and of which policy version.
+
+SGLang keeps one string beside its weights, `weight_version`, and returns it with every span of sampled tokens. A run
+writes `RUN/12` there: its id and the policy version. `RUN/` is a server that a run has claimed and not yet given
+weights. `RUN/?OTHER` is a question: OTHER wants this server and asks whether RUN is alive. A run that is alive sees it
+at its next probe and writes its own label back. So no clocks are compared, and nothing is sent while nobody asks.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.engine.http import HttpClient, ServerUnavailable
+from rollout.engine.known import SGLangSettings
+from rollout.engine.protocol import EngineError
+
+MAX_CHARS = 200
+OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
+
+
+class WrongLabel(ServerUnavailable):
+    """A server whose weights are not what this engine gave it."""
+
+
+class ServerOwned(EngineError):
+    """Another run that is alive publishes to this server."""
+
+
+@dataclass(frozen=True)
+class Label:
+    owner: str  # `RUN/`, or the whole text where no run wrote it, such as SGLang's own "default"
+    version: int | None = None  # None: unknown, while a claim or a question stands in its place
+    asker: str = ""
+
+    @classmethod
+    def of(cls, text: Any) -> "Label":
+        if not isinstance(text, str) or len(text) > MAX_CHARS or not text.isprintable():
+            raise ValueError(f"{text!r:.60} is not a label of weights")
+        match = OF_A_RUN.fullmatch(text)
+        if match is None:
+            return cls(text, 0)
+        owner, version, asker = match.groups()
+        return cls(owner, int(version) if version else None, asker or "")
+
+    def __str__(self) -> str:
+        if not self.run:
+            return self.owner
+        return self.owner + (f"?{self.asker}" if self.asker else "" if self.version is None else str(self.version))
+
+    @property
+    def run(self) -> str:
+        """The id of the run that wrote it; empty where none did."""
+        return self.owner[:-1] if self.owner.endswith("/") else ""
+
+    def is_foreign(self, owner: str) -> bool:
+        """Whether another run wrote it."""
+        return bool(self.run) and self.owner != owner
+
+
+async def publish_label(client: HttpClient, url: str, label: Label, deadline_s: float) -> Any:
+    """Running requests go on; their next tokens have the new label."""
+    body = {"new_version": str(label), "abort_all_requests": False}
+    return await client.post(f"{url}/update_weight_version", body, deadline_s)
+
+
+def taken_over(label: Label) -> str:
+    return f"it was taken over by another run, {label.run}, and gets no weights of this one"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """On one server."""
+
+    url: str
+    had: bool  # it was this run's before
+    first: bool  # nothing was published: what it was started with is version 0
+    take_over: bool  # without asking its owner
+
+
+class Labels:
+    """The labels of an engine's servers, and how its run becomes the owner of one."""
+
+    def __init__(self, client: HttpClient, settings: SGLangSettings):
+        self._client, self._settings = client, settings
+        self._owner = f"{settings.run}/"
+
+    async def fetch(self, url: str) -> Label:
+        info = await self._client.get(f"{url}/model_info", self._settings.control_deadline_s)
+        try:
+            return Label.of(info["weight_version"])
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ServerUnavailable(f"{url} does not say which weights it has: {problem!r}") from None
+
+    async def publish(self, url: str, label: Label) -> None:
+        await publish_label(self._client, url, label, self._settings.control_deadline_s)
+
+    async def claim(self, claim: Claim, on_progress: Callable[[str], None]) -> None:
+        """Makes a server this run's. Raises ServerOwned where another run has it."""
+        label = await self.fetch(claim.url)
+        while label.is_foreign(self._owner) and not claim.take_over:
+            if claim.had:
+                raise ServerOwned(taken_over(label))
+            question = Label(label.owner, asker=self._settings.run)
+            if (answer := await self._ask(claim.url, question, on_progress)) == question:
+                break
+            if answer.owner == label.owner:
+                other = f"{answer.asker}, asks for it too" if answer.asker else f"{label.run}, publishes to it"
+                raise ServerOwned(
+                    f"{claim.url} cannot have weights of two runs: another one that is alive, {other}. Name other "
+                    f"servers in engine.urls, stop that run, or take its servers with --take-over"
+                )
+            label = answer
+        if not label.run and claim.first:
+            await self.publish(claim.url, Label(self._owner, 0))
+        elif label.asker or label.is_foreign(self._owner):
+            await self.publish(claim.url, Label(self._owner))
+
+    async def _ask(self, url: str, question: Label, on_progress: Callable[[str], None]) -> Label:
+        """What a server is labelled after it; still the question where its owner does not answer."""
+        wait_s = self._settings.owner_answers_s
+        await self.publish(url, question)
+        on_progress(
+            f"{url} has weights of another run, {question.run}: waiting up to {wait_s:.0f} s for a sign that this run "
+            f"is alive (--take-over does not wait)"
+        )
+        give_up_s = time.monotonic() + wait_s
+        while (label := await self.fetch(url)) == question and time.monotonic() < give_up_s:
+            await asyncio.sleep(min(1.0, self._settings.probe_every_s))
+        return label
