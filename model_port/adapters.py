@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from model_port.config import LoraConfig, ModelConfig
+from model_port.json_files import Section, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
 from model_port.lora import LowRank, merged
 from model_port.model import Qwen3VL
@@ -29,6 +30,8 @@ from model_port.sharding import flat_params, on_host, shard_abstract
 from model_port.weights import adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_RANK, MIN_ALPHA, MAX_ALPHA = 4096, 1e-6, 1e6
 SUPPORTED = {  # settings of PEFT that change what is computed, and show in no tensor
     "peft_type": "LORA",
     "use_rslora": False,
@@ -162,20 +165,22 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
 
 def read_adapter_info(directory: Path) -> AdapterInfo:
     path, known = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
-    said = read_adapter_config(directory)
+    said = Section(str(path), read_adapter_config(directory))
     for key, supported in SUPPORTED.items():
-        if (said.get(key) or supported) != supported:
-            raise ValueError(f"{path}: {key}={said[key]!r} is not supported; supported is {supported!r}")
-    if missing := {"r", "lora_alpha"} - said.keys():
-        raise ValueError(f"{path} does not say {', '.join(sorted(missing))}")
-    trained = json.loads(known.read_bytes())["base"] if known.is_file() else {}
-    base = AdapterBase(base_of(directory), trained.get("dtype"), trained.get("sum"))
-    return AdapterInfo(LoraConfig(said["r"], float(said["lora_alpha"])), base)
+        if said.values.get(key):
+            said.expect(key, supported)
+    if missing := [key for key in ("r", "lora_alpha") if not said.has(key)]:
+        raise ValueError(f"{path} does not say {', '.join(missing)}")
+    trained = Section(str(known), read_object(known)).section("base") if known.is_file() else Section(str(known), {})
+    dtype, sum_ = (trained.text(key) if trained.has(key) else None for key in ("dtype", "sum"))
+    if dtype not in (None, *DTYPES):
+        raise trained.wrong("dtype", f"one of {', '.join(DTYPES)}")
+    lora = LoraConfig(said.count("r", MAX_RANK), said.number("lora_alpha", MIN_ALPHA, MAX_ALPHA))
+    return AdapterInfo(lora, AdapterBase(base_of(directory), dtype, sum_))
 
 
 def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
     """The pairs by path, in float32. Kernels that it says nothing of have zeros, which stay zeros in training."""
-    params = {path: np.zeros(shape, np.float32) for path, shape in adapter_shapes(config, rank).items()}
     places = {
         name: (side, layer)
         for pair in adapter_rules(config, rank).values()
@@ -189,6 +194,8 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
                     f"{directory / ADAPTER_FILE}: {name} {shape} is no adapter of rank {rank} of a kernel of the "
                     f"language layers, which are the only ones here"
                 )
+        params = {path: np.zeros(shape, np.float32) for path, shape in adapter_shapes(config, rank).items()}
+        for name in tensors.shapes:
             side, layer = places[name]
             side.tensor(params, layer)[...] = tensors.read(name)
     return params

@@ -5,13 +5,21 @@ Both spellings of the rotary settings are read: `rope_scaling` + `rope_theta` (t
 is touched.
 """
 
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from model_port.json_files import MAX_SHOWN, Section, read_object
+
 SUPPORTED_MODEL_TYPE = "qwen3_vl"
+MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
+TOKEN_IDS = {
+    "image_token_id": 151_655,
+    "video_token_id": 151_656,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+}
 
 
 @dataclass(frozen=True)
@@ -134,64 +142,71 @@ def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConf
     """The config of a parsed Hugging Face `config.json`; `source` names it in errors."""
     model_type = hf.get("model_type")
     if model_type != SUPPORTED_MODEL_TYPE:
-        architectures = ", ".join(hf.get("architectures") or []) or "no architectures listed"
+        architectures = hf.get("architectures") or "no architectures listed"
+        listed = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
         raise ValueError(
-            f"{source}: model_type {model_type!r} ({architectures}) is not supported; "
+            f"{source}: model_type {repr(model_type)[:MAX_SHOWN]} ({listed[:MAX_SHOWN]}) is not supported; "
             f"supported is {SUPPORTED_MODEL_TYPE!r}, the dense Qwen3-VL ({', '.join(PRESETS)})"
         )
+    root = Section(source, hf)
     try:
-        return _parse(hf, source)
-    except KeyError as missing:
-        raise ValueError(f"{source}: key {missing} is missing") from None
+        return _parse(root, root.section("text_config"), root.section("vision_config"))
+    except ValueError as problem:  # of values that are possible alone, and not together
+        raise ValueError(str(problem) if str(problem).startswith(source) else f"{source}: {problem}") from None
 
 
-def _parse(hf: dict[str, Any], source: str) -> ModelConfig:
-    text, vision = hf["text_config"], hf["vision_config"]
-    _expect(text, "hidden_act", "silu", source)
-    _expect(text, "attention_bias", False, source)
-    _expect(vision, "hidden_act", "gelu_pytorch_tanh", source)
-    rope = text.get("rope_parameters") or {"rope_theta": text.get("rope_theta"), **(text.get("rope_scaling") or {})}
-    rope = {"rope_type": rope.get("type", "default"), "mrope_interleaved": True, **rope}
-    _expect(rope, "rope_type", "default", source)
-    _expect(rope, "mrope_interleaved", True, source)
-    if rope.get("rope_theta") is None:
-        raise KeyError("text_config.rope_theta")
-    vision_rope = {"rope_type": "axial", "rope_theta": 10_000.0, **(vision.get("rope_parameters") or {})}
-    _expect(vision_rope, "rope_type", "axial", source)
+def _parse(root: Section, text: Section, vision: Section) -> ModelConfig:
+    """Every size has a bound far above published models, so that nothing is built from a number that is a mistake."""
+    text.expect("hidden_act", "silu")
+    text.expect("attention_bias", False)
+    vision.expect("hidden_act", "gelu_pytorch_tanh")
+    rope = text.section("rope_parameters", {})
+    if not rope.values:
+        rope = text.section("rope_scaling", {})
+        rope = replace(rope, values={"rope_theta": text.values.get("rope_theta"), **rope.values}, prefix="text_config.")
+    rope.expect("rope_type", "default")
+    if not rope.has("rope_type"):
+        rope.expect("type", "default")
+    rope.expect("mrope_interleaved", True)
+    vision_rope = vision.section("rope_parameters", {})
+    vision_rope.expect("rope_type", "axial")
+    num_heads, vocab_size = text.count("num_attention_heads", 1024), text.count("vocab_size", 2**22)
+    width = text.count("hidden_size", MAX_WIDTH)
+    token = {key: root.count(key, vocab_size - 1, usual, least=0) for key, usual in TOKEN_IDS.items()}
+    sections = rope.counts("mrope_section", MAX_HEAD_DIM, (24, 20, 20))
+    if len(sections) != 3:
+        raise rope.wrong("mrope_section", "three numbers that sum to head_dim / 2")
     return ModelConfig(
         text=TextConfig(
-            num_layers=text["num_hidden_layers"],
-            width=text["hidden_size"],
-            ffn_width=text["intermediate_size"],
-            num_heads=text["num_attention_heads"],
-            num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
-            head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-            vocab_size=text["vocab_size"],
-            norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope["rope_theta"]),
-            mrope_sections=cast(tuple[int, int, int], tuple(rope.get("mrope_section") or (24, 20, 20))),
-            max_positions=text.get("max_position_embeddings", 128_000),
+            num_layers=text.count("num_hidden_layers", MAX_LAYERS),
+            width=width,
+            ffn_width=text.count("intermediate_size", 2**20),
+            num_heads=num_heads,
+            num_kv_heads=text.count("num_key_value_heads", 1024, num_heads),
+            head_dim=text.count("head_dim", MAX_HEAD_DIM, width // num_heads),
+            vocab_size=vocab_size,
+            norm_eps=text.number("rms_norm_eps", 0, 1, 1e-6),
+            rope_theta=rope.number("rope_theta", 1, MAX_THETA),
+            mrope_sections=cast(tuple[int, int, int], sections),
+            max_positions=text.count("max_position_embeddings", 2**30, 128_000),
         ),
         vision=VisionConfig(
-            num_layers=vision["depth"],
-            width=vision["hidden_size"],
-            ffn_width=vision["intermediate_size"],
-            num_heads=vision["num_heads"],
-            out_width=vision["out_hidden_size"],
-            deepstack_layers=tuple(vision["deepstack_visual_indexes"]),
-            num_positions=vision.get("num_position_embeddings", 2304),
-            patch_px=vision.get("patch_size", 16),
-            merge=vision.get("spatial_merge_size", 2),
-            temporal_patch_frames=vision.get("temporal_patch_size", 2),
-            num_channels=vision.get("in_channels", 3),
-            rope_theta=float(vision_rope["rope_theta"]),
+            num_layers=vision.count("depth", MAX_LAYERS),
+            width=vision.count("hidden_size", MAX_WIDTH),
+            ffn_width=vision.count("intermediate_size", 2**20),
+            num_heads=vision.count("num_heads", 1024),
+            out_width=vision.count("out_hidden_size", MAX_WIDTH),
+            deepstack_layers=vision.counts("deepstack_visual_indexes", MAX_LAYERS),
+            num_positions=vision.count("num_position_embeddings", 2**20, 2304),
+            patch_px=vision.count("patch_size", 256, 16),
+            merge=vision.count("spatial_merge_size", 16, 2),
+            temporal_patch_frames=vision.count("temporal_patch_size", 16, 2),
+            num_channels=vision.count("in_channels", 16, 3),
+            rope_theta=vision_rope.number("rope_theta", 1, MAX_THETA, 10_000.0),
         ),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        image_token_id=hf.get("image_token_id", 151_655),
-        video_token_id=hf.get("video_token_id", 151_656),
-        vision_start_token_id=hf.get("vision_start_token_id", 151_652),
-        vision_end_token_id=hf.get("vision_end_token_id", 151_653),
-        initializer_range=text.get("initializer_range", 0.02),
+        tie_embeddings=root.flag("tie_word_embeddings", False),
+        initializer_range=text.number("initializer_range", 0, 100, 0.02),
+        **token,
     )
 
 
@@ -258,10 +273,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{path} is not valid JSON: {problem}") from None
+    return read_object(path)
 
 
 def preset(name: str) -> ModelConfig:
@@ -274,11 +286,6 @@ def preset(name: str) -> ModelConfig:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _expect(section: dict[str, Any], key: str, supported: Any, source: str) -> None:
-    if section.get(key, supported) != supported:
-        raise ValueError(f"{source}: {key}={section[key]!r} is not supported; supported is {supported!r}")
 
 
 def _vision_small(out_width: int) -> VisionConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model_port.config import read_hf_config
+from model_port.json_files import Section, parse_object, read_bytes
 from model_port.processing import FLAT_FILES
 
 CONFIG_FILE = "config.json"
@@ -33,6 +34,7 @@ SIDE_FILES = (
     RECIPE_FILE,
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
 )
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # megabytes, which the tokenizer's own library reads
 CARD_FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
@@ -43,7 +45,10 @@ NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
     """What belongs to the model, completed to every spelling; weights, their index and the model card are left out."""
-    files = {name: (directory / name).read_bytes() for name in sorted(SIDE_FILES) if (directory / name).is_file()}
+    files = {name: read_bytes(directory / name) for name in sorted(SIDE_FILES) if (directory / name).is_file()}
+    for name in files:
+        if name.endswith(".json") and name not in VOCABULARIES:
+            _parse(files, name, directory)
     return _with_chat_template(_with_processor_files(files, directory), directory)
 
 
@@ -55,7 +60,7 @@ def write_side_files(files: dict[str, bytes], directory: Path) -> None:
 
 def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """The files with every dtype that config.json states made the given one, and stated if it was not."""
-    config = json.loads(files[CONFIG_FILE])
+    config = parse_object(files[CONFIG_FILE], CONFIG_FILE)
     if not DTYPE_KEYS & set(config):
         config["dtype"] = dtype
     return {**files, CONFIG_FILE: _to_json(_replace_dtypes(config, dtype))}
@@ -66,7 +71,7 @@ def base_model(directory: Path) -> str | None:
     cached = HUB_CACHE.search(f"{directory.absolute()}/")
     if cached is not None:
         return "/".join(cached.groups())
-    noted = read_hf_config(directory).get(BASE_MODEL_KEY) or ""
+    noted = str(read_hf_config(directory).get(BASE_MODEL_KEY) or "")
     return noted if HUB_ID.fullmatch(noted) else None
 
 
@@ -74,7 +79,7 @@ def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, by
     """The files with the hub id noted where transformers notes it."""
     if hub_id is None:
         return files
-    return {**files, CONFIG_FILE: _to_json({**json.loads(files[CONFIG_FILE]), BASE_MODEL_KEY: hub_id})}
+    return {**files, CONFIG_FILE: _to_json({**parse_object(files[CONFIG_FILE], CONFIG_FILE), BASE_MODEL_KEY: hub_id})}
 
 
 def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int) -> dict[str, bytes]:
@@ -82,7 +87,7 @@ def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int)
     name = "image_processor"
     changed = dict(files)
     for file in (FLAT_FILES[name], PROCESSOR_FILE):
-        content = json.loads(files.get(file, b"{}"))
+        content = parse_object(files.get(file, b"{}"), file)
         section = content.get(name) if file == PROCESSOR_FILE else content
         if section:
             section["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
@@ -94,13 +99,7 @@ def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int)
 
 def _parse(files: dict[str, bytes], name: str, directory: Path) -> dict[str, Any]:
     """The parsed file, or an empty object if there is none."""
-    try:
-        parsed = json.loads(files.get(name, b"{}"))
-    except ValueError as problem:
-        raise ValueError(f"{directory / name} is not valid JSON: {problem}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{directory / name} must hold a JSON object, got {type(parsed).__name__}")
-    return parsed
+    return parse_object(files.get(name, b"{}"), directory / name)
 
 
 def _to_json(content: dict[str, Any]) -> bytes:
@@ -120,6 +119,8 @@ def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str,
     added = {}
     for name, flat_file in FLAT_FILES.items():
         flat = _parse(files, flat_file, directory)
+        if name in nested:
+            Section(str(directory / PROCESSOR_FILE), nested).section(name)
         if name in nested and flat:
             _check_agreement(nested[name], flat, directory, name, flat_file)
         elif name in nested:
@@ -145,7 +146,10 @@ def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, b
     """Fills the empty places. A tokenizer's own template stays, for the older readers that find it there."""
     tokenizer = _parse(files, TOKENIZER_CONFIG_FILE, directory)
     old = _parse(files, OLD_TEMPLATE_FILE, directory).get("chat_template")
-    new = files[TEMPLATE_FILE].decode() if TEMPLATE_FILE in files else None
+    try:
+        new = files[TEMPLATE_FILE].decode() if TEMPLATE_FILE in files else None
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{directory / TEMPLATE_FILE} is not text: {problem}") from None
     if old is not None and new is not None and old != new:
         raise ValueError(
             f"{directory}: {OLD_TEMPLATE_FILE} and {TEMPLATE_FILE} hold different chat templates, and readers disagree "

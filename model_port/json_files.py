@@ -55,6 +55,14 @@ class Section:
     def wrong(self, key: str, expected: str) -> ValueError:
         return ValueError(f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} must be {expected}")
 
+    def expect(self, key: str, supported: Any) -> None:
+        """The one value that is implemented, or none."""
+        if self.has(key) and self.values[key] != supported:
+            raise ValueError(
+                f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} is not supported; "
+                f"supported is {supported!r}"
+            )
+
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
@@ -71,7 +79,7 @@ class Section:
             raise self.wrong(key, f"a whole number from {least} to {most}")
         return value
 
-    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
+    def number(self, key: str, least: float | int, most: float | int, default: float | int | None = None) -> float:
         value = self._value(key, default)
         if type(value) not in (int, float) or not least <= value <= most:  # NaN is neither
             raise self.wrong(key, f"a number from {least:g} to {most:g}")
@@ -95,7 +103,7 @@ class Section:
             raise self.wrong(key, f"a list of whole numbers from 0 to {most}")
         return tuple(value)
 
-    def numbers(self, key: str, length: int, least: float, most: float) -> tuple[float, ...]:
+    def numbers(self, key: str, length: int, least: float | int, most: float | int) -> tuple[float, ...]:
         value = self._value(key, None)
         fits = isinstance(value, list) and len(value) == length
         if not fits or not all(type(one) in (int, float) and least <= one <= most for one in value):

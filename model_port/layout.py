@@ -1,8 +1,9 @@
 """Where things lie in a run and its checkpoints: the names, and whether a directory is one. Loads nothing."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from model_port.json_files import Section, read_object
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
 CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = "checkpoints", "optimizer", "state.json"  # of a run, and in each of them
@@ -22,18 +23,15 @@ def is_adapter(path: Path) -> bool:
 
 def base_of(adapter: Path) -> str:
     """The directory or hub id of the model that an adapter belongs to."""
-    base = read_adapter_config(adapter).get(BASE_KEY)
-    if not base:
-        raise ValueError(f"{adapter / ADAPTER_CONFIG_FILE} does not say {BASE_KEY}, the model that it belongs to")
+    config = Section(str(adapter / ADAPTER_CONFIG_FILE), read_adapter_config(adapter))
+    base = config.text(BASE_KEY, "")
+    if not base or "\0" in base:
+        raise ValueError(f"{config.source} does not say {BASE_KEY}, the model that it belongs to")
     return base
 
 
 def read_adapter_config(adapter: Path) -> dict[str, Any]:
-    path = adapter / ADAPTER_CONFIG_FILE
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as problem:
-        raise ValueError(f"{path} is not valid JSON: {problem}") from None
+    return read_object(adapter / ADAPTER_CONFIG_FILE)
 
 
 def hf_files_of(path: Path) -> Path:

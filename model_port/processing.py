@@ -6,9 +6,8 @@ the same bounds, so it can be resized once and shown to several processors. Imag
 Qwen2VLImageProcessorPil, bit for bit; deliberate exceptions are tagged DIFFERS.
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,9 @@ from jaxtyping import Float32, Int, Int64, Shaped, UInt8
 from PIL import Image
 
 from model_port.config import ModelConfig
+from model_port.json_files import Section, read_object
 
+MAX_PIXELS = 2**32  # of a bound in a file: hundreds of frames of the largest picture that is opened
 MAX_ASPECT_RATIO = 200
 NUM_CHANNELS = 3
 RESCALE_FACTOR = 1 / 255  # the published files leave it out
@@ -138,7 +139,7 @@ class VideoBounds:
                     f"each video yourself, VideoBounds(min_total_pixels, max_total_pixels)"
                 )
             for key, ours in contract._shared_to_hf().items():
-                _require_setting(section, key, ours, source)
+                Section(source, section).expect(key, ours)
             found[source] = cls(*_bounds(section, source))
         (source, bounds), *others = found.items()
         for other_source, other in others:
@@ -433,17 +434,17 @@ def layer_seconds(frame_seconds: Sequence[float | int], temporal_patch_frames: i
     return [(first + last) / 2 for first, last in zip(firsts, lasts, strict=True)]
 
 
-def _sections(directory: str | Path, name: str) -> list[tuple[str, dict[str, Any]]]:
+def _sections(directory: str | Path, name: str) -> list[tuple[str, Mapping[str, Any]]]:
     """What a directory says about a processor: (source for errors, parsed keys), the nested spelling first."""
     directory = Path(directory)
     nested_path = directory / "processor_config.json"
     flat_path = directory / FLAT_FILES[name]
     sections = []
     # A published processor_config.json may hold other settings only; the section is what counts.
-    if nested_path.is_file() and name in (nested := _read_object(nested_path)):
-        sections.append((f"{nested_path}, {name}", nested[name]))
+    if nested_path.is_file() and name in (nested := read_object(nested_path)):
+        sections.append((f"{nested_path}, {name}", Section(str(nested_path), nested).section(name).values))
     if flat_path.is_file():
-        sections.append((str(flat_path), _read_object(flat_path)))
+        sections.append((str(flat_path), read_object(flat_path)))
     if not sections:
         raise ValueError(
             f"{directory} has neither {flat_path.name} nor a processor_config.json with the key {name!r}; "
@@ -452,45 +453,28 @@ def _sections(directory: str | Path, name: str) -> list[tuple[str, dict[str, Any
     return sections
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(path.read_text())
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{path} is not valid JSON: {problem}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(parsed).__name__}")
-    return parsed
-
-
-def _contract(section: dict[str, Any], source: str) -> VisionContract:
+def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
+    section = Section(source, values)
     for key, supported in SUPPORTED_SETTINGS.items():
-        _require_setting(section, key, supported, source)
-    min_pixels, max_pixels = _bounds(section, source)
+        section.expect(key, supported)
+    min_pixels, max_pixels = _bounds(values, source)
+    mean, std = (section.numbers(key, NUM_CHANNELS, -1000, 1000) for key in ("image_mean", "image_std"))
     try:
         return VisionContract(
-            patch_px=section["patch_size"],
-            merge=section["merge_size"],
-            temporal_patch_frames=section["temporal_patch_size"],
+            patch_px=section.count("patch_size", 256),
+            merge=section.count("merge_size", 16),
+            temporal_patch_frames=section.count("temporal_patch_size", 16),
             min_pixels=min_pixels,
             max_pixels=max_pixels,
-            mean=_channels(section, "image_mean"),
-            std=_channels(section, "image_std"),
-            rescale_factor=RESCALE_FACTOR if section.get("rescale_factor") is None else section["rescale_factor"],
+            mean=(mean[0], mean[1], mean[2]),
+            std=(std[0], std[1], std[2]),
+            rescale_factor=section.number("rescale_factor", 0, 1000, RESCALE_FACTOR),
         )
-    except KeyError as missing:
-        raise ValueError(f"{source}: key {missing} is missing") from None
-    except (ValueError, TypeError) as problem:
-        raise ValueError(f"{source}: {problem}") from None
+    except ValueError as problem:
+        raise ValueError(str(problem) if str(problem).startswith(source) else f"{source}: {problem}") from None
 
 
-def _channels(section: dict[str, Any], key: str) -> tuple[float, float, float]:
-    values = section[key]
-    if not isinstance(values, list) or len(values) != NUM_CHANNELS:
-        raise ValueError(f"{key}={values!r} must be a list of {NUM_CHANNELS} numbers, one per colour channel")
-    return float(values[0]), float(values[1]), float(values[2])
-
-
-def _bounds(section: dict[str, Any], source: str) -> tuple[int, int]:
+def _bounds(section: Mapping[str, Any], source: str) -> tuple[int, int]:
     hf_size = section.get("size") or {}
     if not isinstance(hf_size, dict):
         raise ValueError(f"{source}: size={hf_size!r} must have shortest_edge and longest_edge, both in pixels of area")
@@ -500,25 +484,20 @@ def _bounds(section: dict[str, Any], source: str) -> tuple[int, int]:
     )
 
 
-def _bound(section: dict[str, Any], hf_size: dict[str, Any], old_key: str, key: str, source: str) -> int:
+def _bound(section: Mapping[str, Any], hf_size: Mapping[str, Any], old_key: str, key: str, source: str) -> int:
     """One bound under its three spellings; files in use carry more than one, some of them null."""
     spelled = {f"size.{key}": hf_size.get(key), f"size.{old_key}": hf_size.get(old_key), old_key: section.get(old_key)}
     given = {name: value for name, value in spelled.items() if value is not None}
     if not given:
         raise ValueError(f"{source}: size.{key} (or {old_key}) is missing; set it, in pixels of area")
+    for name, value in given.items():
+        _require_count(f"{source}: {name}", value)
+        if value > MAX_PIXELS:
+            raise ValueError(f"{source}: {name}={value} must be at most {MAX_PIXELS}")
     if len(set(given.values())) > 1:
         values = " and ".join(f"{name}={value}" for name, value in given.items())
         raise ValueError(f"{source}: {values} contradict each other, and readers disagree which one counts; keep one")
-    (name, value), *_ = given.items()
-    _require_count(f"{source}: {name}", value)
-    return value
-
-
-def _require_setting(section: dict[str, Any], key: str, supported: Any, source: str) -> None:
-    # Files written by transformers hold null for what was not set.
-    value = section.get(key)
-    if value is not None and value != supported:
-        raise ValueError(f"{source}: {key}={value!r} is not supported; supported is {supported!r}")
+    return next(iter(given.values()))
 
 
 def _require_count(name: str, value: Any) -> None:

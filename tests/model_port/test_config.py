@@ -67,7 +67,7 @@ def test_both_rope_spellings_give_the_same_config():
         ({"text_config.rope_scaling": {"rope_type": "yarn", "mrope_section": [24, 20, 20]}}, "rope_type='yarn'"),
         ({"text_config.rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved=False"),
         ({"text_config.rope_theta": None}, "rope_theta"),
-        ({"text_config.hidden_size": None}, "'hidden_size' is missing"),
+        ({"text_config.hidden_size": None}, "key 'text_config.hidden_size' is missing"),
         ({"vision_config.deepstack_visual_indexes": [8, 27]}, "deepstack_visual_indexes .8, 27. must ascend"),
         ({"vision_config.out_hidden_size": 2048}, "out_hidden_size 2048 differs from text hidden_size 4096"),
         ({"text_config.num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
