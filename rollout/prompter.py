@@ -106,10 +106,7 @@ class Prompter:
         videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
         share, extra = divmod(task.frame_budget, len(task.videos))
         shown = await asyncio.gather(
-            *(
-                self.shown(path, overview_times(videos[path].duration_s, share + (number < extra)))
-                for number, path in enumerate(task.videos)
-            )
+            *(self._overview(path, videos[path], share + (number < extra)) for number, path in enumerate(task.videos))
         )
         called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
         names = dict(zip(called, task.videos, strict=True))
@@ -153,6 +150,9 @@ class Prompter:
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)
+
+    async def _overview(self, path: str, info: VideoInfo, num_frames: int) -> list[TimedPicture]:
+        return await self.shown(path, overview_times(info.duration_s, info.num_frames, num_frames))
 
     async def shown(self, path: str, times_s: Sequence[float]) -> list[TimedPicture]:
         return await self.frames.frames(path, times_s, self._deadline_s)

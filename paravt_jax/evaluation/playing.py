@@ -80,7 +80,7 @@ class Playing:
             return prompt, "unreadable"
         except VideoError:
             return prompt, "none"
-        said = on_screen(cues, overview_times(info.duration_s, self.frame_budget))
+        said = on_screen(cues, overview_times(info.duration_s, info.num_frames, self.frame_budget))
         if not said:
             return prompt, "none" if cues else "unreadable"
         asked = SUBTITLES.format(lines="\n".join(said), question=prompt.question)

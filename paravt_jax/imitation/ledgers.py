@@ -135,7 +135,7 @@ class TraceRenderer:
                 return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
         if part.window_s is None:
             info = await self._prompter.info(part.path)
-            times_s = overview_times(info.duration_s, self._config.subagent_max_frames)
+            times_s = overview_times(info.duration_s, info.num_frames, self._config.subagent_max_frames)
             frames = await self._prompter.shown(part.path, times_s)
         else:
             frames = await self._prompter.crop(part.path, await self._window(part))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
-from paravt_jax.miniature.world import DURATION_S, WINDOW_S, Question, Scene, questions
+from paravt_jax.miniature.world import DURATION_S, FPS, WINDOW_S, Question, Scene, questions
 from rollout.video.times import overview_times
 
 FORCED = "<think>\n"
@@ -92,7 +92,8 @@ def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
 
 
 def overview_shows(scene: Scene, budget: int) -> bool:
-    return any(scene.start_s <= int(time_s) < scene.end_s for time_s in overview_times(DURATION_S, budget))
+    times_s = overview_times(DURATION_S, DURATION_S * FPS, budget)
+    return any(scene.start_s <= int(time_s) < scene.end_s for time_s in times_s)
 
 
 def _direct(question: Question, seen: bool) -> str:

@@ -2,7 +2,7 @@
 
     async with FrameReader(frame_size) as reader:
         info = await reader.info(path, deadline_s=60)
-        overview = await reader.frames(path, overview_times(info.duration_s, 64), deadline_s=60)
+        overview = await reader.frames(path, overview_times(info.duration_s, info.num_frames, 64), deadline_s=60)
 
 A frame is decoded once, however many ask for it and whoever of them gives up. Nothing that takes time happens in the
 event loop: decoding in worker processes, hashing and disk in threads.
@@ -194,7 +194,7 @@ class FrameReader:
         identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
         known = self._videos.get(name) or await self._kept(name, identity, num_bytes, deadline_s)
         if known is not None:
-            frames = known.frames_at(overview_times(known.info.duration_s, num_frames))
+            frames = known.frames_at(overview_times(known.info.duration_s, known.info.num_frames, num_frames))
             return sum(pixels for _, pixels in known.parts(frames))
         header, _ = await self._work({"do": "measure", "path": name}, deadline_s)
         apart = header["num_frames"] / num_frames

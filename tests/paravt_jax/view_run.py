@@ -181,7 +181,7 @@ def _group_of(
 
 
 def _episode(name: str, task: Task, turns: Sequence[str], chance: np.random.Generator) -> Episode:
-    times_s = tuple(overview_times(DURATION_S, task.frame_budget))
+    times_s = tuple(overview_times(DURATION_S, round(30 * DURATION_S), task.frame_budget))
     videos = (ShownVideo("video.mp4", VIDEO, DURATION_S, times_s),)
     episode = Episode(name, task, Ledger(), videos=videos, overview_s=float(chance.uniform(2, 5)))
     episode.ledger.add("prompt", CHAT.encode(f"{DURATION_S} seconds\n{task.question}"), [PICTURE] * len(times_s))

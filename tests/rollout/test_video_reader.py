@@ -87,8 +87,8 @@ def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(video):
         assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
         frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
         assert shown(frames) == [(0.0, 0), (5.0, 150), (9.967, 299)]
-        frames = await reader.frames(video, overview_times(info.duration_s, 4), PATIENCE_S)
-        assert shown(frames) == [(0.0, 0), (3.333, 100), (6.667, 200), (9.967, 299)]
+        frames = await reader.frames(video, overview_times(info.duration_s, info.num_frames, 4), PATIENCE_S)
+        assert shown(frames) == [(0.0, 0), (3.333, 100), (6.633, 199), (9.967, 299)]
         assert await reader.frames(video, [], PATIENCE_S) == []
         with pytest.raises(ValueError, match="must be finite"):
             await reader.frames(video, [float("nan")], PATIENCE_S)
@@ -255,7 +255,7 @@ def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeyp
 def test_an_overview_in_several_jobs_has_the_same_frames(video, monkeypatch):
     async def test(reader: FrameReader) -> tuple[list[tuple[float, int]], float]:
         await reader.info(video, PATIENCE_S)
-        frames = await reader.frames(video, overview_times(10, 32), PATIENCE_S)
+        frames = await reader.frames(video, overview_times(10, 300, 32), PATIENCE_S)
         return shown(frames), reader.metrics()["video/jobs"]
 
     whole, jobs = with_reader(test)
@@ -486,9 +486,25 @@ def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(tmp_path):
     with_reader(test)
 
 
+@pytest.mark.parametrize(
+    ("ending", "fps", "num_frames"), [("mp4", 30, 271), ("mkv", 24000 / 1001, 200), ("ts", 25, 97)]
+)
+def test_the_frames_of_an_overview_are_those_of_transformers(tmp_path, ending, fps, num_frames):
+    path = write_video(tmp_path / f"video.{ending}", at_fps(fps, num_frames), options={"preset": "ultrafast"})
+
+    async def test(reader: FrameReader) -> None:
+        info = await reader.info(path, PATIENCE_S)
+        for budget in (2, 7, 64):
+            frames = await reader.frames(path, overview_times(info.duration_s, num_frames, budget), PATIENCE_S)
+            # Qwen3VLVideoProcessor.sample_frames
+            assert [n for _, n in shown(frames)] == np.linspace(0, num_frames - 1, budget).round().astype(int).tolist()
+
+    with_reader(test)
+
+
 async def overview_and_crop(reader: FrameReader, path: Path) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     info = await reader.info(path, PATIENCE_S)
-    overview = await reader.frames(path, overview_times(info.duration_s, 8), PATIENCE_S)
+    overview = await reader.frames(path, overview_times(info.duration_s, info.num_frames, 8), PATIENCE_S)
     crop = await reader.frames(path, crop_times(0, info.duration_s), PATIENCE_S)
     return shown(overview), shown(crop)
 
@@ -514,7 +530,7 @@ def test_a_cut_off_video_is_as_long_as_what_is_left(tmp_path):
     async def test(reader: FrameReader) -> None:
         info = await reader.info(path, PATIENCE_S)
         assert 3 < info.duration_s < 8
-        frames = shown(await reader.frames(path, overview_times(info.duration_s, 8), PATIENCE_S))
+        frames = shown(await reader.frames(path, overview_times(info.duration_s, info.num_frames, 8), PATIENCE_S))
         assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
 
     with_reader(test)
@@ -536,7 +552,7 @@ def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(tmp_path)
     async def test(reader: FrameReader) -> None:
         info = await reader.info(path, PATIENCE_S)
         assert info.duration_s == pytest.approx(10)  # the index is whole
-        frames = shown(await reader.frames(path, overview_times(10, 20), PATIENCE_S))
+        frames = shown(await reader.frames(path, overview_times(10, 300, 20), PATIENCE_S))
         assert 7 <= len(frames) <= 15 and all(number == round(30 * time_s) for time_s, number in frames)
         await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
         jobs = reader.metrics()["video/jobs"]

@@ -14,19 +14,21 @@ starts = st.floats(0, 1e6)
 lengths = st.floats(1e-3, 1e6)
 
 
-@given(durations, st.integers(1, 512))
-def test_an_overview_has_the_asked_number_of_frames_evenly_over_all_of_the_video(duration_s, num_frames):
-    times = overview_times(duration_s, num_frames)
+@given(durations, st.integers(1, 10**6), st.integers(1, 512))
+def test_an_overview_has_the_asked_number_of_frames_evenly_over_all_of_the_video(duration_s, of_frames, num_frames):
+    times = overview_times(duration_s, of_frames, num_frames)
     assert len(times) == num_frames and all(0 <= time <= duration_s for time in times)
     if num_frames > 1:
-        assert (times[0], times[-1]) == (0, duration_s)
-        step = duration_s / (num_frames - 1)
-        assert all(math.isclose(b - a, step, abs_tol=1e-9 * duration_s) for a, b in itertools.pairwise(times))
+        frame_s = duration_s / of_frames
+        assert math.isclose(times[0], frame_s / 2) and math.isclose(times[-1], duration_s - frame_s / 2)
+        step = (duration_s - frame_s) / (num_frames - 1)
+        assert all(abs(b - a - step) <= frame_s * (1 + 1e-6) + 1e-9 for a, b in itertools.pairwise(times))
 
 
 def test_overviews_written_out():
-    assert overview_times(60, 4) == [0, 20, 40, 60]
-    assert overview_times(60, 1) == [30]
+    assert overview_times(60, 60, 4) == [0.5, 20.5, 39.5, 59.5]  # frames 0, 59 / 3 = 19.67, 39.33 and 59
+    assert overview_times(60, 1, 2) == [30, 30]
+    assert overview_times(60, 60, 1) == [30]
 
 
 @given(starts, lengths)
@@ -61,8 +63,9 @@ def test_crops_written_out():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: overview_times(10, 0), "num_frames=0 must be at least 1"),
-        (lambda: overview_times(math.inf, 4), "duration_s=inf must be finite"),
+        (lambda: overview_times(10, 300, 0), "num_frames=0 of a video's 300 must both be at least 1"),
+        (lambda: overview_times(10, 0, 4), "num_frames=4 of a video's 0 must both be at least 1"),
+        (lambda: overview_times(math.inf, 300, 4), "duration_s=inf must be finite"),
         (lambda: crop_times(5, 5), "start before it ends, got 5 to 5"),
         (lambda: crop_times(math.nan, 5), "got nan to 5"),
         (lambda: crop_times(0, 5, 0), "max_frames=0 must be at least 1"),
