@@ -303,8 +303,9 @@ def test_a_cache_that_cannot_be_written_ends_nothing(video, tmp_path, caplog):
     assert "cannot be kept in" in caplog.text
 
 
+@pytest.mark.parametrize("decoder", ["pyav", "decord"])
 @pytest.mark.parametrize(("ratio", "size_px"), [((2, 1), (96, 256)), ((1, 2), (96, 64)), ((4, 3), (96, 171))])
-def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px):
+def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px, decoder):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(*ratio))
 
     async def test(reader: FrameReader) -> None:
@@ -315,7 +316,7 @@ def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, rati
         (right,) = await reader.frames(path, [1], PATIENCE_S, Box(0.5, 0, 1, 1))
         np.testing.assert_allclose(right.picture.pixels, frame.picture.pixels[:, -right.picture.size_px[1] :], atol=90)
 
-    with_reader(test)
+    with_reader(test, decoder=decoder)
 
 
 def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_width_was_scaled(tmp_path):
