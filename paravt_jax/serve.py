@@ -2,12 +2,15 @@
 
 import argparse
 import asyncio
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.ask import DEFAULT_MODEL
+from paravt_jax.asking.door import KEY_VARIABLE, WITHOUT_KEY, door_of
 from paravt_jax.run.process import say
 from rollout.episode import Dispatch
 
@@ -21,6 +24,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", action="append", default=[], help="of an SGLang server that has the model; repeatable")
     parser.add_argument("--host", default="127.0.0.1", help="(default 127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="(default 8000)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        metavar="KEY",
+        help=f"that clients must send, as openai.OpenAI(api_key=…) does; other users of this machine see it in the "
+        f"list of processes, so better set the environment variable {KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        WITHOUT_KEY,
+        action="store_true",
+        help="with a --host that others reach: whoever reaches it may ask, without a key",
+    )
     parser.add_argument("--frames", type=int, metavar="N", help="of the overview (default: as the model was trained)")
     parser.add_argument("--dispatch", choices=get_args(Dispatch), help="(default: as the model was trained)")
     parser.add_argument("--video-root", type=Path, metavar="DIR", help="files below it may be asked about")
@@ -32,22 +47,37 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> None:
-    from paravt_jax.asking.media import Sources  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.client_files import client_files  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.media import Sources
     from paravt_jax.asking.opening import opened
     from paravt_jax.asking.service import Service, bound, serve
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     place = bound(args.host, args.port)
-    async with opened(
-        args.model, args.url, num_frames=args.frames, dispatch=args.dispatch, num_questions=args.max_questions
-    ) as answerer:
-        service = Service(
-            answerer, args.model, Sources(args.video_root, args.allow_fetch), args.max_questions, args.deadline_s
-        )
-        say(f"serving {args.model} at http://{args.host}:{place.getsockname()[1]}/v1")
-        await serve(service, place, args.deadline_s, stop)
+    door = door_of(place, args.host, args.api_key, args.no_api_key)
+    with client_files() as directory:
+        stop = stop_on_signals(directory)
+        async with opened(
+            args.model, args.url, num_frames=args.frames, dispatch=args.dispatch, num_questions=args.max_questions
+        ) as answerer:
+            sources = Sources(args.video_root, args.allow_fetch, directory)
+            service = Service(answerer, args.model, sources, args.max_questions, args.deadline_s, door)
+            say(f"serving {args.model} at http://{args.host}:{place.getsockname()[1]}/v1")
+            await serve(service, place, args.deadline_s, stop)
+
+
+def stop_on_signals(directory: Path) -> asyncio.Event:
+    """Set by the first SIGTERM or Ctrl-C; a second one ends the process at once, without what clients sent."""
+    stop = asyncio.Event()
+
+    def signalled(number: int) -> None:
+        if stop.is_set():
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
+    return stop
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ such an episode is missing, not bad.
 
 import asyncio
 import inspect
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -286,8 +287,10 @@ class Agent:
         version: int | None = None,
         begun: Callable[[Episode], object] = lambda episode: None,
         watcher: Watcher | None = None,
+        max_tokens: int | None = None,
     ) -> Episode:
         """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
+        At most `max_tokens` are sampled by the agent and its sub-agents together.
 
         Raises EngineError when the engine cannot continue the main agent. `begun` gets the episode before its first
         turn: whoever keeps it has what there is of it, also when it is never ended.
@@ -302,10 +305,14 @@ class Agent:
         )
         begun(episode)
         watcher = watcher or Watcher()
-        run = _EpisodeRun(self, overview, episode, seed, version, watcher, started_s)
+        left = sys.maxsize if max_tokens is None else max_tokens
+        run = _EpisodeRun(self, overview, episode, seed, version, watcher, started_s, left)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):
             last = turn_number == self.config.tool_turns
+            if run.tokens_left < 1:
+                episode.finish = "length"
+                break
             turn = await run.speak(turn_number)
             if turn is None:
                 episode.finish = "context"
@@ -343,6 +350,8 @@ class _EpisodeRun:
     version: int | None
     watcher: Watcher
     began_s: float
+    tokens_left: int  # that may be sampled, by the sub-agents too
+    share: int = 0  # of them, for each sub-agent of this turn: as much is left for what follows
     said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
 
     def now_s(self) -> float:
@@ -395,6 +404,7 @@ class _EpisodeRun:
 
     async def dispatch(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
         """Carries out the calls of a turn at the same time; the results are in call order."""
+        self.share = self.tokens_left // (min(len(calls), self.agent.config.calls_per_turn) + 1)
         return await asyncio.gather(*(self._carry_out(call, turn_number, number) for number, call in enumerate(calls)))
 
     async def _carry_out(self, call: ToolCall, turn_number: int, number: int) -> Call:
@@ -455,7 +465,7 @@ class _EpisodeRun:
             raise RequestRejected(f"the frames of call {number} leave {room} tokens of the context for a report")
         generation = await self._generate(
             report,
-            min(config.subagent_new_tokens, room),
+            min(config.subagent_new_tokens, room, self.share),
             config.call_deadline_s,
             turn_number,
             number + 1,
@@ -484,12 +494,16 @@ class _EpisodeRun:
         What a group begins with, and what several of its members look at, is computed by one server.
         """
         config = self.agent.config
+        num_tokens = min(max_new_tokens, self.tokens_left)
+        if num_tokens < 1:
+            raise RequestRejected("the episode has sampled as many tokens as it may")
+        self.tokens_left -= num_tokens  # of those that run beside it
         generation = await self.agent.engine.generate(
             Request(
                 ids=ledger.ids,
                 pictures=ledger.pictures,
                 sampling=Sampling(
-                    max_new_tokens,
+                    num_tokens,
                     config.temperature,
                     config.top_p,
                     stop_ids=stop_ids,
@@ -502,6 +516,7 @@ class _EpisodeRun:
                 heard=heard,
             )
         )
+        self.tokens_left += num_tokens - len(generation.ids)
         self.episode.num_prompt_tokens += generation.num_prompt_tokens
         self.episode.num_cached_tokens += generation.num_cached_tokens
         return generation

@@ -73,8 +73,8 @@ class Answerer:
     agent: Agent
     num_frames: int
 
-    def with_temperature(self, temperature: float | int) -> "Answerer":
-        return replace(self, agent=self.agent.with_settings(temperature=temperature))
+    def with_sampling(self, temperature: float | int, top_p: float | int) -> "Answerer":
+        return replace(self, agent=self.agent.with_settings(temperature=temperature, top_p=top_p))
 
     async def answer(
         self,
@@ -83,13 +83,17 @@ class Answerer:
         listener: Listener | None = None,
         name: str = "question",
         seed: int = 0,
+        max_tokens: int | None = None,
     ) -> Reply:
-        """`name` tells questions apart that are asked at the same time; the engine aborts them by it."""
+        """`name` tells questions apart that are asked at the same time; the engine aborts them by it.
+
+        `max_tokens` are sampled by all agents together; None: as many as their settings allow.
+        """
         listener = listener or Listener()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
         overview = await self.agent.look(task)
         listener.looked(overview, overview.seconds)
-        episode = await self.agent.run(overview, seed=seed, watcher=listener)
+        episode = await self.agent.run(overview, seed=seed, watcher=listener, max_tokens=max_tokens)
         return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
 

@@ -1,57 +1,84 @@
 """Where the videos of a question come from: below one directory, in the request itself, or, if allowed, the web.
 
-Nothing of a client's opens a file elsewhere, a link included, and no address of this machine or network is fetched:
-every address of a name is looked at before it is connected to, and again after each redirect.
+A client's names open no file elsewhere, links included, and nothing of this machine or its network is fetched: every
+address is judged when a socket is made for it, so after IDNA, DNS and redirects, however a URL spells it.
 """
 
 import asyncio
 import base64
-import binascii
 import ipaddress
 import socket
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
 import numpy as np
-from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from PIL import Image
 
-from paravt_jax.asking.openai import BadRequest, Medium
+from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, Refused, cut
 from rollout.video.encode import write_video
 
-MAX_FETCHED_BYTES = 2 * 2**30
+MAX_FETCHED_BYTES = 2 * 2**30  # of a request
+MAX_ALL_FETCHED_BYTES = 8 * 2**30  # of all requests that are being answered
 FETCH_DEADLINE_S = 300.0
 MAX_REDIRECTS = 3
 MAX_IMAGE_PIXELS = 8192 * 4352
+MAX_IMAGE_SIDE_PX = 16_384  # x264's own
+MAX_IMAGE_ASPECT = 200  # longer side by shorter; the model's frame sizes allow no more
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 CHUNK_BYTES = 2**20
+GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-class PublicAddresses(AbstractResolver):
-    """Names as the system knows them, without those that lead to this machine or network."""
+class NotPublic(OSError):
+    """Nobody fetches from there for a client."""
 
-    def __init__(self) -> None:
-        self._system = ThreadedResolver()
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        found = await self._system.resolve(host, port, family)
-        if not all(is_public(one["host"]) for one in found):
-            raise BadRequest(f"{host} is not on the public web", "messages")
-        return found
-
-    async def close(self) -> None:
-        await self._system.close()
+def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for an address that is about to be connected to."""
+    family, kind, protocol, _, address = info
+    if not is_public(str(address[0])):
+        raise NotPublic("not on the public web")
+    return socket.socket(family, kind, protocol)
 
 
 def is_public(address: str) -> bool:
+    """Of IPv6 only global unicast, and what stands for an IPv4 address that is public itself."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv6Address):
+        stands_for = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip.ipv4_mapped
+        if stands_for is None:
+            return ip in GLOBAL_UNICAST and ip not in SIX_TO_FOUR and ip.is_global and not is_own(address)
+        ip = stands_for
+    return ip.is_global and not ip.is_multicast and not is_own(str(ip))
+
+
+def is_own(address: str) -> bool:
+    """Whether an interface of this machine has it: what is sent there then comes from the same address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
+        route.connect((address, 9))  # sends nothing
+        return ipaddress.ip_address(route.getsockname()[0]) == ipaddress.ip_address(address)
+    return False
+
+
+@dataclass
+class Room:
+    """Bytes on disk that may still be fetched."""
+
+    left: int
+
+    def take(self, num_bytes: int) -> bool:
+        if num_bytes > self.left:
+            return False
+        self.left -= num_bytes
+        return True
 
 
 @dataclass(frozen=True)
@@ -60,81 +87,96 @@ class Sources:
 
     video_root: Path | None  # of files; None: none may
     allow_fetch: bool
+    directory: Path | None = None  # where clients' files are written; None: the system's for temporary files
+    room: Room = field(default_factory=lambda: Room(MAX_ALL_FETCHED_BYTES))
 
-    async def path_of(self, medium: Medium, directory: Path, number: int) -> Path:
-        """A file with a video. What has to be written for that is written into `directory`."""
-        target = directory / f"{medium.kind}_{number}"
-        scheme = urlsplit(medium.url).scheme
-        if scheme == "data":
+    @asynccontextmanager
+    async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[list[str]]:
+        """A file with a video for each, as long as the context lasts."""
+        room = Room(MAX_FETCHED_BYTES)
+        with TemporaryDirectory(prefix="paravt_", dir=self.directory) as made:
+            try:
+                targets = [(medium, Path(made) / str(number)) for number, medium in enumerate(media)]
+                yield [str(await self._path_of(medium, target, room)) for medium, target in targets]
+            finally:
+                self.room.left += MAX_FETCHED_BYTES - room.left
+
+    async def _path_of(self, medium: Medium, target: Path, room: Room) -> Path:
+        """What has to be written for it is written to `target`, or beside it."""
+        source = target
+        try:
+            parts = urlsplit(medium.url)
+        except ValueError:
+            raise BadRequest(f"{cut(medium.url)} is no URL", "messages") from None
+        if parts.scheme == "data":
             await asyncio.to_thread(_write_data, medium.url, target)
-        elif scheme in ("http", "https"):
-            await self._fetch(medium.url, target)
-        elif scheme in ("", "file"):
-            target = self._below_root(unquote(urlsplit(medium.url).path) if scheme else medium.url)
+        elif parts.scheme in ("http", "https"):
+            await self._fetch(medium.url, target, room)
+        elif parts.scheme in ("", "file"):
+            source = self._below_root(unquote(parts.path) if parts.scheme else medium.url)
         else:
             raise BadRequest(
-                f"a URL of scheme {scheme!r} cannot be read; there are data, file, http, https", "messages"
+                f"a URL of scheme {cut(parts.scheme)} cannot be read; there are data, file, http, https", "messages"
             )
-        return await asyncio.to_thread(_as_video, target, directory) if medium.kind == "image" else target
+        if medium.kind == "image":
+            return await asyncio.to_thread(_as_video, source, target.with_suffix(".mp4"))
+        return source
 
     def _below_root(self, name: str) -> Path:
         if self.video_root is None:
             raise BadRequest("files of this machine are not read: it was started without --video-root", "messages")
-        if "\0" in name:
-            raise BadRequest("there is no such file", "messages")
-        path = (self.video_root / name).resolve()
         # One sentence for what is not there and what may not be seen: a client learns nothing of other files.
-        if not path.is_relative_to(self.video_root.resolve()) or not path.is_file():
-            raise BadRequest(f"there is no file {name!r} below the directory of videos", "messages")
-        return path
+        with suppress(OSError, ValueError, RuntimeError):  # a name that no file can have; links that go in a circle
+            path = (self.video_root / name).resolve()
+            if path.is_relative_to(self.video_root.resolve()) and path.is_file():
+                return path
+        raise BadRequest(f"there is no file {cut(name)} below the directory of videos", "messages")
 
-    async def _fetch(self, url: str, target: Path) -> None:
+    async def _fetch(self, url: str, target: Path, room: Room) -> None:
         if not self.allow_fetch:
             raise BadRequest(
                 "nothing is fetched from the web: this server was started without --allow-fetch", "messages"
             )
-        connector = aiohttp.TCPConnector(resolver=PublicAddresses(), use_dns_cache=False)
+        connector = aiohttp.TCPConnector(socket_factory=public_socket, use_dns_cache=False)
         timeout = aiohttp.ClientTimeout(total=FETCH_DEADLINE_S)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
-                await _download(session, url, target)
+                await self._download(session, url, target, room)
         except TimeoutError:
-            raise BadRequest(f"{url} did not come in {FETCH_DEADLINE_S:.0f} s", "messages") from None
+            raise BadRequest(f"{cut(url)} did not come in {FETCH_DEADLINE_S:.0f} s", "messages") from None
+        except aiohttp.ClientConnectorError as problem:
+            said = "cannot be fetched: nobody answers there"
+            if isinstance(problem.os_error, NotPublic):
+                said = "is not on the public web"
+            raise BadRequest(f"{cut(problem.host)} {said}", "messages") from None
         except (aiohttp.ClientError, OSError, ValueError) as problem:
             if isinstance(problem, BadRequest):
                 raise
-            raise BadRequest(f"{url} cannot be fetched: {problem or type(problem).__name__}", "messages") from None
+            said = "is no URL" if isinstance(problem, ValueError) else f"cannot be fetched: {type(problem).__name__}"
+            raise BadRequest(f"{cut(url)} {said}", "messages") from None
 
-
-async def _download(session: aiohttp.ClientSession, url: str, target: Path) -> None:
-    for _ in range(MAX_REDIRECTS + 1):
-        _check_literal(url)
-        async with session.get(url, allow_redirects=False) as response:
-            if response.status in (301, 302, 303, 307, 308):
-                url = urljoin(url, response.headers.get("Location", ""))
-                continue
-            if response.status != 200:
-                raise BadRequest(f"{url} answered {response.status}", "messages")
-            with target.open("wb") as file:
-                async for part in response.content.iter_chunked(CHUNK_BYTES):
-                    if file.tell() + len(part) > MAX_FETCHED_BYTES:
-                        raise BadRequest(f"{url} is larger than {MAX_FETCHED_BYTES >> 30} GiB", "messages")
-                    file.write(part)
-            return
-    raise BadRequest(f"{url} redirects more than {MAX_REDIRECTS} times", "messages")
-
-
-def _check_literal(url: str) -> None:
-    """An address that stands in a URL itself is not resolved, and a redirect may lead to any scheme."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadRequest(f"{url} is no address of the web", "messages")
-    try:
-        public = is_public(parts.hostname)
-    except ValueError:  # a name
-        return
-    if not public:
-        raise BadRequest(f"{parts.hostname} is not on the public web", "messages")
+    async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, room: Room) -> None:
+        for _ in range(MAX_REDIRECTS + 1):
+            if urlsplit(url).scheme not in ("http", "https"):  # a redirect may lead anywhere
+                raise BadRequest(f"{cut(url)} is no address of the web", "messages")
+            async with session.get(url, allow_redirects=False) as response:
+                if response.status in (301, 302, 303, 307, 308):
+                    url = urljoin(url, response.headers.get("Location", ""))
+                    continue
+                if response.status != 200:
+                    raise BadRequest(f"{cut(url)} answered {response.status}", "messages")
+                with target.open("wb") as file:
+                    async for part in response.content.iter_chunked(CHUNK_BYTES):
+                        if not room.take(len(part)):
+                            raise BadRequest(
+                                f"what this request fetches is larger than {MAX_FETCHED_BYTES >> 30} GiB", "messages"
+                            )
+                        if not self.room.take(len(part)):
+                            room.left += len(part)
+                            raise Refused(503, "too much is being fetched for other questions", "unavailable", RETRY_S)
+                        file.write(part)
+                return
+        raise BadRequest(f"{cut(url)} redirects more than {MAX_REDIRECTS} times", "messages")
 
 
 def _write_data(url: str, target: Path) -> None:
@@ -143,16 +185,19 @@ def _write_data(url: str, target: Path) -> None:
         raise BadRequest("a data URL must be data:TYPE;base64,…", "messages")
     try:
         target.write_bytes(base64.b64decode(body, validate=True))
-    except binascii.Error as problem:
-        raise BadRequest(f"the base64 of a data URL is wrong: {problem}", "messages") from None
+    except ValueError:
+        raise BadRequest("the base64 of a data URL is wrong", "messages") from None
 
 
-def _as_video(path: Path, directory: Path) -> Path:
+def _as_video(path: Path, video: Path) -> Path:
     """A picture as a video of one second that shows it."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise BadRequest(f"a picture has {image.width} x {image.height} pixels, too many", "messages")
+            short, long = sorted(image.size)
+            if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
+                raise BadRequest(
+                    f"a picture has {image.width} x {image.height} pixels, too many or too long a strip", "messages"
+                )
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
         if isinstance(problem, BadRequest):
@@ -160,5 +205,5 @@ def _as_video(path: Path, directory: Path) -> Path:
         raise BadRequest("a picture cannot be read", "messages") from None
     height, width, _ = pixels.shape
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
-    write_video(video := directory / f"{path.name}.mp4", [even], fps=1)
+    write_video(video, [even], fps=1)
     return video

@@ -1,8 +1,7 @@
 """OpenAI's chat completions as far as they mean something here: what is asked, and how an answer is put.
 
 A question is the text of one user message, with what a system message says before it, and the videos and pictures of
-that message. What would change the meaning of an answer and cannot be had is refused; the rest of what clients send is
-theirs.
+that message. Every parameter of OpenAI's is acted on, refused, or without effect, and those of nobody are refused.
 """
 
 import time
@@ -15,7 +14,40 @@ from paravt_jax.asking.answerer import Reply
 Kind = Literal["video", "image"]
 MAX_QUESTION_CHARS = 100_000
 MAX_MEDIA = 64
-UNKNOWN_HERE = ("tools", "functions", "response_format", "logprobs", "stop", "audio", "modalities")
+MAX_TOKENS = 2**31 - 1
+ROLES = ("system", "developer", "user")
+MAX_SHOWN_CHARS = 100  # of what a client sent, in an error
+ACTED_ON = (
+    *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
+    *("max_tokens", "max_completion_tokens"),
+)
+# What would change the answer and cannot be had, with the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "stop": ([], ""),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# Names and bills for the client's side, hints at how fast, and how calls go that cannot be had.
+WITHOUT_EFFECT = (
+    *("metadata", "user", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+RETRY_S = 10  # where nothing shows how long something takes
 FINISHES = {"done": "stop", "length": "length", "context": "length", "abort": "stop"}
 
 
@@ -25,6 +57,23 @@ class BadRequest(ValueError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class Refused(Exception):
+    """An answer that is an error, in OpenAI's form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        retry_s: int | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.retry_s, self.param, self.code = retry_s, param, code
 
 
 @dataclass(frozen=True)
@@ -40,36 +89,57 @@ class Asked:
     stream: bool = False
     usage_in_stream: bool = False
     temperature: float | int = 0.0
+    top_p: float | int = 1.0
     seed: int = 0
+    max_tokens: int | None = None  # of all agents together, as usage counts them; None: as many as the model may
 
 
 def question_of(body: Any, model: str) -> Asked:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     if body.get("model") != model:
-        raise BadRequest(f"the model here is {model}, not {body.get('model')!r}", "model")
-    for name in UNKNOWN_HERE:
-        if body.get(name):
+        raise BadRequest(f"the model here is {model}, not {cut(body.get('model'))}", "model")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in REFUSED and not any(value == neutral for neutral in REFUSED[name]):
             raise BadRequest(f"{name} cannot be had here; leave it out", name)
-    if body.get("n") not in (None, 1):
+        if name not in REFUSED and name not in ACTED_ON and name not in WITHOUT_EFFECT:
+            raise BadRequest(f"{cut(name)} is no parameter of chat completions; leave it out", name[:MAX_SHOWN_CHARS])
+    if given.get("n", 1) != 1:
         raise BadRequest("one answer is given at a time; ask again for another", "n")
-    options = body.get("stream_options") or {}
-    text, media = _asked(body.get("messages"))
+    stream = _switch(given, "stream")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or (options and not stream):
+        raise BadRequest("stream_options must be an object, beside stream=true", "stream_options")
+    text, media = _asked(given.get("messages"))
+    most = [_whole(given, name, 1, MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    top_p = _number(given, "top_p", 1.0, 0.0, 1.0)
+    if not top_p:
+        raise BadRequest("top_p must be above 0", "top_p")
     return Asked(
         text,
         media,
-        body.get("stream") is True,
-        isinstance(options, dict) and options.get("include_usage") is True,
-        _number(body, "temperature", 0.0, 2.0),
-        int(_number(body, "seed", -(2**63), 2**63 - 1)),
+        stream,
+        _switch(options, "include_usage"),
+        _number(given, "temperature", 0.0, 0.0, 2.0),
+        top_p,
+        _whole(given, "seed", -(2**63), 2**63 - 1) if "seed" in given else 0,
+        min(most, default=None),
     )
+
+
+def cut(value: Any) -> str:
+    """What a client sent, as an error repeats it."""
+    if not isinstance(value, str):
+        return str(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__
+    return repr(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…")
 
 
 def _asked(messages: Any) -> tuple[str, tuple[Medium, ...]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise BadRequest("messages must be a list of messages", "messages")
     roles = [one.get("role") for one in messages]
-    if roles.count("user") != 1 or roles[-1] != "user" or set(roles) - {"system", "developer", "user"}:
+    if roles.count("user") != 1 or roles[-1] != "user" or any(role not in ROLES for role in roles):
         raise BadRequest(
             "a question is one user message, after a system message if any: nothing is kept of a conversation",
             "messages",
@@ -79,6 +149,11 @@ def _asked(messages: Any) -> tuple[str, tuple[Medium, ...]]:
     for message in messages:
         for part in _parts(message.get("content")):
             texts.append(part) if isinstance(part, str) else media.append(part)
+    for said in (*texts, *(medium.url for medium in media)):
+        try:
+            said.encode()
+        except UnicodeEncodeError:  # JSON can spell halves of characters that no encoding has
+            raise BadRequest("messages hold a text that is no Unicode", "messages") from None
     text = "\n\n".join(filter(None, map(str.strip, texts)))
     if not text:
         raise BadRequest("there is no question: give a part of type text", "messages")
@@ -106,16 +181,28 @@ def _parts(content: Any) -> Iterator[str | Medium]:
                 raise BadRequest(f"a part of type {kind} needs {{url: …}}", "messages")
             yield Medium("video" if kind == "video_url" else "image", url)
         else:
-            raise BadRequest(f"a part of type {kind!r} is none of text, video_url, image_url", "messages")
+            raise BadRequest(f"a part of type {cut(kind)} is none of text, video_url, image_url", "messages")
 
 
-def _number(body: Mapping[str, Any], name: str, least: float | int, most: float | int) -> float | int:
-    value = body.get(name)
-    if value is None:
-        return 0.0
+def _number(given: Mapping[str, Any], name: str, usual: float, least: float | int, most: float | int) -> float | int:
+    value = given.get(name, usual)
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise BadRequest(f"{name} must be a number from {least:g} to {most:g}", name)
     return value
+
+
+def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = given[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadRequest(f"{name} must be a whole number from {least} to {most}", name)
+    return value
+
+
+def _switch(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if not isinstance(value, bool | None):
+        raise BadRequest(f"{name} must be true or false", name)
+    return bool(value)
 
 
 def usage(answer: Reply) -> dict[str, Any]:
@@ -153,8 +240,8 @@ def last_chunks(answer: Reply, name: str, model: str, with_usage: bool) -> Itera
         yield {**_envelope(name, model, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
 
 
-def error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _reasoning(answer: Reply) -> str:

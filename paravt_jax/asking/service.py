@@ -1,7 +1,8 @@
 """An agent behind HTTP: OpenAI's chat completions, what can be asked, health, and metrics.
 
 A question costs minutes of a GPU, so there are never more than a few at the same time: whoever comes then is told when
-to come again. A client that goes takes its question along, and no question outlives its deadline.
+to come again. A request has all of its body before it is a question. A client that goes takes its question along, and
+no question outlives its deadline.
 """
 
 import asyncio
@@ -9,28 +10,39 @@ import itertools
 import json
 import socket
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from aiohttp import web
 
 from model_port.progress import Meter
 from paravt_jax.asking.answerer import Answerer, Listener, Reply
+from paravt_jax.asking.body import Bodies
+from paravt_jax.asking.door import Door
 from paravt_jax.asking.media import Sources
-from paravt_jax.asking.openai import Asked, BadRequest, chunk, completion, error, last_chunks, question_of
+from paravt_jax.asking.openai import (
+    RETRY_S,
+    Asked,
+    BadRequest,
+    Refused,
+    chunk,
+    completion,
+    error,
+    last_chunks,
+    question_of,
+)
 from paravt_jax.asking.terminal import clock, spoken
+from paravt_jax.run.process import say
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.episode import Call
 from rollout.video.errors import VideoError, VideoTimeout
 
-MAX_BODY_BYTES = 64 * 2**20  # videos in the request itself included
-BODY_DEADLINE_S = WRITE_DEADLINE_S = 60.0
-FIRST_RETRY_S = 10.0  # until a question has shown how long one takes
+HEADERS_DEADLINE_S = 20.0  # of a connection without a request: nothing sent yet, or not all headers
+WRITE_DEADLINE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -43,15 +55,18 @@ class Service:
     sources: Sources
     max_questions: int
     deadline_s: float | int
+    door: Door = field(default_factory=Door)
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0  # of questions that were answered
     num_tokens: Counter[str] = field(default_factory=Counter)
+    bodies: Bodies = field(default_factory=Bodies)
+    busy: Counter[asyncio.BaseTransport] = field(default_factory=Counter)  # connections with a request
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors])
+        app = web.Application(middlewares=[self._counted, _as_errors, self.door.check])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -79,16 +94,38 @@ class Service:
         lines += ["# TYPE paravt_answer_seconds summary", f"paravt_answer_seconds_sum {self.seconds:.3f}"]
         return "\n".join([*lines, f"paravt_answer_seconds_count {self.counts['answered']}", ""])
 
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        transport = request.transport
+        if transport is None:  # the client is gone
+            return await handler(request)
+        self.busy[transport] += 1
+        try:
+            return await handler(request)
+        finally:
+            self.busy -= Counter([transport])
+
+    async def close_idle(self, server: web.Server) -> None:
+        """Ends connections that have been without a whole request for too long, again and again."""
+        since: dict[Any, float] = {}
+        while True:
+            now_s = time.monotonic()
+            idle = [connection for connection in server.connections if connection.transport not in self.busy]
+            since = {connection: since.get(connection, now_s) for connection in idle}
+            for connection, since_s in since.items():
+                if now_s - since_s > HEADERS_DEADLINE_S:
+                    connection.force_close()
+            await asyncio.sleep(HEADERS_DEADLINE_S / 10)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        if self.stopping:
-            raise Refused(503, "the server is stopping", "unavailable")
-        if self.running >= self.max_questions:
-            self.counts["turned away"] += 1
-            raise Refused(429, f"{self.running} questions are being answered", "rate_limit", self._retry_s())
+        self._check_free()  # before megabytes are read in vain
+        body = await self.bodies.json(request)
+        question = question_of(body, self.model)
+        del body
+        self._check_free()
         self.running += 1
         outcome = "failed"
         try:
-            question = question_of(await _body(request), self.model)
             response = await self._answered(request, question)
             outcome = "answered"
             return response
@@ -99,19 +136,27 @@ class Service:
             self.running -= 1
             self.counts[outcome] += 1
 
+    def _check_free(self) -> None:
+        if self.stopping:
+            raise Refused(503, "the server is stopping", "unavailable")
+        if self.running >= self.max_questions:
+            self.counts["turned away"] += 1
+            raise Refused(429, f"{self.running} questions are being answered", "rate_limit", self._retry_s())
+
     async def _answered(self, request: web.Request, question: Asked) -> web.StreamResponse:
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
-        with TemporaryDirectory(prefix="paravt_") as made:
+        async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
-                media = enumerate(question.media)
-                paths = [str(await self.sources.path_of(medium, Path(made), number)) for number, medium in media]
-            answerer = self.answerer.with_temperature(question.temperature)
+                paths = await stack.enter_async_context(self.sources.files_of(question.media))
+            answerer = self.answerer.with_sampling(question.temperature, question.top_p)
 
             async def answer(listener: Listener | None = None) -> Reply:
                 async with asyncio.timeout_at(deadline):
-                    given = await answerer.answer(paths, question.text, listener, name, question.seed)
+                    given = await answerer.answer(
+                        paths, question.text, listener, name, question.seed, question.max_tokens
+                    )
                 self._count(given, started_s)
                 return given
 
@@ -158,16 +203,8 @@ class Service:
     def _retry_s(self) -> int:
         """When one of those that are being answered will probably be."""
         answered = self.counts["answered"]
-        mean_s = self.seconds / answered if answered else FIRST_RETRY_S
+        mean_s = self.seconds / answered if answered else RETRY_S
         return max(1, round(mean_s / self.max_questions))
-
-
-class Refused(Exception):
-    """An answer that is an error, in OpenAI's form."""
-
-    def __init__(self, status: int, message: str, kind: str, retry_s: int | None = None, param: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.kind, self.retry_s, self.param = status, message, kind, retry_s, param
 
 
 class _Told(Listener):
@@ -192,18 +229,6 @@ class _Told(Listener):
         self._tell(f"\n[{call.call.name or 'call'}{where}: {call.response}]\n")
 
 
-async def _body(request: web.Request) -> Any:
-    try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            text = await request.read()
-    except TimeoutError:
-        raise Refused(408, f"the request did not come in {BODY_DEADLINE_S:.0f} s", "timeout") from None
-    try:
-        return await asyncio.to_thread(json.loads, text)
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is no JSON") from None
-
-
 async def _send(response: web.StreamResponse, message: Any) -> None:
     async with asyncio.timeout(WRITE_DEADLINE_S):  # a client that reads nothing
         await response.write(f"data: {json.dumps(message)}\n\n".encode())
@@ -214,7 +239,7 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     try:
         return await handler(request)
     except web.HTTPException as problem:
-        return _error(Refused(problem.status, problem.reason, "invalid_request_error"))
+        return _error(Refused(problem.status, problem.reason))
     except Exception as problem:
         return _error(_refusal(problem))
 
@@ -224,20 +249,33 @@ def _refusal(problem: Exception) -> Refused:
         case Refused():
             return problem
         case BadRequest():
-            return Refused(400, str(problem), "invalid_request_error", param=problem.param)
+            return Refused(400, str(problem), param=problem.param)
         case VideoTimeout() | DeadlineExceeded() | TimeoutError():
             return Refused(504, "the question was not answered in time", "timeout")
-        case VideoError() | RequestRejected():
-            return Refused(400, str(problem), "invalid_request_error")
+        case VideoError():
+            return Refused(400, str(problem), param="messages")
+        case RequestRejected():
+            _tell(problem)
+            said = "the model cannot take the question; with fewer videos or a shorter text it may"
+            return Refused(400, said, param="messages")
         case EngineError():
-            return Refused(503, str(problem), "unavailable", round(FIRST_RETRY_S))
+            _tell(problem)
+            return Refused(503, "the engine does not answer", "unavailable", RETRY_S)
         case _:
-            return Refused(500, f"{type(problem).__name__}: {problem}", "server_error")
+            _tell(problem)
+            return Refused(500, "something went wrong here, which the server's log tells", "server_error")
+
+
+def _tell(problem: Exception) -> None:
+    """What is for the one who runs the server: it names addresses, paths and code."""
+    say("".join(traceback.format_exception(problem)).rstrip())
 
 
 def _error(refused: Refused) -> web.Response:
     headers = {} if refused.retry_s is None else {"Retry-After": str(refused.retry_s)}
-    body = error(refused.message, refused.kind, refused.param)
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = error(refused.message, refused.kind, refused.param, refused.code)
     return web.json_response(body, status=refused.status, headers=headers)
 
 
@@ -260,6 +298,8 @@ async def serve(service: Service, place: socket.socket, grace_s: float | int, st
     """Until `stop` is set; what is being answered then has so long to be."""
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
     await runner.setup()
+    assert runner.server is not None, "set up above"
+    closing = asyncio.create_task(service.close_idle(runner.server))
     try:
         await web.SockSite(runner, place).start()
         await stop.wait()
@@ -269,4 +309,5 @@ async def serve(service: Service, place: socket.socket, grace_s: float | int, st
                 while service.running:
                     await asyncio.sleep(0.05)
     finally:
+        closing.cancel()
         await runner.cleanup()

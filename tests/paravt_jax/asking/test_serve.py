@@ -2,88 +2,19 @@
 
 import asyncio
 import base64
-import io
-from contextlib import asynccontextmanager
+import json
 
 import aiohttp
-import av
-import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, script
-from aiohttp import web
-from PIL import Image
+from served import MODEL, question, until, with_service
 
-from model_port.chat_template import CHAT_TEMPLATE
-from model_port.tiny import tiny_tokenizer
-from paravt_jax.asking import media as media_module
+from paravt_jax.asking import body as body_module
+from paravt_jax.asking import openai as openai_module
 from paravt_jax.asking import service as service_module
-from paravt_jax.asking.answerer import Answerer
-from paravt_jax.asking.media import Sources, is_public
-from paravt_jax.asking.openai import BadRequest, Medium, question_of
-from paravt_jax.asking.service import Service, bound, serve
-from rollout.chat import Chat
-from rollout.episode import Agent, EpisodeConfig
+from paravt_jax.asking.openai import BadRequest, question_of
+from paravt_jax.asking.service import bound
 
 openai = pytest.importorskip("openai")
-LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
-MODEL = "tiny"
-
-
-@pytest.fixture(scope="module")
-def chat():
-    return Chat(tiny_tokenizer(), CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def videos(tmp_path):
-    directory = tmp_path / "videos"
-    directory.mkdir()
-    (directory / "a.mp4").write_bytes(b"any")
-    return directory
-
-
-class Served:
-    """A service of a script at a port, and OpenAI's client of it."""
-
-    def __init__(self, service, url):
-        self.service, self.url = service, url
-        self.engine = service.answerer.agent.engine
-        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
-
-    async def ask(self, text="What colour is it?", url="a.mp4", **settings):
-        parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": text}]
-        messages = [{"role": "user", "content": parts}]
-        return await self.client.chat.completions.create(**{"model": MODEL, "messages": messages, **settings})
-
-
-def with_service(chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2):
-    agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig())
-    service = Service(Answerer(agent, 8), MODEL, Sources(videos, False), max_questions, deadline_s)
-
-    async def body():
-        stop, place = asyncio.Event(), bound("127.0.0.1", 0)
-        serving = asyncio.create_task(serve(service, place, 5.0, stop))
-        served = Served(service, f"http://127.0.0.1:{place.getsockname()[1]}")
-        served.stop, served.serving = stop, serving
-        try:
-            async with asyncio.timeout(30), served.client:
-                await until(lambda: serving.done() or listens(place))
-                return await work(served)
-        finally:
-            stop.set()
-            await serving
-
-    return asyncio.run(body())
-
-
-def listens(place):
-    return place.getsockopt(service_module.socket.SOL_SOCKET, service_module.socket.SO_ACCEPTCONN)
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_openais_client_gets_an_answer_and_the_tokens_of_all_agents(chat, videos):
@@ -169,19 +100,55 @@ def test_a_question_ends_at_its_deadline(chat, videos):
     assert with_service(chat, videos, work, report_after_s=20, deadline_s=0.3) == 504
 
 
-def test_a_client_that_says_nothing_is_not_waited_for(chat, videos, monkeypatch):
-    monkeypatch.setattr(service_module, "BODY_DEADLINE_S", 0.2)
+HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_clients_that_send_headers_and_one_byte_keep_nobody_out(chat, videos, monkeypatch):
+    monkeypatch.setattr(body_module, "BODY_DEADLINE_S", 0.5)
 
     async def work(served):
-        host, port = served.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        said = await reader.readline()
-        writer.close()
-        return said, (await served.ask()).choices[0].message.content
+        waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
+        await until(lambda: len(served.service.busy) == 8)
+        answer = await served.ask()
+        said = [await reader.readline() for reader, _ in waiting]
+        for _, writer in waiting:
+            writer.close()
+        return answer.choices[0].message.content, said, dict(served.service.counts)
 
-    said, answer = with_service(chat, videos, work)
-    assert said.split()[1] == b"408" and answer == "A"
+    answer, said, counts = with_service(chat, videos, work)
+    assert answer == "A" and all(line.split()[1] == b"408" for line in said) and counts == {"answered": 1}
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", HEADERS], ids=["nothing", "half a line", "half of the headers"])
+def test_a_connection_without_a_whole_request_is_closed(chat, videos, sent, monkeypatch):
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+
+    async def work(served):
+        reader, writer = await served.raw(sent)
+        asking = asyncio.create_task(served.ask())  # takes longer than that, and is let be
+        left = await reader.read()
+        writer.close()
+        return left, (await asking).choices[0].message.content
+
+    assert with_service(chat, videos, work, report_after_s=1.0) == (b"", "A")
+
+
+def test_large_bodies_are_bounded_together_and_small_ones_come_through(chat, videos, monkeypatch):
+    monkeypatch.setattr(body_module, "MAX_BODIES_BYTES", 3 * 2**20)
+
+    async def work(served):
+        part = HEADERS + b"Content-Length: 9999999\r\n\r\n" + b" " * 2**21
+        waiting = [await served.raw(part), await served.raw(part)]
+        for_one = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
+        (done,), _ = await asyncio.wait(for_one, return_when=asyncio.FIRST_COMPLETED)
+        answer = await served.ask()
+        for_one[0].cancel(), for_one[1].cancel()
+        for _, writer in waiting:
+            writer.close()
+        await until(lambda: not served.service.bodies.num_bytes)
+        return (await done).split()[1], answer.choices[0].message.content
+
+    assert with_service(chat, videos, work) == (b"503", "A")
 
 
 def test_a_request_of_a_hundred_megabytes_is_refused(chat, videos):
@@ -208,6 +175,90 @@ def test_a_server_that_stops_answers_what_it_has_begun_and_takes_nothing_more(ch
     assert with_service(chat, videos, work, report_after_s=0.5) == "A"
 
 
+def test_an_error_of_our_own_tells_the_client_nothing_of_this_machine(chat, videos, capsys):
+    async def work(served):
+        async def fail(path, deadline_s):
+            raise OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07")
+
+        served.service.answerer.agent.frames.info = fail
+        with pytest.raises(openai.InternalServerError) as refused:
+            await served.ask()
+        return refused.value.message
+
+    message = with_service(chat, videos, work)
+    told = capsys.readouterr().err
+    assert "went wrong" in message and "secret" not in message and "OSError" not in message
+    assert "/srv/secret" in told and "\x1b" not in told
+
+
+async def post(served, text, **headers):
+    async with aiohttp.ClientSession() as session:
+        headers = {"Content-Type": "application/json"} | headers
+        async with session.post(f"{served.url}/v1/chat/completions", data=text, headers=headers) as response:
+            return response.status, await response.json()
+
+
+# Texts that a client of OpenAI's would not send.
+HOSTILE = [
+    ("names of 300 characters", json.dumps(question("a" * 300)), 400),
+    ("half a character", json.dumps(question("\ud800")), 400),
+    ("half a character in the question", json.dumps(question()).replace("What", "\\udfff"), 400),
+    ("no URL", json.dumps(question("http://[")), 400),
+    ("a role that is a list", json.dumps({"model": MODEL, "messages": [{"role": []}, {"role": "user"}]}), 400),
+    ("a parameter that is nobody's", json.dumps(question(**{"x" * 10_000: 1})), 400),
+    ("lists", "[" + "[]," * 200_000 + "[]]", 400),
+    ("depth", "[" * 100_000 + "]" * 100_000, 400),
+    ("UTF-16", json.dumps(question()).encode("utf-16"), 400),
+    ("a number of a million digits", '{"model": ' + "1" * 10**6 + "}", 400),
+]
+
+
+@pytest.mark.parametrize(("text", "status"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+def test_a_hostile_body_is_refused_in_plain_words(chat, videos, text, status):
+    answered, said = with_service(chat, videos, lambda served: post(served, text))
+    message = said["error"]["message"]
+    assert answered == status and message.isprintable() and len(message) < 300 and str(videos) not in message
+
+
+def test_only_json_is_read(chat, videos):
+    async def work(served):
+        text = json.dumps(question())
+        plain = await post(served, text, **{"Content-Type": "text/plain"})
+        return plain, await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
+
+    (status, said), (of_json, _) = with_service(chat, videos, work)
+    assert status == 415 and "application/json" in said["error"]["message"] and of_json == 200
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_bounds_what_all_agents_sample_together(chat, videos, name):
+    async def work(served):
+        whole = await served.ask()
+        sampled = whole.usage.completion_tokens
+        return whole, {most: await served.ask(**{name: most}) for most in (1, 7, sampled - 12, sampled)}
+
+    whole, by_most = with_service(chat, videos, work)
+    *cuts, enough = by_most.items()
+    for most, answer in cuts:
+        assert 0 < answer.usage.completion_tokens <= most
+        assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("length", "")
+    assert cuts[-1][1].paravt["outcomes"] == ["ok", "ok"]  # no sub-agent takes what another one is to report with
+    assert enough[1].choices[0] == whole.choices[0]
+
+
+def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
+    async def work(served):
+        await served.ask(temperature=0.5, top_p=0.9, seed=1)
+        await served.ask(seed=2)
+        return [request.sampling for request in served.engine.requests]
+
+    sampled = with_service(chat, videos, work)
+    first, second = sampled[:4], sampled[4:]
+    assert {(one.temperature, one.top_p) for one in first} == {(0.5, 0.9)}
+    assert {(one.temperature, one.top_p) for one in second} == {(0.0, 1.0)}
+    assert {one.seed for one in first}.isdisjoint(one.seed for one in second)
+
+
 def body(**changed):
     message = {"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url", "image_url": "x"}]}
     return {"model": MODEL, "messages": [message], **changed}
@@ -231,8 +282,16 @@ WRONG_BODIES = [
     ("long", body(messages=[{"role": "user", "content": "a" * 100_001}]), "longer than"),
     ("n", body(n=3), "one answer is given"),
     ("tools", body(tools=[{}]), "tools cannot be had"),
+    ("nobody's", body(top_k=1), "'top_k' is no parameter"),
+    ("max_tokens", body(max_tokens=0), "max_tokens must be a whole number from 1"),
+    ("max_completion_tokens", body(max_completion_tokens=2.5), "max_completion_tokens must be a whole"),
+    ("top_p", body(top_p=0), "top_p must be above 0"),
+    ("top_p above 1", body(top_p=1.5), "top_p must be a number from 0 to 1"),
+    ("stream", body(stream="true"), "stream must be true or false"),
+    ("stream_options", body(stream_options={"include_usage": True}), "beside stream=true"),
     ("temperature", body(temperature="hot"), "must be a number from 0 to 2"),
-    ("seed", body(seed=10**30), "must be a number"),
+    ("seed", body(seed=10**30), "must be a whole number"),
+    ("half a seed", body(seed=0.5), "must be a whole number"),
 ]
 
 
@@ -252,145 +311,6 @@ def test_a_refusal_names_what_is_wrong_to_openais_client(chat, videos):
     assert refused.param == "n" and "one answer" in refused.message
 
 
-def path_of(url, tmp_path, kind="video", **media):
-    made = tmp_path / "made"
-    made.mkdir(exist_ok=True)
-    found = Sources(media.get("video_root"), media.get("allow_fetch", False))
-    return asyncio.run(found.path_of(Medium(kind, url), made, 0))
-
-
-def test_files_are_those_below_the_directory_and_no_others(videos, tmp_path):
-    (tmp_path / "secret").write_text("x")
-    (videos / "link.mp4").symlink_to(tmp_path / "secret")
-    for url in (
-        "a.mp4",
-        str(videos / "a.mp4"),
-        f"file://{videos}/a.mp4",
-        f"file://{videos}/%61.mp4",
-        "../videos/a.mp4",
-    ):
-        assert path_of(url, tmp_path, video_root=videos) == videos / "a.mp4"
-    outside = ("../secret", f"{tmp_path}/secret", "link.mp4", f"file://{videos}/%2e%2e/secret", "none.mp4", ".", "a\0b")
-    for url in outside:
-        with pytest.raises(BadRequest, match="there is no"):
-            path_of(url, tmp_path, video_root=videos)
-    with pytest.raises(BadRequest, match="--video-root"):
-        path_of("a.mp4", tmp_path)
-
-
-def test_a_picture_in_the_request_becomes_a_video_that_shows_it(tmp_path):
-    pixels = np.full((33, 47, 3), (200, 30, 30), np.uint8)
-    Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    with av.open(str(path_of(url, tmp_path, "image"))) as container:
-        (frame,) = container.decode(video=0)
-    shown = frame.to_ndarray(format="rgb24")[:33, :47]
-    assert frame.pts is not None and np.abs(shown.astype(int) - pixels).mean() < 8
-
-
-@pytest.mark.parametrize("url", ["data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?=="])
-def test_data_that_are_none_are_refused(url, tmp_path):
-    with pytest.raises(BadRequest, match="data URL"):
-        path_of(url, tmp_path)
-
-
-@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "data:image/svg+xml;base64,PHN2Zy8+"])
-def test_a_picture_that_is_none_is_refused(url, tmp_path):
-    with pytest.raises(BadRequest, match="picture"):
-        path_of(url, tmp_path, "image")
-
-
-PRIVATE = [
-    "127.0.0.1",
-    "10.1.2.3",
-    "169.254.169.254",
-    "[::1]",
-    "[::ffff:127.0.0.1]",
-    "0.0.0.0",
-    "[fd00::1]",
-    "localhost",
-]
-
-
-@pytest.mark.parametrize("host", PRIVATE)
-def test_no_address_of_this_machine_or_network_is_fetched(host, tmp_path):
-    with pytest.raises(BadRequest, match="not on the public web"):
-        path_of(f"http://{host}:9/a.mp4", tmp_path, allow_fetch=True)
-
-
-def test_nothing_is_fetched_unless_it_is_allowed_and_only_from_the_web(tmp_path):
-    with pytest.raises(BadRequest, match="--allow-fetch"):
-        path_of("https://example.org/a.mp4", tmp_path)
-    with pytest.raises(BadRequest, match="scheme 'ftp'"):
-        path_of("ftp://example.org/a.mp4", tmp_path, allow_fetch=True)
-
-
-def test_public_addresses_are_public():
-    assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
-    assert not is_public("224.0.0.1") and not is_public("100.64.0.1")
-
-
-@asynccontextmanager
-async def website():
-    """At /video a video, at /there a redirect to it, at /here one to a private address, at /round one to itself."""
-    app = web.Application()
-    app.router.add_get("/{name}", answered)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
-
-
-MOVED = {"there": "/video", "here": "http://10.0.0.1/video", "file": "file:///etc/passwd", "round": "/round"}
-
-
-async def answered(request):
-    name = request.match_info["name"]
-    if name in MOVED:
-        return web.Response(status=302, headers={"Location": MOVED[name]})
-    return web.Response(body=b"v" * 5000) if name == "video" else web.Response(status=404)
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("/video", ""),
-        ("/there", ""),
-        ("/here", "10.0.0.1 is not on the public web"),
-        ("/file", "no address of the web"),
-        ("/round", "redirects more than"),
-        ("/none", "answered 404"),
-    ],
-)
-def test_a_fetch_looks_at_every_address_that_it_is_sent_to(path, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(media_module, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
-
-    async def fetch():
-        async with website() as url:
-            return await Sources(None, True).path_of(Medium("video", url + path), tmp_path, 0)
-
-    if said:
-        with pytest.raises(BadRequest, match=said):
-            asyncio.run(fetch())
-    else:
-        assert asyncio.run(fetch()).read_bytes() == b"v" * 5000
-
-
-def test_a_fetch_of_more_than_may_be_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(media_module, "is_public", lambda address: True)
-    monkeypatch.setattr(media_module, "MAX_FETCHED_BYTES", 1000)
-
-    async def fetch():
-        async with website() as url:
-            await Sources(None, True).path_of(Medium("video", f"{url}/video"), tmp_path, 0)
-
-    with pytest.raises(BadRequest, match="larger than"):
-        asyncio.run(fetch())
-
-
 def test_a_port_in_use_is_said_before_anything_is_loaded():
     with bound("127.0.0.1", 0) as place:
         place.listen()
@@ -398,11 +318,35 @@ def test_a_port_in_use_is_said_before_anything_is_loaded():
             bound("127.0.0.1", place.getsockname()[1])
 
 
-def test_nothing_that_a_client_sent_is_left(chat, videos, tmp_path, monkeypatch):
-    monkeypatch.setattr(service_module.TemporaryDirectory.__init__, "__defaults__", (None, None, str(tmp_path), False))
-
+def test_nothing_that_a_client_sent_is_left(chat, videos, tmp_path):
     async def work(served):
         await served.ask(url=f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}")
 
     with_service(chat, videos, work)
-    assert not list(tmp_path.glob("paravt_*"))
+    assert [path.name for path in tmp_path.iterdir()] == [videos.name]
+
+
+OPENAIS = openai.types.chat.completion_create_params
+PARAMETERS = OPENAIS.CompletionCreateParamsNonStreaming.__annotations__ | (
+    OPENAIS.CompletionCreateParamsBase.__annotations__
+)
+
+
+def test_every_parameter_of_openais_is_acted_on_refused_or_known_to_be_without_effect():
+    kinds = (openai_module.ACTED_ON, tuple(openai_module.REFUSED), openai_module.WITHOUT_EFFECT)
+    known = [name for kind in kinds for name in kind]
+    assert len(known) == len(set(known)) and set(PARAMETERS) <= set(known) and "stop" in PARAMETERS
+
+
+@pytest.mark.parametrize("name", openai_module.REFUSED)
+def test_a_parameter_that_cannot_be_had_is_refused_by_its_name_unless_it_asks_for_nothing(name):
+    with pytest.raises(BadRequest, match=f"^{name} cannot be had here") as refused:
+        question_of(body(**{name: {"any": "thing"}}), MODEL)
+    assert refused.value.param == name
+    for nothing in (None, *openai_module.REFUSED[name]):
+        question_of(body(**{name: nothing}), MODEL)
+
+
+@pytest.mark.parametrize("name", openai_module.WITHOUT_EFFECT)
+def test_a_parameter_without_effect_changes_nothing(name):
+    assert question_of(body(**{name: "any"}), MODEL) == question_of(body(), MODEL)

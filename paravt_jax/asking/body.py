@@ -1,0 +1,70 @@
+"""The JSON of a request, read before it costs anything: within a deadline, and small once it is parsed, too.
+
+Sixty megabytes of `[],[]…` are gigabytes of Python objects, so what a text holds is counted before it is parsed.
+"""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from paravt_jax.asking.openai import RETRY_S, BadRequest, Refused
+
+MAX_BODY_BYTES = 64 * 2**20  # videos in the request itself included
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # of all that are being read; small ones come through all the same
+SMALL_BODY_BYTES = 2**20
+BODY_DEADLINE_S = 60.0
+MAX_DEPTH = 32
+MAX_ITEMS = 100_000  # values, names, and what parts them
+# Strings are skipped whole, one that does not end to the end of the text: nothing is looked at twice.
+TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]|,', re.DOTALL)
+
+
+@dataclass
+class Bodies:
+    """Reads the bodies of all requests, and bounds what they take together."""
+
+    num_bytes: int = 0
+
+    async def json(self, request: web.Request) -> Any:
+        if request.content_type != "application/json":
+            raise Refused(415, "the Content-Type must be application/json")
+        body = bytearray()
+        try:
+            await self._read(request, body)
+            return await asyncio.to_thread(parsed, bytes(body))
+        finally:
+            self.num_bytes -= len(body)
+
+    async def _read(self, request: web.Request, body: bytearray) -> None:
+        try:
+            async with asyncio.timeout(BODY_DEADLINE_S):
+                async for part in request.content.iter_any():
+                    body += part
+                    self.num_bytes += len(part)
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Refused(413, f"a request may have {MAX_BODY_BYTES >> 20} MiB")
+                    if len(body) > SMALL_BODY_BYTES and self.num_bytes > MAX_BODIES_BYTES:
+                        raise Refused(503, "too many large requests are being read", "unavailable", RETRY_S)
+        except TimeoutError:
+            raise Refused(408, f"the request did not come in {BODY_DEADLINE_S:.0f} s", "timeout") from None
+        except web.RequestPayloadError:
+            raise BadRequest("the body cannot be read as it is encoded") from None
+
+
+def parsed(text: bytes) -> Any:
+    if b"\0" in text:  # UTF-16 or UTF-32, whose strings TOKEN would not see
+        raise BadRequest("the body must be JSON in UTF-8")
+    depth = 0
+    for number, token in enumerate(TOKEN.finditer(text)):
+        first = text[token.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if number >= MAX_ITEMS or depth > MAX_DEPTH:
+            raise BadRequest(f"the body holds more than {MAX_ITEMS} values, or is nested deeper than {MAX_DEPTH}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is no JSON") from None

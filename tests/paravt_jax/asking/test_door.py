@@ -1,0 +1,164 @@
+"""Who may ask a server, and what a killed one leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from served import question, with_service
+
+from paravt_jax import serve as serve_module
+from paravt_jax.asking.client_files import client_files
+from paravt_jax.asking.door import Door, door_of
+
+openai = pytest.importorskip("openai")
+KEY = "sk-secret"
+
+
+async def get(served, path, **headers):
+    async with aiohttp.ClientSession() as session, session.get(f"{served.url}{path}", headers=headers) as response:
+        return response.status
+
+
+def test_only_who_has_the_key_may_ask(chat, videos):
+    async def work(served):
+        answer = await served.ask_with(KEY)
+        for wrong in ("none", f"{KEY}a", KEY[:-1]):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await served.ask_with(wrong)
+            assert refused.value.code == "invalid_api_key" and KEY not in refused.value.message
+        others = {path: await get(served, path) for path in ("/v1/models", "/metrics", "/health", "/none")}
+        basic = await get(served, "/v1/models", Authorization=f"Basic {KEY}")
+        assert await get(served, "/v1/models", Authorization="Bearer é") == 401
+        return answer, others, basic, await get(served, "/v1/models", Authorization=f"bearer {KEY}")
+
+    answer, others, basic, right = with_service(chat, videos, work, door=Door(KEY))
+    assert answer.choices[0].message.content == "A" and basic == 401 and right == 200
+    assert others == {"/v1/models": 401, "/metrics": 401, "/health": 200, "/none": 401}
+
+
+FOREIGN = [
+    ("Host", "evil.example"),
+    ("Host", "127.0.0.1.evil.example:8000"),
+    ("Host", "[::1"),
+    ("Host", ""),
+    ("Origin", "https://evil.example"),
+    ("Origin", "null"),
+    ("Origin", "http://localhost.evil.example"),
+]
+
+
+@pytest.mark.parametrize(("header", "name"), FOREIGN)
+@pytest.mark.parametrize("key", ["", KEY])
+def test_a_foreign_host_or_origin_is_refused_on_loopback(chat, videos, header, name, key):
+    async def work(served):
+        async with aiohttp.ClientSession() as session:
+            headers = {header: name, "Authorization": f"Bearer {KEY}"}
+            url = f"{served.url}/v1/chat/completions"
+            async with session.post(url, json=question(), headers=headers) as response:
+                return response.status, (await response.json())["error"], len(served.engine.requests)
+
+    status, error, asked = with_service(chat, videos, work, door=Door(key))
+    assert (status, error["code"], asked) == (403, "foreign_host", 0) and header in error["message"]
+
+
+@pytest.mark.parametrize("name", ["localhost:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80", "here"])
+def test_names_of_this_machine_are_its_own(chat, videos, name):
+    async def work(served):
+        return await get(served, "/v1/models", Host=name), await get(served, "/v1/models", Origin=f"http://{name}")
+
+    assert with_service(chat, videos, work, door=Door("", ("here",))) == (200, 200)
+
+
+def test_what_others_reach_may_have_any_name(chat, videos):
+    async def work(served):
+        return await get(served, "/v1/models", Host="gpu-7.example")
+
+    assert with_service(chat, videos, work, door=Door(loopback_only=False)) == 200
+
+
+def at(host):
+    place = socket.socket()
+    place.bind((host, 0))
+    return place
+
+
+def test_a_server_for_other_machines_needs_a_key_or_the_word_that_it_has_none():
+    with at("127.0.0.1") as here, at("0.0.0.0") as everywhere:
+        assert door_of(here, "127.0.0.1", "", False) == Door("", ("127.0.0.1",), True)
+        with pytest.raises(ValueError, match=r"--host 0.0.0.0 .* PARAVT_API_KEY.* --api-key.* --no-api-key"):
+            door_of(everywhere, "0.0.0.0", "", False)
+        assert door_of(everywhere, "0.0.0.0", KEY, False) == Door(KEY, ("0.0.0.0",), False)
+        assert door_of(everywhere, "0.0.0.0", "", True) == Door("", ("0.0.0.0",), False)
+        for key, without in ((KEY, True), ("two words", False), ("schlüssel", False)):
+            with pytest.raises(ValueError, match="an API key") as refused:
+                door_of(here, "127.0.0.1", key, without)
+            assert key not in str(refused.value)
+
+
+def test_the_key_comes_from_the_environment_unless_the_command_has_one(monkeypatch):
+    monkeypatch.setenv("PARAVT_API_KEY", KEY)
+    assert serve_module.make_parser().parse_args([]).api_key == KEY
+    assert serve_module.make_parser().parse_args(["--api-key", "other"]).api_key == "other"
+    assert KEY not in serve_module.make_parser().format_help()
+
+
+KEEPS_FILES = """
+import asyncio, sys, time
+from paravt_jax.asking.client_files import client_files
+from paravt_jax.serve import stop_on_signals
+
+async def run():
+    with client_files() as directory:
+        (directory / "video").write_text("of a client")
+        stop = stop_on_signals(directory)
+        print(directory, flush=True)
+        await stop.wait()
+        print("draining", flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(run())
+"""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A process with files of clients, which drains for a minute when it is stopped; and where they are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPS_FILES], stdout=subprocess.PIPE, text=True, env=environment
+    ) as it:
+        yield it, Path(it.stdout.readline().strip())
+        it.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once_and_leaves_no_file_of_a_client(server, number):
+    process, directory = server
+    process.send_signal(number)
+    assert process.stdout.readline() == "draining\n" and (directory / "video").exists()
+    process.send_signal(number)
+    began_s = time.monotonic()
+    assert process.wait(20) == 128 + number and time.monotonic() - began_s < 20
+    assert not directory.exists()
+
+
+def test_files_that_a_killed_server_left_go_with_the_next_start_and_those_of_a_living_one_stay(server, tmp_path):
+    process, directory = server
+    with client_files() as ours:
+        assert (directory / "video").exists() and ours != directory
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (link := tmp_path / "paravt_serve_link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with client_files() as ours:
+        assert not directory.exists() and list(ours.iterdir()) and link.is_symlink()
+        assert not list((tmp_path / "elsewhere").iterdir())
+    assert not ours.exists()

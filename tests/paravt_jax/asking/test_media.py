@@ -1,0 +1,255 @@
+"""Where videos come from: a client reads no other file and reaches no private address, however it spells them."""
+
+import asyncio
+import base64
+import io
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from paravt_jax.asking import media as media_module
+from paravt_jax.asking.media import Room, Sources, is_own, is_public
+from paravt_jax.asking.openai import BadRequest, Medium, Refused
+
+
+def read_all(sources, *media, read=lambda path: path):
+    """What `read` makes of the file of each, as long as it is there."""
+
+    async def files():
+        async with sources.files_of(media) as paths:
+            return [read(Path(path)) for path in paths]
+
+    return asyncio.run(files())
+
+
+def path_of(url, tmp_path, kind="video", read=lambda path: path, **media):
+    sources = Sources(media.get("video_root"), media.get("allow_fetch", False), tmp_path)
+    return read_all(sources, Medium(kind, url), read=read)[0]
+
+
+def test_files_are_those_below_the_directory_and_no_others(videos, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (videos / "link.mp4").symlink_to(tmp_path / "secret")
+    (videos / "loop").symlink_to(videos / "pool")
+    (videos / "pool").symlink_to(videos / "loop")
+    for url in (
+        "a.mp4",
+        str(videos / "a.mp4"),
+        f"file://{videos}/a.mp4",
+        f"file://{videos}/%61.mp4",
+        "../videos/a.mp4",
+    ):
+        assert path_of(url, tmp_path, video_root=videos) == videos / "a.mp4"
+    outside = ("../secret", f"{tmp_path}/secret", "link.mp4", f"file://{videos}/%2e%2e/secret", "none.mp4", ".", "a\0b")
+    impossible = ("loop", "loop/a.mp4", "a" * 300, "a/" * 3000, "\ud800", "a.mp4/b")
+    for url in (*outside, *impossible):
+        with pytest.raises(BadRequest, match="there is no") as refused:
+            path_of(url, tmp_path, video_root=videos)
+        assert len(str(refused.value)) < 700 and str(refused.value).isprintable()
+    with pytest.raises(BadRequest, match="--video-root"):
+        path_of("a.mp4", tmp_path)
+
+
+def data_url(image):
+    image.save(buffer := io.BytesIO(), "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def test_a_picture_in_the_request_becomes_a_video_that_shows_it(tmp_path):
+    pixels = np.full((33, 47, 3), (200, 30, 30), np.uint8)
+    url = data_url(Image.fromarray(pixels))
+
+    def first_frame(path):
+        with av.open(str(path)) as container:
+            return next(container.decode(video=0))
+
+    frame = path_of(url, tmp_path, "image", first_frame)
+    shown = frame.to_ndarray(format="rgb24")[:33, :47]
+    assert frame.pts is not None and np.abs(shown.astype(int) - pixels).mean() < 8
+
+
+@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (20_000, 100)])
+def test_a_picture_that_no_model_can_be_shown_is_refused(size, tmp_path):
+    with pytest.raises(BadRequest, match=f"{size[0]} x {size[1]} pixels"):
+        path_of(data_url(Image.new("RGB", size)), tmp_path, "image")
+
+
+def test_a_picture_of_the_videos_becomes_no_file_beside_them(videos, tmp_path):
+    Image.new("RGB", (32, 32)).save(videos / "b.png")
+    assert path_of("b.png", tmp_path, "image", lambda path: path.stat().st_size, video_root=videos)
+    assert sorted(path.name for path in videos.iterdir()) == ["a.mp4", "b.png"]
+
+
+@pytest.mark.parametrize(
+    "url", ["data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==", "data:video/mp4;base64,é"]
+)
+def test_data_that_are_none_are_refused(url, tmp_path):
+    with pytest.raises(BadRequest, match="data URL"):
+        path_of(url, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "data:image/svg+xml;base64,PHN2Zy8+"])
+def test_a_picture_that_is_none_is_refused(url, tmp_path):
+    with pytest.raises(BadRequest, match="picture"):
+        path_of(url, tmp_path, "image")
+
+
+PRIVATE = [
+    "127.0.0.1",
+    "10.1.2.3",
+    "169.254.169.254",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "0.0.0.0",
+    "[fd00::1]",
+    "localhost",
+    # As the name is folded before it is looked up: digits of full width, in circles, and other full stops.
+    "１２７.０.０.１",
+    "①②⑦.⓪.⓪.①",
+    "127。0。0。1",
+    "127．0．0．1",
+    # As an address may be spelled.
+    "127.1",
+    "0x7f.1",
+    "017700000001",
+    "2130706433",
+    # IPv6 that stands for IPv4: NAT64 of both prefixes, 6to4, the two older forms, Teredo.
+    "[64:ff9b::7f00:1]",
+    "[64:ff9b::a9fe:a9fe]",
+    "[64:ff9b:1::5db8:d70e]",
+    "[2002:7f00:1::]",
+    "[::127.0.0.1]",
+    "[::ffff:0:127.0.0.1]",
+    "[2001:0:7f00:1::]",
+]
+
+
+@pytest.mark.parametrize("host", PRIVATE)
+def test_no_address_of_this_machine_or_network_is_fetched(host, tmp_path):
+    with pytest.raises(BadRequest, match=r"not on the public web|is no URL"):
+        path_of(f"http://{host}:9/a.mp4", tmp_path, allow_fetch=True)
+
+
+def test_nothing_is_fetched_unless_it_is_allowed_and_only_from_the_web(tmp_path):
+    with pytest.raises(BadRequest, match="--allow-fetch"):
+        path_of("https://example.org/a.mp4", tmp_path)
+    with pytest.raises(BadRequest, match="scheme 'ftp'"):
+        path_of("ftp://example.org/a.mp4", tmp_path, allow_fetch=True)
+
+
+def test_public_addresses_are_public():
+    assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
+    assert is_public("64:ff9b::5db8:d70e") and is_public("::ffff:93.184.215.14")  # as hosts with IPv6 alone see it
+    assert not is_public("224.0.0.1") and not is_public("100.64.0.1")
+
+
+def test_a_public_address_of_this_machine_itself_is_not_public(monkeypatch):
+    assert is_own("127.0.0.1") and not is_own("93.184.215.14")
+    monkeypatch.setattr(media_module, "is_own", lambda address: address == "93.184.215.14")
+    assert not is_public("93.184.215.14") and not is_public("64:ff9b::5db8:d70e") and is_public("93.184.215.15")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[", "http://[::1", "http://", "http:///a", "https://a b/", "http://\ud800/", "http://a:b/"]
+)
+def test_a_url_that_is_none_is_refused_in_one_sentence(url, tmp_path):
+    with pytest.raises(BadRequest, match=r"is no URL|cannot be fetched|nobody answers") as refused:
+        path_of(url, tmp_path, allow_fetch=True)
+    assert str(refused.value).isprintable() and str(tmp_path) not in str(refused.value)
+
+
+@asynccontextmanager
+async def website():
+    """At /video a video, at /there a redirect to it, at /here one to a private address, at /round one to itself."""
+    app = web.Application()
+    app.router.add_get("/{name}", answered)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+MOVED = {
+    "there": "/video",
+    "here": "http://10.0.0.1/video",
+    "wide": "http://１２７.０.０.２/video",
+    "bad": "http://[",
+    "file": "file:///etc/passwd",
+    "round": "/round",
+}
+
+
+async def answered(request):
+    name = request.match_info["name"]
+    if name in MOVED:
+        return web.Response(status=302, headers={"Location": MOVED[name]})
+    return web.Response(body=b"v" * 5000) if name == "video" else web.Response(status=404)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/video", ""),
+        ("/there", ""),
+        ("/here", "'10.0.0.1' is not on the public web"),
+        ("/wide", "'127.0.0.2' is not on the public web"),
+        ("/bad", "is no URL"),
+        ("/file", "no address of the web"),
+        ("/round", "redirects more than"),
+        ("/none", "answered 404"),
+    ],
+)
+def test_a_fetch_looks_at_every_address_that_it_is_sent_to(path, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(media_module, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
+
+    if said:
+        with pytest.raises(BadRequest, match=said):
+            fetched(Sources(None, True, tmp_path), path)
+    else:
+        assert fetched(Sources(None, True, tmp_path), path) == [b"v" * 5000]
+
+
+def fetched(sources, *paths):
+    async def fetch():
+        async with website() as url, sources.files_of([Medium("video", url + path) for path in paths]) as files:
+            return [Path(file).read_bytes() for file in files]
+
+    return asyncio.run(fetch())
+
+
+@pytest.fixture
+def fetching(monkeypatch):
+    monkeypatch.setattr(media_module, "is_public", lambda address: True)
+    monkeypatch.setattr(media_module, "MAX_FETCHED_BYTES", 12_000)
+
+
+def test_what_one_request_fetches_is_bounded_in_sum(tmp_path, fetching):
+    sources = Sources(None, True, tmp_path)
+    assert fetched(sources, "/video", "/video") == [b"v" * 5000] * 2
+    with pytest.raises(BadRequest, match="what this request fetches is larger than"):
+        fetched(sources, "/video", "/video", "/video")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_all_requests_fetch_is_bounded_as_long_as_it_is_there(tmp_path, fetching):
+    sources = Sources(None, True, tmp_path, Room(12_000))
+
+    async def beside_each_other():
+        async with website() as url:
+            two, one = [Medium("video", f"{url}/video")] * 2, [Medium("video", f"{url}/video")]
+            async with sources.files_of(two):
+                with pytest.raises(Refused, match="for other questions"):
+                    async with sources.files_of(one):
+                        pass
+            async with sources.files_of(one) as files:
+                return Path(files[0]).stat().st_size, sources.room.left
+
+    assert asyncio.run(beside_each_other()) == (5000, 7000) and sources.room.left == 12_000

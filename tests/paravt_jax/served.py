@@ -1,0 +1,81 @@
+"""A service of a scripted agent at a port of loopback, and OpenAI's client of it."""
+
+import asyncio
+
+import pytest
+from agents import ANSWER, FakeFrames, call, script
+
+from paravt_jax.asking import service as service_module
+from paravt_jax.asking.answerer import Answerer
+from paravt_jax.asking.door import Door
+from paravt_jax.asking.media import Sources
+from paravt_jax.asking.service import Service, bound, serve
+from rollout.episode import Agent, EpisodeConfig
+
+openai = pytest.importorskip("openai")
+LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
+MODEL = "tiny"
+DOOR = Door()
+
+
+def question(url="a.mp4", **settings):
+    parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What colour is it?"}]
+    return {"model": MODEL, "messages": [{"role": "user", "content": parts}], **settings}
+
+
+class Served:
+    """A service of a script at a port, and OpenAI's client of it."""
+
+    def __init__(self, service, port):
+        self.service, self.port, self.url = service, port, f"http://127.0.0.1:{port}"
+        self.engine = service.answerer.agent.engine
+        self.client = self.client_with("none")
+
+    def client_with(self, key):
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    async def raw(self, text):
+        """A connection on which this was sent, and nothing more."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(text)
+        return reader, writer
+
+    async def ask(self, url="a.mp4", **settings):
+        return await self.client.chat.completions.create(**question(url, **settings))
+
+    async def ask_with(self, key):
+        async with self.client_with(key) as client:
+            return await client.chat.completions.create(**question())
+
+
+def with_service(
+    chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2, door=DOOR
+):
+    agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig())
+    sources = Sources(videos, False, videos.parent)
+    service = Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, door)
+
+    async def body():
+        stop, place = asyncio.Event(), bound("127.0.0.1", 0)
+        serving = asyncio.create_task(serve(service, place, 5.0, stop))
+        served = Served(service, place.getsockname()[1])
+        served.stop, served.serving = stop, serving
+        try:
+            async with asyncio.timeout(30), served.client:
+                await until(lambda: serving.done() or listens(place))
+                return await work(served)
+        finally:
+            stop.set()
+            await serving
+
+    return asyncio.run(body())
+
+
+def listens(place):
+    return place.getsockopt(service_module.socket.SOL_SOCKET, service_module.socket.SO_ACCEPTCONN)
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
