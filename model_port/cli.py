@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from model_port.terminal import guard_stdout, say
+
 DEBUG_FLAG = "--debug"
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
@@ -28,6 +30,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits: 0 only when `main` returned and its output could be written."""
     try:
+        guard_stdout()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -38,8 +41,8 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
         sys.exit(FAILED)
     except Exception as problem:
         if DEBUG_FLAG in sys.argv[1:]:
-            traceback.print_exc()
-        print(f"error: {one_line(problem)}", file=sys.stderr)
+            say(traceback.format_exc().rstrip())
+        say(f"error: {one_line(problem)}")
         sys.exit(FAILED)
     sys.exit(0)
 
@@ -50,7 +53,7 @@ def one_line(problem: BaseException) -> str:
         return one_line(problem.exceptions[0])
     if isinstance(problem, OSError) and problem.strerror:
         names = [str(name) for name in (problem.filename, problem.filename2) if name is not None]
-        return ": ".join([*names, problem.strerror])
+        return " ".join(": ".join([*names, problem.strerror]).split())
     message = " ".join(str(problem).split())
     if isinstance(problem, EXPECTED_ERRORS) and message:
         return message

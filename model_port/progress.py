@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from model_port.terminal import say, visible
+
 EVERY_S = 30.0
 BAR_DELAY_S = 1.0  # what is over sooner shows no bar
 BYTES = "B"
@@ -33,7 +35,7 @@ class Ticker:
     def _run(self) -> None:
         while not self._closed.wait(EVERY_S):
             if line := self._line():
-                print(line, file=sys.stderr, flush=True)
+                say(line)
 
     def close(self) -> None:
         self._closed.set()
@@ -48,7 +50,7 @@ class Meter:
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = ""):
-        self.what, self.done = what, 0
+        self.what, self.done = visible(what), 0
         self._total, self._unit = total, unit
         self._began_s = time.monotonic()
         self._bar: tqdm | None = None
@@ -58,14 +60,14 @@ class Meter:
         self.at(self.done + num)
 
     def at(self, done: int, what: str | None = None) -> None:
-        self.what, before, self.done = what or self.what, self.done, done
+        self.what, before, self.done = visible(what or self.what), self.done, done
         if self._bar is not None:
             self._bar.desc = f"{self.what}: "
             self._bar.update(done - before)
 
     def say(self, message: str) -> None:
         """A line of its own, beside the bar."""
-        tqdm.write(message, file=sys.stderr)
+        tqdm.write(visible(message), file=sys.stderr)
 
     def line(self) -> str:
         """As it is said where there is no terminal."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.terminal import say, visible
 from rollout.episode import Dispatch
 from rollout.output_file import OutputFile
 
@@ -54,7 +55,7 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             answer = await answerer.answer(videos, question, Live(_tell), f"question {number}")
             _tell("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
-            print("\n".join(summary(answer)), file=sys.stderr, flush=True)
+            say("\n".join(summary(answer)))
             question = None
             if not args.interactive:
                 break
@@ -64,7 +65,7 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
 
 
 def _tell(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
+    print(visible(text), end="", file=sys.stderr, flush=True)
 
 
 def _next_question() -> str:

@@ -626,14 +626,14 @@ def _with_value(override: str) -> str:
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     """Every setting as it is used, for RUN/config.json; what was written as ${…} stays so."""
     record: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return _as_written(record, getattr(config, WRITTEN, {}))
+    return as_written(record, getattr(config, WRITTEN, {}))
 
 
-def _as_written(used: Any, written: Any) -> Any:
+def as_written(used: Any, written: Any) -> Any:
     if isinstance(used, dict) and isinstance(written, dict):
-        return {key: _as_written(value, written.get(key)) for key, value in used.items()}
+        return {key: as_written(value, written.get(key)) for key, value in used.items()}
     if isinstance(used, list) and isinstance(written, list):
-        return [_as_written(*pair) for pair in zip(used, written, strict=True)]
+        return [as_written(*pair) for pair in zip(used, written, strict=True)]
     return written if isinstance(written, str) and "${" in written else used
 
 

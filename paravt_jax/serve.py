@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.terminal import say
 from paravt_jax.ask import DEFAULT_MODEL
 from paravt_jax.asking.door import KEY_VARIABLE, WITHOUT_KEY, door_of
-from paravt_jax.run.process import say
 from rollout.episode import Dispatch
 
 

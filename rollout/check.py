@@ -26,12 +26,14 @@ import numpy as np
 from rollout.chat import Chat
 from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.engine.http import HttpClient
+from rollout.engine.listing import check_url
 from rollout.engine.protocol import Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
 from rollout.picture import Picture
+from rollout.terminal import say
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
 
@@ -324,10 +326,6 @@ def table(parities: Sequence[Parity]) -> str:
     return "\n".join(lines)
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("rollout.check"),
@@ -352,7 +350,9 @@ def main() -> None:
     )
     try:
         urls = [url.rstrip("/") for url in args.url]
-        parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=_say))
+        for url in urls:
+            check_url("--url", url)
+        parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
     finally:
         scorer.close()
     print(table(parities))

@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from rollout.terminal import guard_stdout, say
+
 
 def prog_of(module: str) -> str:
     """What a command calls itself: `paravt NAME` where it was started so, else `python -m MODULE`."""
@@ -19,15 +21,16 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits: 0 only when `main` returned and its output could be written."""
     try:
+        guard_stdout()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, what a shell reports
     except Exception as problem:
         if "--debug" in sys.argv[1:]:
-            traceback.print_exc()
+            say(traceback.format_exc().rstrip())
         written_for_the_user = isinstance(problem, (ValueError, OSError, RuntimeError))
         message = problem if written_for_the_user else f"{problem!r} (not expected: --debug shows where)"
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}")
         sys.exit(1)
     sys.exit(0)

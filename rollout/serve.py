@@ -18,6 +18,7 @@ from typing import get_args
 
 from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings
+from rollout.terminal import visible
 
 PROGRESS_EVERY_S = 5  # where each report is a line of its own
 CLEAR_LINE = "\r\x1b[K"
@@ -32,7 +33,7 @@ class StartLine:
         self._in_place = sys.stderr.isatty()
 
     def show(self, line: str) -> None:
-        elapsed_s = time.monotonic() - self._started_s
+        line, elapsed_s = visible(line), time.monotonic() - self._started_s
         if self._in_place:
             room = shutil.get_terminal_size().columns - len("starting, 000 s  ") - 1  # a wrapped line is not redrawn
             print(f"{CLEAR_LINE}starting, {elapsed_s:.0f} s  {line[:room]}", end="", file=sys.stderr, flush=True)

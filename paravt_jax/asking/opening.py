@@ -15,10 +15,10 @@ from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract
 from model_port.progress import Meter
+from model_port.terminal import say
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.process import say
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine

@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from model_port.progress import Meter
+from model_port.terminal import say
 from paravt_jax.asking.answerer import Answerer, Listener, Reply
 from paravt_jax.asking.body import Bodies
 from paravt_jax.asking.door import Door
@@ -36,7 +37,6 @@ from paravt_jax.asking.openai import (
     question_of,
 )
 from paravt_jax.asking.terminal import clock, spoken
-from paravt_jax.run.process import say
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.episode import Call
 from rollout.video.errors import VideoError, VideoTimeout

@@ -6,8 +6,8 @@ Nothing is drawn over, so a log of it reads as well. What the model says is show
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from model_port.terminal import visible
 from paravt_jax.asking.answerer import Listener, Reply, Seconds
-from paravt_jax.view.episodes import visible
 from rollout.episode import Call, Turn
 from rollout.prompter import Overview
 from rollout.tools import BadCall, ToolCall, Window, video_of, window_of

@@ -29,6 +29,7 @@ import numpy as np
 import model_port
 from model_port.config import ModelConfig
 from model_port.layout import HF_DIR
+from model_port.terminal import say
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.bench import shared_checkpoint
 from paravt_jax.bench.checkpoint import sized_model
@@ -130,15 +131,15 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         settings += [f"engine.kind={args.engine}", f"engine.urls=[{','.join(urls)}]"]
         settings += [f"model.path={folder / 'tiny'}"]
         for num in args.processes:
-            _say(f"a run on {num} process{'es' * (num > 1)}")
+            say(f"a run on {num} process{'es' * (num > 1)}")
             run_dir, replay_dir = folder / f"of{num}", folder / f"replay{num}"
             peaks_mib = trained(train_command(run_dir, settings), run_dir, num, num_devices)
             if real:
-                _say("its replay on one")
+                say("its replay on one")
                 trained(replay_command(run_dir, replay_dir), replay_dir, 1, num_devices)
             reference = replay_dir if real else folder / f"of{args.processes[0]}"
             rows.append({"processes": num, "peaks_mib": peaks_mib, **found_in(run_dir, reference)})
-            _say(_run_line(rows[-1]))
+            say(_run_line(rows[-1]))
     return rows
 
 
@@ -156,7 +157,7 @@ def _checkpoints(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
         rows.append({"processes": num, **{name: max(of_one[name] for of_one in found) for name in found[0]}})
         shutil.rmtree(place)
-        _say(_checkpoint_line(rows[-1]))
+        say(_checkpoint_line(rows[-1]))
     return rows
 
 
@@ -170,7 +171,7 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for num in sorted(args.servers, reverse=True):  # an engine's servers begin with the same version
             times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
             rows.append({"servers": num, "mib": weights.num_bytes // MIB, **times})
-            _say(_publish_line(rows[-1]))
+            say(_publish_line(rows[-1]))
     return rows
 
 
@@ -186,7 +187,7 @@ def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
     """The URLs of so many real servers on the CPU, of a model that is made there."""
     make_tiny(model, config=config)
     if num:
-        _say(f"starting {num} real servers")
+        say(f"starting {num} real servers")
     settings = [ServerSettings(model, context_length=2048)] * num
     servers = asyncio.run(_all(Server.start(one, deadline_s=START_S) for one in settings))
     try:
@@ -274,7 +275,3 @@ def with_devices(flags: str, num: int) -> str:
 def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -22,6 +21,7 @@ import numpy as np
 
 import model_port
 from model_port.processing import VisionContract, settled_size
+from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.bench.service import service_of
 from paravt_jax.bench.video import FPS, camera
@@ -119,7 +119,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers, device=args.device)
     gpus = place_servers(engine_config, 0) or [()] * args.servers
     servers = [ServerSettings(model, args.device, context_length=8192, gpus=of_server) for of_server in gpus]
-    _say(f"starting {args.servers} servers")
+    say(f"starting {args.servers} servers")
     engine = await SGLangEngine.launch(servers, SGLangSettings("bench", device=args.device))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
@@ -133,7 +133,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
             await _turn(engine, frames, chat, config, video, 1, 0)  # the first one compiles
             for number in CROPS:
                 crops.append({"crops": number, **await _latencies(args, engine, frames, chat, config, video, number)})
-                _say(f"{number} crops: {crops[-1]}")
+                say(f"{number} crops: {crops[-1]}")
             episodes, seconds = await _episodes(args, engine, frames, chat, config, video)
             publish_s = await _publish_times(args, engine, model)
             service = await _service(args, engine, frames, chat, contract, video, min(publish_s.values()))
@@ -236,7 +236,7 @@ async def _service(
     video: str,
     publish_s: float,
 ) -> ServiceTimes:
-    _say("service times")
+    say("service times")
     times_s = [VIDEO_S - 40.0 + number for number in range(FRAME_BUDGET)]  # which nobody has looked at
     begun_s = time.perf_counter()
     pictures = await frames.frames(video, times_s, DEADLINE_S)
@@ -285,7 +285,3 @@ def _require_ok(episodes: list[Episode], number: int) -> None:
 
 def _cached_frac(episodes: list[Episode]) -> float:
     return sum(e.num_cached_tokens for e in episodes) / max(sum(e.num_prompt_tokens for e in episodes), 1)
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

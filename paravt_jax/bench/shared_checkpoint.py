@@ -17,6 +17,7 @@ import jax
 
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR
 from model_port.sharding import make_mesh
+from model_port.terminal import say
 from paravt_jax.bench.checkpoint import sized_model
 from paravt_jax.bench.convert import peak_rss_bytes
 from paravt_jax.bench.mesh_case import config_of, make_learner
@@ -24,7 +25,6 @@ from paravt_jax.config import CheckpointConfig, HostsConfig
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.hosts import Hosts, joined
 from paravt_jax.run.policy import meet
-from paravt_jax.run.process import say
 
 MIB, BYTES_PER_WEIGHT = 2**20, 4  # masters; the moments of Adam are as many again, twice
 PEAK_RESET = Path("/proc/self/clear_refs"), "5"  # the kernel then counts the most memory from what there is now

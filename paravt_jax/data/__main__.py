@@ -5,6 +5,7 @@ import sys
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
+from model_port.terminal import say
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
             raise ValueError(f"--strict: {warning}")
         if warning:
             sys.stdout.flush()
-            print(f"warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}")
     elif args.command == "inspect":
         from paravt_jax.data import inspect
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model_port.progress import Meter
+from model_port.terminal import visible
 from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
 # What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
 # frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
 MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
+MAX_ID_CHARS = 256  # it is repeated in logs, pages and names of files
 MAX_MESSAGES = 4096  # of a dialogue
 MAX_NAME_BYTES = 255  # of one part of a path, on every common file system
 MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for an ending
@@ -91,7 +93,7 @@ def kept_rows(
     if not kept:
         raise ValueError(f"{source}: not one of {num_rows} rows can be used ({reasons})")
     if bad:
-        logger.warning("%s: %d of %d rows are left out (%s)", source, num_bad, num_rows, reasons)
+        logger.warning("%s: %d of %d rows are left out (%s)", source, num_bad, num_rows, visible(reasons))
     return kept, dict(bad)
 
 
@@ -247,7 +249,10 @@ def is_file(path: Path) -> bool:
 
 def own_id(row: dict[str, Any]) -> str | None:
     """What the row calls itself, if it does."""
-    return next((str(row[name]) for name in OWN_IDS if isinstance(row.get(name), str | int) and row[name] != ""), None)
+    given = next((str(row[name]) for name in OWN_IDS if isinstance(row.get(name), str | int) and row[name] != ""), None)
+    if given is not None and len(given) > MAX_ID_CHARS:
+        raise BadRow("id too long", f"it has {len(given)} characters, more than {MAX_ID_CHARS}")
+    return given
 
 
 def unique_id(name: str, taken: dict[str, int]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model_port.terminal import say
 from paravt_jax.config import EvalConfig, to_record
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.splits import Sample, split_named
@@ -23,7 +24,6 @@ from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
-from paravt_jax.run.process import say
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
 from rollout.episode import Agent, Dispatch

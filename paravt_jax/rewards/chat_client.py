@@ -37,7 +37,11 @@ class NoReply(Exception):
 
 def check_no_password(setting: str, url: str) -> None:
     """Settings are written into logs and pages; the URL itself is not repeated."""
-    if "@" in urlsplit(url).netloc:
+    try:
+        netloc = urlsplit(url).netloc
+    except ValueError:
+        raise ValueError(f"{setting} is no URL") from None
+    if "@" in netloc:
         raise ValueError(
             f"{setting} has a user or password in it, which would be written into the run's files; leave it out, and "
             f"give a key as an environment variable whose name is the api_key_env"

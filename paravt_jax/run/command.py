@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from model_port.cli import add_debug_flag, prog_of
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
 from paravt_jax.keys import comments_of
 from rollout.output_file import OutputFile
 
@@ -83,18 +83,19 @@ def read_config(
     return config
 
 
-def shown(section: Any, indent: str = "") -> Iterator[str]:
-    """The lines of a config file that says the same, each setting with its comment."""
+def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
+    """The lines of a config file that says the same, each setting with its comment; what was `written` as ${…} is."""
     comments = comments_of(type(section))
+    written = getattr(section, WRITTEN, {}) if written is None else written
     for field in fields(section):
         value, comment = getattr(section, field.name), comments[field.name]
         if not indent and (value is None or is_dataclass(value)):
             yield ""
         if is_dataclass(value):
             yield from _commented([f"{indent}{field.name}:"], comment or _docstring(type(value)))
-            yield from shown(value, f"{indent}  ")
+            yield from shown(value, f"{indent}  ", written.get(field.name) or {})
         else:
-            lines = _yaml(field.name, value).splitlines()
+            lines = _yaml(field.name, as_written(value, written.get(field.name))).splitlines()
             yield from _commented([indent + line for line in lines], comment)
 
 

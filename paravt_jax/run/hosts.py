@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from model_port.cli import DEBUG_FLAG, FAILED, one_line
+from model_port.terminal import say
 from paravt_jax.config import AUTO, HostsConfig
 from paravt_jax.run import coordinator
-from paravt_jax.run.process import say
 from paravt_jax.run.relay import port_that_leads_to
 from paravt_jax.run.wire import PLAIN, Wire, WireError
 

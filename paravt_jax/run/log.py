@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from model_port.output_dir import named
 from model_port.progress import Ticker, make_bar
+from model_port.terminal import visible
 from paravt_jax.config import LogConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -305,7 +306,7 @@ class _StepBar:
             self._bar.refresh()  # update alone shows nothing of steps that follow each other fast
 
     def phase(self, text: str) -> None:
-        self._phase = text
+        self._phase = text = visible(text)
         if self._bar is not None:
             self._bar.set_description_str(f"{self._summary} {text}".lstrip())
 
@@ -317,7 +318,7 @@ class _StepBar:
         return f"{self._phase}, {took} since step {self._step}/{self._num_steps}{compiles}"
 
     def say(self, message: str) -> None:
-        tqdm.write(message, file=sys.stderr)
+        tqdm.write(visible(message), file=sys.stderr)
 
     def close(self) -> None:
         if self._ticker is not None:

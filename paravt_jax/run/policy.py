@@ -21,10 +21,10 @@ from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
+from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
 from paravt_jax.run.hosts import ALONE, Hosts
-from paravt_jax.run.process import say
 from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat

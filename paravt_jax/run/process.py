@@ -3,10 +3,11 @@
 import asyncio
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, MutableMapping
 from typing import NoReturn, Protocol
+
+from model_port.terminal import say
 
 RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
@@ -77,7 +78,3 @@ def stop_on_signals(stopping: Stopping, grace_s: float, others: Others) -> Calla
 def _exit(reason: str) -> NoReturn:
     say(f"{reason}; the newest checkpoint on disk is where a restart goes on")
     os._exit(1)
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model_port.layout import CHECKPOINTS_DIR
+from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.keys import flat
 from paravt_jax.learner.learner import Learner
@@ -22,7 +23,7 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.log import QuietLog, RunLog, last_step
 from paravt_jax.run.plots import PLOTS_DIR, make_plots
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.process import Stopping, say, stop_on_signals
+from paravt_jax.run.process import Stopping, stop_on_signals
 from paravt_jax.run.sources import code_sums
 from paravt_jax.run.threads import in_thread, unless_stopped
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from model_port.terminal import visible
 from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.grammar import TAG
 from rollout.tools import find_calls
@@ -19,7 +20,6 @@ PAGE_BYTES = 3_000_000  # of all episodes, unless there are so many
 MIN_EPISODE_BYTES = 6_000  # that each would have less than it takes to read one
 TEXT_LIMITS = (20_000, 4_000, 800)  # characters of one text, the first with which an episode fits its share
 MAX_TURNS = 40  # shown of an episode, and calls of a turn
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 OWN = ("name", "value", "weight")  # of a term that a plugin gave
 PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # of an episode's id, what names its prompt
@@ -115,11 +115,6 @@ def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
             for number, (turn, tokens) in enumerate(zip(turns, spoken, strict=True))
         ],
     }
-
-
-def visible(text: str) -> str:
-    """What has no glyph of its own, or would turn the text around it, as a sign that has one."""
-    return UNSEEN.sub(lambda match: _sign(ord(match[0])), text)
 
 
 def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[Shown]:
@@ -266,9 +261,3 @@ def _cut(text: str, limit_chars: int) -> str:
     if len(text) <= limit_chars:
         return visible(text)
     return f"{visible(text[:limit_chars])} … {len(text) - limit_chars} characters left out"
-
-
-def _sign(code: int) -> str:
-    if code < 0x20:
-        return chr(0x2400 + code)  # the control pictures of Unicode
-    return f"⟨U+{code:04X}⟩"

@@ -16,11 +16,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from model_port.terminal import visible
 from paravt_jax import view
 from paravt_jax.run.log import METRICS_FILE
 from paravt_jax.run.plots import load_run
 from paravt_jax.view.cells import load_cells
-from paravt_jax.view.episodes import Shown, row_of, share_bytes, shown_within, visible
+from paravt_jax.view.episodes import Shown, row_of, share_bytes, shown_within
 from paravt_jax.view.figures import about, charts, headlines, load_settings, told
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of

@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from model_port.progress import counted
-from paravt_jax.view.episodes import visible
+from model_port.terminal import visible
 from rollout.video.box import Box
 from rollout.video.reader import FrameReader, TimedPicture, VideoError
 

@@ -10,6 +10,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,12 +185,42 @@ def test_a_router_that_is_not_named_alone_in_urls_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "'10.0.0.2:30000' is no URL")]
+    ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "line 1 of .* is no URL")]
 )
 def test_a_file_that_lists_no_servers_is_refused(text, said, tmp_path):
     (tmp_path / "servers").write_text(text)
     with pytest.raises(ValueError, match=said):
         asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
+
+
+SECRETS = ("http://me:hunter2@10.0.0.2:1", "https://hunter2@host", "me:hunter2@10.0.0.2:1", "http://hunter2@ho\u2100st")
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_password_in_a_file_of_servers_is_refused_and_not_repeated(url, tmp_path):
+    (tmp_path / "servers").write_text(f"# mine\nhttp://10.0.0.1:30000\n{url}\n")
+    with pytest.raises(ValueError, match=r"line 3 of .*/servers (has a user or password in it|is no URL)") as refused:
+        asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_password_in_what_a_router_lists_is_refused_and_not_repeated(url):
+    async def work():
+        async with FakeServer() as router, FakeServer() as server:
+            router.behind = [server, SimpleNamespace(url=url)]
+            with pytest.raises(ValueError, match=r"server 2 behind http://127.* (has a user|is no URL)") as refused:
+                await SGLangEngine.connect([router.url], QUICK)
+            assert "hunter2" not in str(refused.value)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_password_in_the_url_of_a_server_is_refused_and_not_repeated(url):
+    with pytest.raises(ValueError, match=r"URL 1 of the engine (has a user|is no URL)") as refused:
+        asyncio.run(SGLangEngine.connect([url], QUICK))
+    assert "hunter2" not in str(refused.value)
 
 
 def test_who_wants_to_hears_of_every_token():

@@ -193,6 +193,7 @@ BAD_ROWS = {
     "no video": [row(videos=[]), row(videos=None)],
     "more <video> than videos": [row(question="<video><video> Which?")],
     "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
+    "id too long": [row(id="x" * 257), row(index="x" * 10**6)],
     "text too long": [row(question="Which? " * 15_000), row("red " * 30_000, "oe")],
     "too many frames": [row(videos=[{"video": "a.mp4"}] * 4097)],
     "empty question": [row(question="<video>\n")],

@@ -174,6 +174,7 @@ BAD_ROWS = {
         shows(media("video", "a.mp4", start_time=float("nan"), end_time=4)),
         shows(media("video", "a.mp4", start_time=0, end_time=10**400)),
     ],
+    "id too long": [row(id="x" * 257)],
     "text too long": [
         row(dialogue("Which? " * 15_000, ANSWER)),
         row(dialogue([text("Which? " * 9_000)] * 2, ANSWER)),

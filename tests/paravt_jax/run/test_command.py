@@ -83,6 +83,17 @@ def test_what_is_shown_is_the_same_config_again(name, settings, tmp_path):
     assert load_config(tmp_path / "shown.yaml", schema=SETTINGS[name]) == config
 
 
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_what_a_variable_stands_for_is_shown_as_it_is_written(name, shown, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    monkeypatch.setenv("SERVERS", "5")
+    engine = ("engine.kind=sglang", "engine.urls=['http://${oc.env:SECRET}']", "engine.num_servers=${oc.env:SERVERS}")
+    file = str(CONFIGS / COMMANDS[name])
+    found = shown(name, "--config", file, "--show", "model.path=${oc.env:SECRET}/8b", *engine)
+    assert "path: ${oc.env:SECRET}/8b" in found and 'urls: ["http://${oc.env:SECRET}"]' in found
+    assert "num_servers: ${oc.env:SERVERS}" in found and "hunter2" not in found
+
+
 # What a reader knows without a word, and the texts that are shown to a model.
 SELF_EXPLAINING = {
     *(

@@ -14,10 +14,11 @@ from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, DURATION_S, NASTY, QUESTIONS, make_run, write_metrics
 
 from model_port.cli import run_cli
+from model_port.terminal import visible
 from paravt_jax.run.log import load_jsonl
 from paravt_jax.view import episodes
 from paravt_jax.view.__main__ import main
-from paravt_jax.view.episodes import PAGE_BYTES, Mark, pieces, visible
+from paravt_jax.view.episodes import PAGE_BYTES, Mark, pieces
 from paravt_jax.view.figures import MAX_POINTS
 from paravt_jax.view.page import make_page
 
