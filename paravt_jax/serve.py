@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import get_args
 
-from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.cli import FAILED, add_debug_flag, prog_of, run_cli
 from model_port.terminal import say
 from paravt_jax.ask import DEFAULT_MODEL
 from paravt_jax.asking.door import KEY_VARIABLE, WITHOUT_KEY, door_of
@@ -69,14 +69,15 @@ def stop_on_signals(directory: Path) -> asyncio.Event:
     """Set by the first SIGTERM or Ctrl-C; a second one ends the process at once, without what clients sent."""
     stop = asyncio.Event()
 
-    def signalled(number: int) -> None:
+    def signalled() -> None:
         if stop.is_set():
             shutil.rmtree(directory, ignore_errors=True)
-            os._exit(128 + number)
+            say("stopped again")
+            os._exit(FAILED)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
     return stop
 
 
