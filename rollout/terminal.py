@@ -6,7 +6,6 @@ The same as model_port.terminal, which this package does not import.
 import os
 import re
 import sys
-from typing import Any, TextIO, cast
 
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -31,15 +30,5 @@ def guard_stdout() -> None:
     """All that is printed from here on is made visible where stdout is a terminal; a pipe gets it as it is."""
     if sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
-        sys.stdout = cast(TextIO, _Guarded(sys.stdout))
-
-
-class _Guarded:
-    def __init__(self, terminal: TextIO):
-        self._terminal = terminal
-
-    def write(self, text: str) -> int:
-        return self._terminal.write(visible(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._terminal, name)
+        write = sys.stdout.write
+        sys.stdout.write = lambda text, /: write(visible(text))
