@@ -2,10 +2,10 @@
 
     DIR/adapter_config.json         rank, alpha, what is adapted, and where the base is
     DIR/adapter_model.safetensors   the pairs
-    DIR/paravt_jax.json             of ours: dtype and sum of the base's weights
+    DIR/paravt_jax.json             of ours: dtype and sum of the base's weights, settings of its files
 
-An adapter means nothing beside other weights than those that it was trained with. So ours carry a sum of them, which is
-compared wherever the two come together again.
+An adapter means nothing beside other weights than it was trained with, or with another rope or tokenizer. So ours have
+a sum of the weights and the settings of the files beside them, which are compared wherever the two come together again.
 """
 
 import json
@@ -20,17 +20,20 @@ import xxhash
 from flax import nnx
 from jax.sharding import Mesh
 
-from model_port.config import LoraConfig, ModelConfig
-from model_port.json_files import Section, read_object
+from model_port.config import LoraConfig, ModelConfig, config_from_hf, read_hf_config
+from model_port.hf_files import CONFIG_FILE, PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
+from model_port.json_files import Section, parse_object, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
 from model_port.lora import LowRank, merged
 from model_port.model import Qwen3VL
+from model_port.processing import FLAT_FILES, VisionContract
 from model_port.safetensors_io import HfTensors, SafetensorsWriter
 from model_port.sharding import flat_params, on_host, shard_abstract
 from model_port.weights import adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_LISTED = 5  # differences in a message
 MAX_RANK, MIN_ALPHA, MAX_ALPHA = 4096, 1e-6, 1e6
 SUPPORTED = {  # settings of PEFT that change what is computed, and show in no tensor
     "peft_type": "LORA",
@@ -48,6 +51,7 @@ class AdapterBase:
     name: str  # a directory, or an id on the hub
     dtype: str | None = None  # that they had beside it; None: not known, as of an adapter that another program made
     sum: str | None = None  # of their bytes in this dtype
+    files: Mapping[str, Any] | None = None  # `files_of_base`; None: of an adapter from before these were recorded
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,35 @@ def check_base(adapter: str | Path, base: AdapterBase, found: str) -> None:
         )
 
 
+def files_of_base(hf_dir: Path) -> dict[str, Any]:
+    """What else decides what a model computes, and how texts and pictures become its inputs, by name."""
+    files = read_side_files(hf_dir)
+    config = asdict(config_from_hf(read_hf_config(hf_dir), str(hf_dir / CONFIG_FILE)))
+    del config["initializer_range"], config["text"]["max_positions"]  # of which nothing that is computed depends
+    found = _flat({"config": config})
+    if any(name in files for name in (PROCESSOR_FILE, FLAT_FILES["image_processor"])):
+        found |= _flat({"processor": asdict(VisionContract.from_hf(hf_dir))})
+    tokenizer = files.get(TOKENIZER_FILE)
+    if tokenizer is not None:  # by its content: who saves it again may lay it out otherwise
+        tokenizer = json.dumps(parse_object(tokenizer, hf_dir / TOKENIZER_FILE), sort_keys=True).encode()
+    for name, content in ((TOKENIZER_FILE, tokenizer), (TEMPLATE_FILE, files.get(TEMPLATE_FILE))):
+        found[name] = None if content is None else f"xxh3 {xxhash.xxh3_128(content).hexdigest()}"
+    return json.loads(json.dumps(found))  # with lists for tuples, as it is recorded
+
+
+def check_base_files(adapter: str | Path, base: AdapterBase, found: Mapping[str, Any] | None) -> None:
+    """`found` is the same of the model that the adapter is about to lie beside."""
+    if base.files is None or found is None:
+        return
+    differ = [f"{key} is {found.get(key)}, was {was}" for key, was in base.files.items() if found.get(key) != was]
+    if differ:
+        raise ValueError(
+            f"{adapter} was trained beside {base.name} with other files, of which {len(differ)} values differ: "
+            f"{'; '.join(differ[:MAX_LISTED])}; put them back, or, where they are meant, remove base.files from "
+            f"{INFO_FILE} in a copy of the adapter"
+        )
+
+
 def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, params: Mapping[str, np.ndarray]) -> None:
     """`params` are by path, in the dtype that they are to have on disk."""
     table = [side for pair in adapter_rules(config, info.lora.rank).values() for side in pair]
@@ -176,7 +209,8 @@ def read_adapter_info(directory: Path) -> AdapterInfo:
     if dtype not in (None, *DTYPES):
         raise trained.wrong("dtype", f"one of {', '.join(DTYPES)}")
     lora = LoraConfig(said.count("r", MAX_RANK), said.number("lora_alpha", MIN_ALPHA, MAX_ALPHA))
-    return AdapterInfo(lora, AdapterBase(base_of(directory), dtype, sum_))
+    files = trained.section("files").values if trained.has("files") else None
+    return AdapterInfo(lora, AdapterBase(base_of(directory), dtype, sum_, files))
 
 
 def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
@@ -199,6 +233,14 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
             side, layer = places[name]
             side.tensor(params, layer)[...] = tensors.read(name)
     return params
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": x}} as {"a.b": x}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

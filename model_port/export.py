@@ -24,6 +24,8 @@ import xxhash
 from model_port.adapters import (
     add_to_sum,
     check_base,
+    check_base_files,
+    files_of_base,
     read_adapter,
     read_adapter_info,
     with_adapter,
@@ -139,7 +141,9 @@ def _stored(src: Path) -> _Source:
 
 def _adapted(src: Path) -> _Source:
     """An adapter and the model that it belongs to, which must be what it was when they trained together."""
-    info, base = read_adapter_info(src), _whole_tensors(base_directory(src))
+    info, directory = read_adapter_info(src), base_directory(src)
+    check_base_files(src, info.base, info.base.files and files_of_base(hf_files_of(directory)))
+    base = _whole_tensors(directory)
     trained = None if info.base.dtype is None else parse_dtype(info.base.dtype)
     found = xxhash.xxh3_128()
 

@@ -17,6 +17,7 @@ from model_port.processing import FLAT_FILES
 CONFIG_FILE = "config.json"
 DTYPE_KEYS = {"dtype", "torch_dtype"}
 BASE_MODEL_KEY = "_name_or_path"
+TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PROCESSOR_FILE = "processor_config.json"
 PROCESSOR_CLASS = "Qwen3VLProcessor"
@@ -28,13 +29,13 @@ RECIPE_FILE = "paravt.json"  # how the model is asked, as the run wrote it that 
 # What belongs to a model beside its weights and card, by name: people keep tokens and notes in the same directory.
 SIDE_FILES = (
     *(CONFIG_FILE, "generation_config.json", "configuration.json"),
-    *("tokenizer.json", TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
+    *(TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE_FILE),
     *(PROCESSOR_FILE, *FLAT_FILES.values()),
     RECIPE_FILE,
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
 )
-VOCABULARIES = ("tokenizer.json", "vocab.json")  # megabytes, which the tokenizer's own library reads
+VOCABULARIES = (TOKENIZER_FILE, "vocab.json")  # megabytes, which the tokenizer's own library reads
 CARD_FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")

@@ -11,7 +11,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from model_port.adapters import add_adapter, check_base, read_adapter, read_adapter_info, sum_of_base
+from model_port.adapters import (
+    add_adapter,
+    check_base,
+    check_base_files,
+    files_of_base,
+    read_adapter,
+    read_adapter_info,
+    sum_of_base,
+)
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.inputs import (
     RowSequence,
@@ -87,8 +95,9 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
 
 
 def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
-    info = read_adapter_info(path)
-    model = load(base_directory(path), dtype, mesh)
+    info, base = read_adapter_info(path), base_directory(path)
+    check_base_files(path, info.base, info.base.files and files_of_base(hf_files_of(base)))
+    model = load(base, dtype, mesh)
     # In fewer bits than they had beside it the weights cannot be compared.
     if info.base.dtype is not None and jnp.promote_types(dtype, info.base.dtype) == jnp.dtype(dtype):
         check_base(path, info.base, sum_of_base(model, info.base.dtype))

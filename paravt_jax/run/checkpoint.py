@@ -38,7 +38,14 @@ import numpy as np
 import xxhash
 from flax import nnx
 
-from model_port.adapters import AdapterInfo, check_base, read_adapter, read_adapter_info, write_adapter
+from model_port.adapters import (
+    AdapterInfo,
+    check_base,
+    check_base_files,
+    read_adapter,
+    read_adapter_info,
+    write_adapter,
+)
 from model_port.checkpoint import (
     ArrayPart,
     Box,
@@ -460,6 +467,7 @@ def _read_adapter(model: ModelConfig, here: AdapterInfo, directory: Path) -> dic
         )
     assert here.base.sum is not None
     check_base(directory, there.base, here.base.sum)
+    check_base_files(directory, there.base, here.base.files)
     return {f"params.{path}": array for path, array in read_adapter(directory, model, here.lora.rank).items()}
 
 

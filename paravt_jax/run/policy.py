@@ -8,7 +8,15 @@ import jax
 from jax.sharding import Mesh
 
 import model_port
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, read_adapter_info, sum_of_base
+from model_port.adapters import (
+    AdapterBase,
+    AdapterInfo,
+    add_adapter,
+    files_of_base,
+    new_adapter,
+    read_adapter_info,
+    sum_of_base,
+)
 from model_port.attention import form_of
 from model_port.config import NO_ADAPTERS, LoraConfig
 from model_port.download import source_directory
@@ -69,7 +77,8 @@ class Policy:
         dtype = self.compute.dtype
         if not self.lora.rank:
             return None
-        return AdapterInfo(self.lora, AdapterBase(self.name, dtype, sum_of_base(model, dtype)))
+        base = AdapterBase(self.name, dtype, sum_of_base(model, dtype), files_of_base(hf_files_of(self.source)))
+        return AdapterInfo(self.lora, base)
 
 
 async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path, hosts: Hosts = ALONE) -> Policy:

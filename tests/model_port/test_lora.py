@@ -19,6 +19,7 @@ from model_port.adapters import (
     AdapterInfo,
     adapter_shapes,
     add_adapter,
+    files_of_base,
     merged_tensors,
     new_adapter,
     read_adapter,
@@ -171,7 +172,7 @@ def on_disk(tiny_hf, tmp_path_factory) -> Path:
     """A trained adapter beside the tiny model, as a run's checkpoint has it."""
     directory = tmp_path_factory.mktemp("adapter")
     model = model_port.load(tiny_hf)
-    base = AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32"))
+    base = AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32"), files_of_base(tiny_hf))
     write_adapter(directory, model.config, AdapterInfo(LORA, base), trained(model.config))
     return directory
 
@@ -247,6 +248,66 @@ def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_di
     rebased(adapter, on_disk)
     with pytest.raises(ValueError, match="an adapter itself"):
         model_port.load(adapter)
+
+
+def changed_config(**changes):
+    def change(base):
+        config = json.loads((base / "config.json").read_text())
+        config["text_config"] |= changes
+        (base / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def change_tokenizer(base):
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["added_tokens"][0]["lstrip"] = not content["added_tokens"][0]["lstrip"]
+    (base / "tokenizer.json").write_text(json.dumps(content))
+
+
+def change_template(base):
+    for place in base.glob("chat_template.*"):
+        place.unlink()
+    content = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(content | {"chat_template": "{{ messages }}"}))
+
+
+def change_pixels(base):
+    content = json.loads((base / "preprocessor_config.json").read_text())
+    content["size"]["longest_edge"] += 1024
+    (base / "preprocessor_config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_config(rope_theta=5e5), r"config\.text\.rope_theta is 500000\.0, was 10000\.0"),
+        (changed_config(rms_norm_eps=1e-5), r"config\.text\.norm_eps is 1e-05, was 1e-06"),
+        (change_tokenizer, r"tokenizer\.json is xxh3 \w+, was xxh3 "),
+        (change_template, r"chat_template\.jinja is xxh3 \w+, was xxh3 "),
+        (change_pixels, r"processor\.max_pixels is \d+, was \d+"),
+    ],
+)
+def test_other_files_than_those_it_was_trained_with_are_refused(change, said, tiny_hf, on_disk, tmp_path):
+    base, adapter = shutil.copytree(tiny_hf, tmp_path / "base"), shutil.copytree(on_disk, tmp_path / "adapter")
+    rebased(adapter, base)
+    change(base)
+    for use in (model_port.load, lambda path: export(path, tmp_path / "hf")):
+        with pytest.raises(ValueError, match=f"with other files, of which 1 values differ: {said}"):
+            use(adapter)
+    info = json.loads((adapter / "paravt_jax.json").read_text())
+    del info["base"]["files"]  # as those written before have none
+    (adapter / "paravt_jax.json").write_text(json.dumps(info))
+    assert model_port.load(adapter).lora == LORA
+
+
+def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path):
+    convert(tiny_hf, tmp_path / "ckpt")
+    base = shutil.copytree(tiny_hf, tmp_path / "base")
+    for name in ("config.json", "tokenizer.json"):
+        (base / name).write_text(json.dumps(json.loads((base / name).read_text()), indent=7))
+    changed_config(initializer_range=0.5)(base)
+    assert files_of_base(tmp_path / "ckpt" / "hf") == files_of_base(base) == files_of_base(tiny_hf)
 
 
 @pytest.mark.parametrize(

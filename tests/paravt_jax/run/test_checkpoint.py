@@ -166,6 +166,18 @@ def test_adapters_do_not_go_on_as_something_else(changed, said, tiny_hf, tmp_pat
 
 
 @pytest.mark.slow
+def test_adapters_do_not_go_on_with_another_rope(tiny_hf, tmp_path):
+    ours, info = adapted(tiny_hf, seed=0)
+    was, now = (replace(info, base=replace(info.base, files={"config.text.rope_theta": x})) for x in (5.0, 7.0))
+    with opened(tmp_path, tiny_hf, adapter=was) as checkpoints:
+        checkpoints.save(ours, PROGRESS)
+    with opened(tmp_path, tiny_hf, adapter=now) as checkpoints:
+        with pytest.raises(ValueError, match=r"with other files, .*: config\.text\.rope_theta is 7\.0, was 5\.0"):
+            checkpoints.restore(ours)
+        assert checkpoints.steps == [0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_on", "restored_on"),
     [
