@@ -27,6 +27,7 @@ from rollout.engine.protocol import (
     Sampling,
 )
 from rollout.ledger import Ledger
+from rollout.own_code import contained_async
 from rollout.prompter import Closeup, Frames, Overview, Prompter, ShownVideo, Task
 from rollout.prompts import MAX_TEXT_CHARS, Prompts, prompts_of
 from rollout.seeds import derived_seed
@@ -412,7 +413,7 @@ class _EpisodeRun:
         tool = self.agent.tools.get(call.name, Tool())
         try:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
-                result.response = await self._answer(tool, result, turn_number, number)
+                result.response = await contained_async(self._answer(tool, result, turn_number, number))
             result.outcome = "ok"
         except BadCall as problem:
             self._fail(result, problem.outcome, str(problem), problem)
@@ -420,13 +421,8 @@ class _EpisodeRun:
             self._fail(result, "timeout", tool.late, problem)
         except VideoError as problem:
             self._fail(result, "error", str(problem), problem)
-        except (Exception, SystemExit) as problem:  # whatever it is, it is this call's
+        except Exception as problem:  # whatever it is, it is this call's
             self._fail(result, "error", tool.failed, problem)
-        except asyncio.CancelledError as problem:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            self._fail(result, "error", tool.failed, problem)  # of something that the tool waited for
         result.latency_s = self.now_s() - result.started_s
         self.watcher.answered(turn_number, number, result)
         return result

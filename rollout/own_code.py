@@ -2,15 +2,53 @@
 
 A place is path/to/file.py:NAME, `setting` what errors call it by. Whatever is wrong with the file is one sentence, and
 one place gives the same object for as long as the process lives.
+
+User code may raise what Python means for a task or a process: asynchronous HTTP clients raise CancelledError, scripts
+SystemExit. It ends neither here: it becomes a RuntimeError, which the caller handles as any other error.
 """
 
+import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def contained(work: Callable[[], Result]) -> Result:
+    """Calls user code, whose errors are then Exceptions."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as problem:
+        raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+
+
+async def contained_async(work: Awaitable[Result]) -> Result:
+    """Awaits user code, whose errors are then Exceptions. A cancellation of the task that awaits it stays one."""
+    task = asyncio.current_task()
+    num_cancelled = task.cancelling() if task is not None else 0
+    try:
+        return await work
+    except Exception:
+        raise
+    except BaseException as problem:
+        cancelled = isinstance(problem, asyncio.CancelledError) and (task is None or task.cancelling() > num_cancelled)
+        if cancelled or (isinstance(problem, GeneratorExit) and _running() is not task):  # or the coroutine is closed
+            raise
+        raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+
+
+def _running() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
 
 
 def object_at(setting: str, place: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from rollout.own_code import contained
+
 Result = TypeVar("Result")
 
 
@@ -16,11 +18,9 @@ async def abandonable(work: Callable[[], Result]) -> Result:
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(contained(work))
         except Exception as problem:
             future.set_exception(problem)
-        except BaseException as problem:  # SystemExit, which must not end more than the work
-            future.set_exception(RuntimeError(f"{type(problem).__name__}: {problem}"))
 
     threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(future)

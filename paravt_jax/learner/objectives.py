@@ -6,6 +6,7 @@ An objective is part of a compiled program, so it is a value that compares equal
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from paravt_jax.learner.losses import ClassSums, LossSums, class_sums, policy_lo
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import LossConfig, check_names
 from paravt_jax.learner.variants import VARIANTS, StepCounts, Variant
-from rollout.own_code import function_at
+from rollout.own_code import contained, function_at
 
 Scalar = Float[Array, ""]
 # The loss, and sums to report, of log-probs and entropies.
@@ -34,7 +35,13 @@ def variant_of(loss: LossConfig) -> Variant:
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in loss.numbers:
             raise ValueError(f"loss.kind={loss.kind} needs loss.numbers.{parameter.name}: it has no default there")
-    return function
+    return _contained(function)
+
+
+@cache  # equal losses share a compiled program
+def _contained(function: Variant) -> Variant:
+    """Without SystemExit and the like, which would end a run as if all were well."""
+    return wraps(function)(lambda *arguments, **numbers: contained(lambda: function(*arguments, **numbers)))
 
 
 class Known(NamedTuple):

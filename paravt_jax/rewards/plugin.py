@@ -16,7 +16,7 @@ from paravt_jax.rewards.grammar import Place
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.episode import Episode
-from rollout.own_code import function_at
+from rollout.own_code import contained_async, function_at
 from rollout.threads import abandonable
 from rollout.tools import Outcome
 
@@ -61,7 +61,9 @@ class Plugin:
         work = partial(self.function, **given)
         try:
             async with asyncio.timeout(self.deadline_s):
-                found = await (work() if inspect.iscoroutinefunction(self.function) else abandonable(work))
+                found = await contained_async(
+                    work() if inspect.iscoroutinefunction(self.function) else abandonable(work)
+                )
             return _checked(found, turns)
         except PluginError:
             raise

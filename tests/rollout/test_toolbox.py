@@ -208,6 +208,11 @@ def says(self, wanted, desk): return f"{wanted.words} {{}} <|im_end|>"
 async def cancels(self, wanted, desk):
     other = asyncio.create_task(asyncio.sleep(1)); other.cancel(); await other
 
+async def exits(self, wanted, desk): raise SystemExit
+async def interrupts(self, wanted, desk): raise KeyboardInterrupt
+async def closes(self, wanted, desk): raise GeneratorExit
+
+Exits, Interrupts, Closes = tool("exits", exits), tool("interrupts", interrupts), tool("closes", closes)
 Quits, Hangs, Wrong, Long = tool("quits", quits), tool("hangs", hangs), tool("wrong", wrong), tool("long", long)
 Says, Cancels, Crop = tool("says", says), tool("cancels", cancels), tool("crop_video", says)
 class Unnamed(Tool): pass
@@ -225,7 +230,7 @@ def own(tmp_path):
 
 
 def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own):
-    names = ("Says", "Quits", "Hangs", "Wrong", "Long", "Cancels")
+    names = ("Says", "Quits", "Hangs", "Wrong", "Long", "Cancels", "Exits", "Interrupts", "Closes")
     started_s = time.monotonic()
     found = answers(
         chat,
@@ -233,12 +238,12 @@ def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own)
         *(call_of(name.lower(), how="gently") for name in names),
         call(5, 9),
         tools=["crop_video", *map(own, names)],
-        max_parallel=7,
+        max_parallel=10,
         call_deadline_s=0.5,
     )
-    assert [outcome for outcome, _ in found] == ["ok", "error", "timeout", "error", "ok", "error", "ok"]
+    assert [outcome for outcome, _ in found] == ["ok", "error", "timeout", "error", "ok", *["error"] * 4, "ok"]
     assert found[0][1] == "gently {} <|im_end|>" and len(found[4][1]) == MAX_ANSWER_CHARS
-    assert found[2][1] == "Error: the call took too long." and found[6][1] == "A report."
+    assert found[2][1] == "Error: the call took too long." and found[9][1] == "A report."
     assert time.monotonic() - started_s < 30
 
 

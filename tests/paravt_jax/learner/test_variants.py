@@ -237,6 +237,10 @@ def floored(tokens: SampledTokens, *, floor: float, power: float = 1.0) -> Token
     return TokenLoss(-jnp.maximum(tokens.ratio, floor) ** power * tokens.advantage, tokens.of_step)
 
 
+def leaving(tokens: SampledTokens) -> TokenLoss:
+    raise SystemExit(0)
+
+
 number = 3
 """
 
@@ -257,6 +261,12 @@ def test_a_function_of_ones_own_is_a_loss_with_its_own_numbers(own):
     squared, _ = loss_and_gradient(replace(config, numbers={"floor": 0.8, "power": 2.0}), given("para_grpo"))
     assert squared == pytest.approx(-np.sum((np.maximum(ratio, 0.8) ** 2 * ADVANTAGE)[MASK]) / 9)
     assert variant_of(config) is variant_of(replace(config, numbers={"floor": 0.5}))  # or each would be compiled anew
+
+
+def test_a_function_of_ones_own_that_exits_is_an_error_and_no_success(own):
+    config = LossConfig(f"{own}:leaving", {}, "none", kl_coef=0.0)
+    with pytest.raises(RuntimeError, match=r"^SystemExit: 0"):
+        loss_and_gradient(config, given("para_grpo"))
 
 
 @pytest.mark.parametrize(

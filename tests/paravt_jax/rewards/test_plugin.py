@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from paravt_jax.rewards import OwnTerm, Place, RewardConfig
 from paravt_jax.rewards.plugin import PlayedCall, Plugin, PluginError, load_plugin
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger
+from rollout.own_code import contained_async
 from rollout.tools import find_calls
 
 ROOT = Path(__file__).parents[3]
@@ -129,6 +131,55 @@ BRIEF = OwnTerm("brief", 0.5)
 def test_what_is_no_answer_is_said_and_is_never_a_zero(function, complaint):
     with pytest.raises(PluginError, match=complaint):
         said_by(Plugin(function, 0.2))
+
+
+ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
+
+
+@pytest.mark.parametrize("kind", ENDING)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_function_that_raises_what_ends_tasks_or_processes_fails_alone(kind, asynchronous):
+    def function(**_):
+        raise kind("out")
+
+    async def later(**_):
+        await asyncio.sleep(0)
+        raise kind("out")
+
+    async def scored():
+        asyncio.current_task().cancel()
+        with suppress(asyncio.CancelledError):  # as some library may, before
+            await asyncio.sleep(0)
+        with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
+            await Plugin(later if asynchronous else function, 5.0).terms(episode(ANSWERED), "B", "mcq")
+        return "goes on"
+
+    assert asyncio.run(scored()) == "goes on"
+
+
+@pytest.mark.parametrize("function", [slowly, blocking])
+def test_whoever_cancels_a_run_does_not_wait_for_its_functions(function):
+    async def cancelled():
+        task = asyncio.create_task(Plugin(function, 20.0).terms(episode(ANSWERED), "B", "mcq"))
+        await asyncio.sleep(0.05)
+        started_s = time.monotonic()
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled() and time.monotonic() - started_s
+
+    assert 0 < asyncio.run(cancelled()) < 1
+
+
+def test_a_coroutine_that_is_closed_is_not_held_up_by_a_function():
+    running = Plugin(slowly, 5.0).function()
+    contained = contained_async(running)
+
+    async def begin():
+        contained.send(None)
+
+    asyncio.run(begin())
+    contained.close()  # raises where it is not the end
+    assert running.cr_frame is None
 
 
 def test_episodes_do_not_wait_for_each_other():

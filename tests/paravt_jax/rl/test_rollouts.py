@@ -459,6 +459,45 @@ def test_an_episode_whose_plugin_fails_is_missing_and_stays_in_the_log(chat, own
     assert rollout_metrics(groups)["rollout/num_missing"] == 4
 
 
+class BrokenJudge(GivenScores):
+    """Raises what an HTTP client or a script may raise."""
+
+    async def judge(self, question, answer, prediction):
+        if kind := self.scores.pop(0):
+            raise kind("broken")
+        return 1.0
+
+
+def test_an_episode_whose_judge_is_cancelled_or_exits_is_missing_and_the_run_goes_on(chat):
+    judge = BrokenJudge(None, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
+    prompts = [Prompt("p", "What is it?", ("/v.mp4",), "a dog", "oe")]
+    settings = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m", "train.prompts_per_step=1")
+    (groups,) = collect(chat, half_right, *settings, "train.max_missing_frac=0.9", judge=judge, prompts=prompts)
+    kinds = ("CancelledError", "KeyboardInterrupt", "SystemExit")
+    assert sorted(m.problem for m in groups[0].members) == ["", *(f"RuntimeError: {kind}: broken" for kind in kinds)]
+    assert rollout_metrics(groups)["rollout/missing_other"] == 3
+
+
+def test_a_step_that_is_cancelled_ends_at_once(chat):
+    async def work():
+        asked = asyncio.Event()
+
+        async def reply(request):
+            asked.set()
+            await asyncio.sleep(60)
+
+        config = load_config(None, *COMMON)
+        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
+        step = asyncio.create_task(rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)._collect(1))
+        await asked.wait()
+        step.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.wait([step])
+        return step.cancelled()
+
+    assert asyncio.run(work())
+
+
 def test_needed_calls_are_paid_within_their_group(chat):
     def say(episode, request):
         begins = "A report" not in chat.decode(request.ids)
