@@ -72,9 +72,13 @@ class Answerer:
 
     agent: Agent
     num_frames: int
+    samples_top_p: bool = True  # the engine can; the embedded one cannot
 
     def with_sampling(self, temperature: float | int, top_p: float | int) -> "Answerer":
-        return replace(self, agent=self.agent.with_settings(temperature=temperature, top_p=top_p))
+        """At a temperature of 0 the likeliest token is among any `top_p`, and no engine has to be asked for it."""
+        return replace(
+            self, agent=self.agent.with_settings(temperature=temperature, top_p=top_p if temperature else 1.0)
+        )
 
     async def answer(
         self,

@@ -69,4 +69,4 @@ async def opened(
             max_pixels=recipe.max_pixels * rollout.detail_factor,
         )
         stack.push_async_callback(engine.close)
-        yield Answerer(Agent(engine, frames, policy.chat, rollout), recipe.num_frames)
+        yield Answerer(Agent(engine, frames, policy.chat, rollout), recipe.num_frames, samples_top_p=bool(urls))

@@ -122,6 +122,8 @@ class Service:
         body = await self.bodies.json(request)
         question = question_of(body, self.model)
         del body
+        if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
+            raise BadRequest("top_p is for servers of SGLang (--url); this one samples from all tokens", "top_p")
         self._check_free()
         self.running += 1
         outcome = "failed"

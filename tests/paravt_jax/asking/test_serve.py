@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -257,6 +258,17 @@ def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
     assert {(one.temperature, one.top_p) for one in first} == {(0.5, 0.9)}
     assert {(one.temperature, one.top_p) for one in second} == {(0.0, 1.0)}
     assert {one.seed for one in first}.isdisjoint(one.seed for one in second)
+
+
+def test_top_p_is_refused_by_its_name_where_the_engine_has_none_and_it_would_matter(chat, videos):
+    async def work(served):
+        served.service.answerer = replace(served.service.answerer, samples_top_p=False)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await served.ask(temperature=0.5, top_p=0.9)
+        await served.ask(top_p=0.9)
+        return refused.value.param, {request.sampling.top_p for request in served.engine.requests}
+
+    assert with_service(chat, videos, work) == ("top_p", {1.0})
 
 
 def body(**changed):
