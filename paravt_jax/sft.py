@@ -48,7 +48,8 @@ def main() -> None:
     use_compilation_cache()
     with joined(config.hosts) as hosts:
         code = asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
-    sys.exit(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

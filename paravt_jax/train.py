@@ -96,7 +96,8 @@ def main() -> None:
             hosts=hosts,
         )
         code = asyncio.run(training)
-    sys.exit(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":
