@@ -14,8 +14,8 @@ from model_port.safetensors_io import INDEX_FILE
 WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched beside the side files
 
 
-def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
-    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded.
+def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: bool = True) -> Path:
+    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded, with or without weights.
 
     `given_as` is how the user would give a directory instead.
     """
@@ -26,7 +26,7 @@ def source_directory(src: str | Path, given_as: str = "--src DIR") -> Path:
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
         with transferring(f"downloading {src}"):
-            return Path(snapshot_download(str(src), allow_patterns=[*WEIGHTS, *SIDE_FILES]))
+            return Path(snapshot_download(str(src), allow_patterns=[*(WEIGHTS if weights else ()), *SIDE_FILES]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         reason = str(problem).strip().splitlines()[0]
         raise RuntimeError(

@@ -30,7 +30,7 @@ from rollout.episode import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.video.reader import Decoder
 
-Schema = TypeVar("Schema")
+Schema = TypeVar("Schema", bound=Any)
 Truncated = Literal["learn", "leave_out", "soft"]
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
 SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
@@ -41,7 +41,8 @@ WRITTEN = "_written"  # attribute of loaded settings: the same as they were writ
 class PolicyConfig:
     # A Hugging Face directory or hub id, a converted checkpoint, an adapter in PEFT's format, or `tiny`.
     path: str = "Qwen/Qwen3-VL-8B-Instruct"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and frozen weights; masters are float32
+    # Of activations and frozen weights; masters are float32. A CPU computes in float32, whatever is set here.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = "auto"  # xla: the plain one, to compare with
     remat: Literal["none", "full", "dots", "attention", "offload"] = "full"  # what of a layer is computed again
 
@@ -643,6 +644,23 @@ def _local(section: str, config: Any, *names: str) -> None:
             check_local(getattr(config, name))
         except ValueError as problem:
             raise ValueError(f"{section}.{name}: {problem}") from None
+
+
+def computed_on(config: Schema, platform: str) -> Schema:
+    """The settings as devices of this platform carry them out.
+
+    A CPU computes in float32: XLA emulates bfloat16 there, which is several times slower and takes more memory.
+    """
+    if platform != "cpu" or config.model.dtype == "float32":
+        return config
+    used = replace(config, model=replace(config.model, dtype="float32"))
+    object.__setattr__(used, WRITTEN, getattr(config, WRITTEN, {}))
+    return used
+
+
+def written_dtype(config: Config | SftConfig | EvalConfig) -> str:
+    """`model.dtype` before `computed_on`."""
+    return getattr(config, WRITTEN, {}).get("model", {}).get("dtype", config.model.dtype)
 
 
 def _at_least_1(section: str, config: Any, *names: str) -> None:

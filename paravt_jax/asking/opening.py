@@ -5,8 +5,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-
 import model_port
 from model_port.download import source_directory
 from model_port.hf_files import RECIPE_FILE
@@ -20,6 +18,7 @@ from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.recipe import Recipe, read_recipe
+from paravt_jax.run.start import find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine
 from rollout.chat import Chat
@@ -47,7 +46,10 @@ async def opened(
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    devices = [] if urls else await in_thread(find_devices)
+    dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
+    size, named = size_of(hf_files), "those of SGLang" if urls else said_devices(devices)
+    say(start_line(named, size, dtype, dtype, model=source))
     policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
 
     def load() -> Qwen3VL:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from model_port.sharding import make_mesh, platform
+from model_port.terminal import say
+from model_port.weights import num_params
 from paravt_jax.bench.mesh_case import make_learner, name_of, shapes_of, take_step
 from paravt_jax.bench.mesh_rows import (
     MEASURED,
@@ -33,7 +35,7 @@ from paravt_jax.bench.mesh_rows import (
     servers_remark,
     unknowns,
 )
-from paravt_jax.config import Config, SftConfig
+from paravt_jax.config import Config, SftConfig, computed_on, written_dtype
 from paravt_jax.plan.batch import make_batch
 from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
 from paravt_jax.plan.meshes import MeshEstimate, Shape
@@ -41,6 +43,7 @@ from paravt_jax.plan.plan import assumed_of_seconds
 from paravt_jax.plan.workload import Step, full_step, largest_batch
 from paravt_jax.run.placement import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
+from paravt_jax.run.start import find_devices, said_devices, start_line
 
 CPU_DEVICES = 8  # by default, where there is no accelerator
 SAID_CHARS = 200
@@ -51,7 +54,11 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     run = benched_run(args)
     _check_alone(run)
     remarks = [*run.remarks, *_prepare(run, args.devices or CPU_DEVICES)]
-    there = jax.devices()
+    there = find_devices()
+    if run.config is not None:
+        run = dataclasses.replace(run, config=computed_on(run.config, there[0].platform))
+    written = run.dtype if run.config is None else written_dtype(run.config)
+    say(start_line(said_devices(there), num_params(run.model), run.dtype, written, model=run.title))
     num_devices = args.devices or len(there)
     if num_devices > len(there):
         raise ValueError(f"--devices {num_devices}: there are {len(there)} of {there[0].device_kind}")

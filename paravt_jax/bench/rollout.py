@@ -25,16 +25,17 @@ from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.bench.service import service_of
 from paravt_jax.bench.video import FPS, camera
-from paravt_jax.config import EngineConfig
+from paravt_jax.config import TINY, EngineConfig
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, reports_s
 from paravt_jax.run.placement import place_servers
+from paravt_jax.run.start import size_of, start_line
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent, Episode, EpisodeConfig, Task
-from rollout.server import ServerSettings
+from rollout.server import DTYPES, ServerSettings
 from rollout.video.encode import write_video
 from rollout.video.reader import FrameReader
 
@@ -119,7 +120,9 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers, device=args.device)
     gpus = place_servers(engine_config, 0) or [()] * args.servers
     servers = [ServerSettings(model, args.device, context_length=8192, gpus=of_server) for of_server in gpus]
-    say(f"starting {args.servers} servers")
+    dtype = DTYPES[args.device]
+    named = f"{args.servers} SGLang servers on {args.device}"
+    say(start_line(named, size_of(model), dtype, dtype, model=args.model or TINY, data=f"{args.episodes} episodes"))
     engine = await SGLangEngine.launch(servers, SGLangSettings("bench", device=args.device))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
@@ -207,7 +210,7 @@ async def _episodes(
 
 
 async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: Path) -> dict[str, float]:
-    dtype = "float32" if args.device == "cpu" else "bfloat16"
+    dtype = DTYPES[args.device]
     weights = ModelWeights(model_port.load(model, dtype), np.dtype(dtype))
     seconds = {}
     for route in ("disk", "tensors"):

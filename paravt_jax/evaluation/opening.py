@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model_port.terminal import say
-from paravt_jax.config import EvalConfig, to_record
+from paravt_jax.config import EvalConfig, computed_on, to_record
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
@@ -24,6 +24,7 @@ from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
+from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
 from rollout.episode import Agent, Dispatch
@@ -128,15 +129,17 @@ async def opened(config: EvalConfig, shard: OfShards | None = None) -> AsyncIter
 
 
 async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]) -> Player:
+    gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
+    own = config.engine.kind == "jax"
+    config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     plugin = load_plugin(config.reward)
-    policy = await policy_of(config, directory)
+    policy = await policy_of(config, directory, data=f"{len(samples):,} samples")
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(
             f"model.path={config.model.path} is an adapter, and servers of SGLang are given whole models: make it part "
             f"of its model with python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
         )
-    gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
     frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))

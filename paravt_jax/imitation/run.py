@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from paravt_jax.config import DataConfig, SftConfig, to_record
+from paravt_jax.config import DataConfig, SftConfig, computed_on, to_record
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
@@ -25,6 +25,7 @@ from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.sources import check_sources
+from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, warn_of_large
@@ -127,6 +128,7 @@ async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts
 
     `allow_changes`: also with another model, seed or data than it began with.
     """
+    config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
         directory = RunDirectory.enter(
             config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes, hosts
@@ -134,7 +136,8 @@ async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts
         remarks: list[str] = []
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]
-        policy = await policy_of(config, directory.path, hosts)
+        data = f"{len(train):,} traces, {len(held_out):,} held out"
+        policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         remarks.append(policy.attention(config.pack.row_tokens))
         learner = Learner(

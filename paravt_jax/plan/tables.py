@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from paravt_jax.config import Config, MeshConfig, SftConfig
+from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart, num_hosts
@@ -17,6 +18,7 @@ from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
 from paravt_jax.plan.service import load_service
 from rollout.output_file import OutputFile
 
+Planned = TypeVar("Planned", Config, SftConfig)
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
@@ -26,8 +28,9 @@ def plan_of(config: Config, device: str = "h100", service: Path | None = None, p
 
     `service` is a file of measured service times of the engine, in place of the device's; `png` one to draw in.
     """
-    model, remarks = model_config(config.model.path)
-    plan = make_plan(config, model, device=_known(device))
+    config, remarks = _used_on(config, device)
+    model, more = model_config(config.model.path)
+    plan, remarks = make_plan(config, model, device=_known(device)), (*remarks, *more)
     rollouts = make_rollout_plan(config, model, plan, None if service is None else load_service(service))
     if png is not None:
         _draw(config, plan, rollouts, png)
@@ -37,11 +40,20 @@ def plan_of(config: Config, device: str = "h100", service: Path | None = None, p
 
 def imitation_plan_of(config: SftConfig, device: str = "h100", png: OutputFile | None = None) -> str:
     """The same of a cold start."""
-    model, remarks = model_config(config.model.path)
-    plan = make_imitation_plan(config, model, _known(device))
+    config, remarks = _used_on(config, device)
+    model, more = model_config(config.model.path)
+    plan, remarks = make_imitation_plan(config, model, _known(device)), (*remarks, *more)
     if png is not None:
         _draw_imitation(plan, png)
     return render_imitation(replace(plan, assumptions=(*remarks, *plan.assumptions)))
+
+
+def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
+    """The settings that a run there computes with, and a remark where they are others than were written."""
+    used = computed_on(config, _known(device).platform)
+    if used is config:
+        return config, ()
+    return used, (f"computed in {used.model.dtype}: a CPU is slower in {config.model.dtype}, and takes more memory",)
 
 
 def _known(device: str) -> DeviceSpec:

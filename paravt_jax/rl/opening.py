@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from paravt_jax.config import SYNTHETIC, Config, to_record
+from paravt_jax.config import SYNTHETIC, Config, computed_on, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
 from paravt_jax.data.synthetic import make_synthetic
@@ -25,6 +25,7 @@ from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.placement import Gpus, place_servers
 from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.sources import check_sources
+from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
@@ -58,6 +59,7 @@ async def opened(
     if hosts.num > 1:
         _check_for_hosts(config, replay)
     gpus = place_servers(config.engine, config.mesh.num_devices // hosts.num) if replay is None else ()
+    config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
         directory = RunDirectory.enter(
@@ -66,7 +68,8 @@ async def opened(
         hosts.first(lambda: _keep_apart(directory, log))
         train, held_out, remarks = hosts.first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)
-        policy = await policy_of(config, directory.path, hosts)
+        data = f"{len(train):,} prompts, {len(held_out):,} held out"
+        policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         remarks.append(policy.attention(config.pack.row_tokens))
         visits = Visits(train, config.seed)

@@ -1,8 +1,10 @@
 """From the name of a model to everything that a run needs of it: tokenizer, pixels, files, parameters on the mesh."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,7 +22,7 @@ from model_port.adapters import (
 from model_port.attention import form_of
 from model_port.config import NO_ADAPTERS, LoraConfig
 from model_port.download import source_directory
-from model_port.hf_files import HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
+from model_port.hf_files import CONFIG_FILE, HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
 from model_port.layout import base_of, hf_files_of, is_adapter
 from model_port.loading import base_directory
@@ -31,13 +33,15 @@ from model_port.progress import Meter
 from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
 from model_port.terminal import say
 from model_port.tiny import make_tiny
-from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig
+from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, written_dtype
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.recipe import Recipe, differences, recipe_of
+from paravt_jax.run.start import check_cpu_size, fell_back, find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 
 HF_FILES_DIR = "hf_files"
+MODEL_DIR = "model.path=DIR"  # how a user names a directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +85,35 @@ class Policy:
         return AdapterInfo(self.lora, base)
 
 
-async def policy_of(config: Config | SftConfig | EvalConfig, run_dir: Path, hosts: Hosts = ALONE) -> Policy:
-    """What a run says of its policy, opened; its parameters are not read yet."""
-    say(f"loading {config.model.path}")
+async def policy_of(
+    config: Config | SftConfig | EvalConfig, run_dir: Path, hosts: Hosts = ALONE, data: str = ""
+) -> Policy:
+    """What a run says of its policy, opened; its parameters are not read yet. `data` says how much there is of it."""
     recipe, lora = recipe_of(config), None if isinstance(config, EvalConfig) else config.lora
+    devices = await in_thread(find_devices)
 
     def work() -> Policy:
+        if lora is not None:
+            _check_cpu_size(config.model.path, devices)
         return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
 
-    if hosts.num > 1:
-        await in_thread(jax.devices)  # which hosts start together, or wait for each other
     policy = await in_thread(lambda: hosts.first(work))
+    if lora is not None:  # now with the base of an adapter
+        check_cpu_size(config.model.path, size_of(policy.hf_files), devices)
+    if hosts.leads:
+        servers = isinstance(config, EvalConfig) and config.engine.kind == "sglang"
+        say(
+            start_line(
+                "those of SGLang" if servers else said_devices(devices, hosts.num),
+                size_of(policy.hf_files),
+                config.model.dtype,
+                written_dtype(config),
+                mesh=None if servers else config.mesh,
+                model=config.model.path,
+                data=data,
+                run_dir=run_dir,
+            )
+        )
     if policy.mesh is not None:
         await in_thread(partial(meet, hosts, policy.mesh))
     for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
@@ -148,6 +170,15 @@ def open_policy(
     )
 
 
+def _check_cpu_size(path: str, devices: Sequence[Any]) -> None:
+    """Before weights are fetched; of an adapter whose base is on the hub nothing is known yet."""
+    if path == TINY or not fell_back(devices):
+        return
+    hf_dir = hf_files_of(source_directory(path, MODEL_DIR, weights=False))
+    if (hf_dir / CONFIG_FILE).is_file():
+        check_cpu_size(path, size_of(hf_dir), devices)
+
+
 def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
     """One that is to train on is what the settings say."""
     there = read_adapter_info(adapter).lora
@@ -165,7 +196,7 @@ def _holds(directory: Path, files: dict[str, bytes]) -> bool:
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:
     if path != TINY:
-        return source_directory(path, "model.path=DIR")
+        return source_directory(path, MODEL_DIR)
     made = run_dir / TINY
     if not made.is_dir():
         make_tiny(made, seed)

@@ -16,7 +16,7 @@ from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
-from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, load_config
+from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, SftConfig, load_config
 from paravt_jax.learner import programs
 from paravt_jax.learner.learner import StepPart
 from paravt_jax.learner.settings import LossConfig, OptimConfig
@@ -25,7 +25,7 @@ from paravt_jax.plan.batch import make_batch
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import DEVICES, make_plan, model_config
 from paravt_jax.plan.products import product_flops
-from paravt_jax.plan.tables import plan_of
+from paravt_jax.plan.tables import imitation_plan_of, plan_of
 from paravt_jax.plan.update import update_of
 from paravt_jax.plan.workload import batch_flops
 
@@ -251,3 +251,15 @@ def test_memory_needs_no_device():
     config = load_config(None, "mesh.fsdp=64", "mesh.tensor=8", "pack.num_rows=64")
     memory = memory_of(update_of(config), preset("8b"), replace(batch, num_rows=64), None, "gpu")
     assert memory.peak_bytes > sum(memory.resident.values()) > 0
+
+
+def test_a_plan_for_a_cpu_counts_float32_as_a_run_there_computes_in_and_says_so():
+    said = "computed in float32: a CPU is slower in bfloat16, and takes more memory"
+    for file, schema, plan in (("2b_lora_24gb", Config, plan_of), ("sft_2b_lora_24gb", SftConfig, imitation_plan_of)):
+        planned = {}
+        for dtype in ("float32", "bfloat16"):
+            config = load_config(f"configs/{file}.yaml", "model.path=2b", f"model.dtype={dtype}", schema=schema)
+            planned[dtype] = " ".join(plan(config, "cpu").split())
+            assert (said in planned[dtype]) == (dtype == "bfloat16")
+            assert said not in " ".join(plan(config, "h100").split())
+        assert planned["bfloat16"].replace(f"{said} ", "") == planned["float32"]

@@ -1,0 +1,103 @@
+"""What every command says when it starts: where it computes, what, and on which data, in one line.
+
+A computation that lands on a CPU by mistake looks like one that hangs. So a GPU that jax cannot use is named with the
+way out, and large models train on a CPU only where JAX_PLATFORMS=cpu asks for it.
+"""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from model_port.cli import one_line
+from model_port.config import config_from_hf, read_hf_config
+from model_port.weights import num_params
+from paravt_jax.config import MeshConfig
+from paravt_jax.run.placement import VISIBLE
+
+PLATFORMS = "JAX_PLATFORMS"
+MAX_CPU_PARAMS = 100_000_000  # of a model that trains on a CPU without JAX_PLATFORMS=cpu
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg")  # below /dev, with a driver, in a container and in WSL
+
+
+def find_devices() -> Sequence[Any]:
+    """The devices of this run; raises where jax has none for JAX_PLATFORMS."""
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as problem:  # the former where a platform has no hardware
+        wanted = os.environ.get(PLATFORMS, "")
+        why = _no_gpu() if {"cuda", "gpu"} & set(wanted.split(",")) else one_line(problem)
+        raise RuntimeError(
+            f"{PLATFORMS}={wanted}, and jax finds no such device: {why}; mend that, unset {PLATFORMS} to compute on "
+            f"what there is, or set {PLATFORMS}=cpu"
+        ) from None
+
+
+def fell_back(devices: Sequence[Any]) -> bool:
+    """Whether they are a CPU that JAX_PLATFORMS does not ask for."""
+    return devices[0].platform == "cpu" and os.environ.get(PLATFORMS, "").split(",")[0] != "cpu"
+
+
+def _gpu_is_visible() -> bool:
+    return any(any(Path("/dev").glob(pattern)) for pattern in NVIDIA_FILES)
+
+
+def _cuda_is_installed() -> bool:
+    return any(map(find_spec, CUDA_PLUGINS))
+
+
+def _no_gpu() -> str:
+    """Why jax uses no NVIDIA GPU."""
+    if not _cuda_is_installed():
+        visible = "an NVIDIA GPU is" if _gpu_is_visible() else "no NVIDIA GPU is"
+        return f"{visible} visible, and jax's CUDA plugin is not installed (`bash scripts/setup.sh cuda12`)"
+    hidden = f", and {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
+    if not _gpu_is_visible():
+        return f"jax's CUDA plugin is installed, but no NVIDIA GPU is visible (`nvidia-smi` lists them){hidden}"
+    try:
+        jax.devices("cuda")
+        return "jax could use an NVIDIA GPU, and was told otherwise"
+    except (AssertionError, RuntimeError) as problem:
+        return f"an NVIDIA GPU is visible, but jax's CUDA plugin cannot use it{hidden}: {one_line(problem)}"
+
+
+def said_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
+    """Such as `8 x NVIDIA H100 80GB HBM3`; of a CPU also why it is no GPU, where one might be expected."""
+    why = _no_gpu() if fell_back(devices) and (_gpu_is_visible() or _cuda_is_installed()) else ""
+    on_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
+    return f"{len(devices)} x {devices[0].device_kind}{on_hosts}" + f" ({why})" * bool(why)
+
+
+def size_of(hf_dir: Path) -> int:
+    """The number of parameters, by config.json."""
+    return num_params(config_from_hf(read_hf_config(hf_dir), str(hf_dir)))
+
+
+def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
+    """Refuses to train a large model on a CPU that nobody asked for."""
+    if fell_back(devices) and size > MAX_CPU_PARAMS:
+        raise RuntimeError(
+            f"model.path={model} has {_in_words(size)} parameters, and jax would train it on {said_devices(devices)}: "
+            f"start it where jax.devices() shows a GPU or TPU, or set {PLATFORMS}=cpu to train it on the CPU"
+        )
+
+
+def start_line(
+    devices: str, size: int, dtype: str, written: str, *, mesh: MeshConfig | None = None, **rest: object
+) -> str:
+    """`size` parameters compute in `dtype`, where the settings have `written`; `rest` is all else, by name."""
+    parts: dict[str, object] = {"devices": devices}
+    if mesh is not None:
+        axes = " ".join(f"{name}={number}" for name, number in vars(mesh).items())
+        parts["mesh"] = axes if mesh.num_devices > 1 else "one device"
+    slow = f" (model.dtype={written} is slower and takes more memory on a CPU)" if dtype != written else ""
+    parts["parameters"] = f"{_in_words(size)} in {dtype}{slow}"
+    return " | ".join(f"{name}: {value}" for name, value in (parts | rest).items() if value)
+
+
+def _in_words(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

@@ -1,0 +1,151 @@
+"""A start says where it computes, and no large model trains on a CPU by mistake."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+
+import jax
+import pytest
+
+from model_port.config import config_to_hf, preset
+from model_port.tiny import make_tiny
+from paravt_jax.config import EvalConfig, MeshConfig, SftConfig, load_config, to_record
+from paravt_jax.evaluation import opening as evaluation
+from paravt_jax.rl.opening import opened
+from paravt_jax.run import start
+from paravt_jax.run.policy import policy_of
+
+
+@pytest.fixture
+def nobody_asked(monkeypatch):
+    """There is only a CPU, and JAX_PLATFORMS does not say so."""
+    monkeypatch.delenv("JAX_PLATFORMS")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A 2B by its config.json; it has no weights, so whatever would load them fails."""
+    directory = tmp_path_factory.mktemp("large") / "hf"
+    make_tiny(directory)
+    (directory / "config.json").write_text(json.dumps(config_to_hf(preset("2b"))))
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def policy(schema, model, run_dir, *settings):
+    config = load_config(None, f"model.path={model}", f"run_dir={run_dir}", *settings, schema=schema)
+    return asyncio.run(policy_of(config, run_dir))
+
+
+@pytest.mark.usefixtures("nobody_asked")
+def test_a_large_model_on_a_cpu_is_refused_before_its_mesh_and_weights(large, tmp_path):
+    said = r"has 2\.13 billion parameters, and jax would train it on 8 x cpu.* or set JAX_PLATFORMS=cpu to train it"
+    with pytest.raises(RuntimeError, match=said):
+        policy(SftConfig, large, tmp_path, "data.train=t.jsonl", "mesh.fsdp=8", "mesh.tensor=64", "pack.num_rows=8")
+
+
+def test_jax_platforms_allows_to_train_it_and_an_evaluation_needs_no_leave(large, tmp_path, monkeypatch):
+    policy(SftConfig, large, tmp_path, "data.train=traces.jsonl")
+    for platforms in ("", "cuda,cpu"):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        start.check_cpu_size("m", start.MAX_CPU_PARAMS, jax.devices())
+        with pytest.raises(RuntimeError, match="set JAX_PLATFORMS=cpu"):
+            start.check_cpu_size("m", start.MAX_CPU_PARAMS + 1, jax.devices())
+    policy(EvalConfig, large, tmp_path, "data.validation=rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("installed", "visible", "said"),
+    [
+        (False, False, None),
+        (False, True, "an NVIDIA GPU is visible, and jax's CUDA plugin is not installed (`bash scripts/setup.sh "),
+        (True, False, "jax's CUDA plugin is installed, but no NVIDIA GPU is visible"),
+        (True, True, "an NVIDIA GPU is visible, but jax's CUDA plugin cannot use it"),
+    ],
+)
+def test_a_gpu_that_jax_cannot_use_is_named_unless_a_cpu_was_asked_for(installed, visible, said, monkeypatch):
+    monkeypatch.setattr(start, "CUDA_PLUGINS", ("json",) if installed else ())
+    monkeypatch.setattr(start, "NVIDIA_FILES", ("null",) if visible else ())
+    assert start.said_devices(jax.devices()) == "8 x cpu"
+    monkeypatch.delenv("JAX_PLATFORMS")
+    found = start.said_devices(jax.devices())
+    assert found == "8 x cpu" if said is None else said in found
+
+
+@pytest.mark.slow
+def test_a_platform_without_devices_is_one_sentence_with_the_ways_out(tmp_path):
+    settings = ["--config", "configs/smoke_cpu.yaml", f"run_dir={tmp_path}/run"]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "paravt_jax.train", *settings]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: JAX_PLATFORMS=cuda, and jax finds no such device: ")
+    assert "unset JAX_PLATFORMS" in done.stderr and "set JAX_PLATFORMS=cpu" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_says_devices_mesh_parameters_data_and_directory_in_one_line(tmp_path, capsys):
+    config = load_config(None, "model.path=tiny", f"run_dir={tmp_path}", "mesh.fsdp=4", "pack.num_rows=4")
+    asyncio.run(policy_of(config, tmp_path, data="18 prompts, 4 held out"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"devices: 8 x cpu | mesh: data=1 fsdp=4 tensor=1 | parameters: 1.04 million in bfloat16 | model: tiny | "
+        f"data: 18 prompts, 4 held out | run_dir: {tmp_path}"
+    )
+
+
+def test_the_line_leaves_out_what_there_is_not():
+    line = start.start_line("8 x NVIDIA H100", 8_767_123_696, "bfloat16", "bfloat16", mesh=MeshConfig(), data="")
+    assert line == "devices: 8 x NVIDIA H100 | mesh: one device | parameters: 8.77 billion in bfloat16"
+
+
+@pytest.mark.slow
+def test_a_cpu_computes_in_float32_says_so_and_the_run_records_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GRACE", "60")
+    settings = ["model.dtype=bfloat16", f"run_dir={tmp_path}", "checkpoint.grace_s=${oc.decode:${oc.env:GRACE}}"]
+    config = load_config("configs/smoke_cpu.yaml", *settings)
+    found = []
+
+    async def open_it():
+        async with opened(config) as run:
+            found.extend([run.training.learner.model.compute.dtype, run.config.model.dtype, to_record(run.config)])
+            raise KeyError  # or it would save and draw
+
+    with pytest.raises(KeyError):
+        asyncio.run(open_it())
+    computed, used, record = found
+    recorded = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert computed == used == record["model"]["dtype"] == recorded["model"]["dtype"] == "float32"
+    assert "GRACE" in record["checkpoint"]["grace_s"]  # what was written as ${…} stays so
+    said = capsys.readouterr().err
+    assert "1.04 million in float32 (model.dtype=bfloat16 is slower and takes more memory on a CPU)" in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        ([], "float32"),
+        (["engine.kind=sglang", "engine.urls=[http://127.0.0.1:1]"], "bfloat16"),  # whatever jax has here
+        (["engine.kind=sglang", "engine.device=cpu"], "float32"),
+    ],
+)
+def test_an_evaluation_computes_as_its_engine_does_and_records_what_was_set(engine, dtype, tmp_path, monkeypatch):
+    """Its shards may be of other machines than the one that puts them together."""
+
+    async def computing_in(config, *_, **__):
+        raise KeyError(config.model.dtype)
+
+    monkeypatch.setattr(evaluation, "policy_of", computing_in)
+    settings = [f"run_dir={tmp_path}/run", "data.validation=rows.jsonl", *engine]
+    config = load_config(None, *settings, schema=EvalConfig)
+
+    async def open_player():
+        async with AsyncExitStack() as stack:
+            await evaluation._open_player(config, tmp_path, stack, [])
+
+    with pytest.raises(KeyError, match=dtype):
+        asyncio.run(open_player())
+    assert to_record(config)["model"]["dtype"] == "bfloat16"
