@@ -12,7 +12,8 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from PIL import Image
 import model_port
 from model_port.cli import add_debug_flag, run_cli
 from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
+from model_port.layers import Compute
 from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders, settled_size
@@ -42,15 +44,22 @@ TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap
 PATCH_BUCKET = 64
 FRAME_BUCKET = 8
 SCORE_WIRE = Wire((ScoreRequest, Picture))
+BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
 
 class LearnerScorer:
-    """Scores dialogues one by one, each alone in its row."""
+    """Scores dialogues one by one, each alone in its row: in float32, and in bfloat16, which shows the noise of that.
+
+    Both compute from the weights that servers are given. Of float32 masters that are published in bfloat16 these are a
+    copy of half their size, less than what an update needs beside them; what is stored in bfloat16 is taken as it is.
+    """
 
     def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None = None):
         self._config, self._contract, self._mesh = model.config, contract, mesh
-        graphdef, self._params = nnx.split(model)
-        self._score = jax.jit(partial(_score, graphdef))
+        self._params = _as_published(model)
+        # Kernels of long rows may round more than they need; square forms have room for these short ones.
+        self._exact = _program(model, Compute("float32", attention="blocked"))
+        self._rounded = _program(model, replace(model.compute, dtype="bfloat16"))
 
     def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return [settled_size(*size_px, self._contract) for size_px in sizes_px]
@@ -70,9 +79,12 @@ class LearnerScorer:
             )
         row = RowSequence(Tokens(ids, tuple(range(len(frames)))))
         text = pack_text([[row]], frames, first_rows, self._config, bucket(len(ids), TOKEN_BUCKET))
+        inputs = (self._params, text, vision, np.float32(request.temperature))
         with on_mesh(self._mesh):
-            logp = np.asarray(self._score(self._params, text, vision, np.float32(request.temperature)))
-        return Scored(ids.astype(np.int32), logp[: len(ids)])
+            with jax.default_matmul_precision("highest"):  # accelerators multiply float32 in fewer bits otherwise
+                exact = self._exact(*inputs)
+            logps = (np.asarray(logp)[: len(ids)] for logp in (exact, self._rounded(*inputs)))
+        return Scored(ids.astype(np.int32), *logps)
 
 
 class SharedScorer(LearnerScorer):
@@ -98,6 +110,21 @@ class SharedScorer(LearnerScorer):
         self._hosts.gather("score", None, SCORE_WIRE)
 
 
+def _as_published(model: Qwen3VL) -> nnx.State:
+    """The parameters, rounded as servers get them; beside adapters they are so already.
+
+    What an adapter adds is not rounded here: servers get the sum, whose rounding counts as theirs.
+    """
+    params, dtype = nnx.state(model), model.compute.dtype
+    return params if model.lora.rank else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _program(model: Qwen3VL, compute: Compute) -> Callable[..., Float[Array, " T"]]:
+    other = nnx.merge(*nnx.split(model))
+    other.compute = compute
+    return jax.jit(partial(_score, nnx.split(other)[0]))
+
+
 def _score(
     graphdef: nnx.GraphDef[Qwen3VL],
     params: nnx.State,
@@ -106,7 +133,11 @@ def _score(
     temperature: Float[Array, ""],
 ) -> Float[Array, " T"]:
     """Index t is the log-prob of token t; of the first token, which follows nothing, it is 0."""
-    logits = nnx.merge(graphdef, params)(text, vision)[0].astype(jnp.float32) / temperature
+    model = nnx.merge(graphdef, params)
+    logits = model(text, vision)[0].astype(jnp.float32)
+    if model.compute.dtype == "bfloat16":  # in which a server that computes in it has its logits, and learners do not
+        logits = jax.lax.reduce_precision(logits, BFLOAT16.nexp, BFLOAT16.nmant)
+    logits = logits / temperature
     following: Int[Array, " T"] = jnp.asarray(text.tokens)[0, 1:]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1], axis=-1), following[:, None], axis=1)[:, 0]
     return everywhere(jnp.concatenate([jnp.zeros(1), chosen]))
@@ -133,7 +164,7 @@ def _answer(scorer: LearnerScorer, asked: dict[str, Any]) -> dict[str, Any]:
     pictures = tuple(_decoded(png) for png in asked["pictures"])
     request = ScoreRequest(np.array(asked["ids"], np.int32), pictures, asked["temperature"])
     (scored,) = scorer.score([request])
-    return {"ids": scored.ids.tolist(), "logp": scored.logp.tolist()}
+    return {name: getattr(scored, name).tolist() for name in ("ids", "logp", "bfloat16_logp")}
 
 
 def _decoded(png_base64: str) -> Picture:

@@ -24,7 +24,9 @@ PROBE_TEXT = (
     "<think>\nIn 1987 the pale-green zeppelin hovered 42.5 m above Łódź, снег fell, 雨が降る.</think>"
     '<tool_call>{"name": "crop_video", "arguments": {"start_time": 3}}</tool_call>\n\tπ≈3.14159; def f(x): return x**2'
 )
-PROBE_MAX, PROBE_MEAN = 0.5, 0.05  # nats; bfloat16 on two kinds of GPU stays far below
+# Of the spread of log-probs over the text, which grows with a model's logits as its rounding errors do. Two programs
+# that are right in bfloat16 were measured at 0.007 to 0.022, another rope_theta at 0.16 and more, other weights at 0.9.
+PROBE_FRAC = 0.07
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,11 @@ class Fingerprint:
         """How this one differs from what it should be; empty where it does not."""
         if not np.array_equal(self.ids, other.ids):
             return "its tokenizer gives other ids"
-        differences = np.abs(self.logp - other.logp)
-        if differences.max() > PROBE_MAX or differences.mean() > PROBE_MEAN:
-            return f"its log-probs of the same text differ by {differences.mean():.3g} on average"
+        difference, allowed = np.median(np.abs(self.logp - other.logp)), PROBE_FRAC * np.std(other.logp)
+        if difference > allowed:
+            return (
+                f"half of its log-probs of the same text differ by more than {difference:.3g}, allowed is {allowed:.3g}"
+            )
         return ""
 
 

@@ -33,6 +33,7 @@ from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
 from training import QUICK, arguments, episodes_of, metrics_of
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from wide_model import make_wide, with_layer_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -64,7 +65,7 @@ RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
 START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
 # So that it keeps what belongs together on one server, as we do, and soon sees that one is gone.
 ROUTING = ("--policy", "manual", "--assignment-mode", "min_load", "--health-check-interval-secs", "5")
-BOUND = gate.BOUNDS["float32"].max
+BOUND = 1e-4  # nats, in float32 with the logits of the tiny model
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +315,39 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
     for scorer in (OneSize(other, contract), Blurred(model, contract)):
         (found,) = asyncio.run(check([server.url], scorer, chat, num_episodes=1))
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
+
+
+def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version_is_refused(sglang_python, tmp_path):
+    """With logits as wide as trained ones; the learner has masters in float32, as when it trains."""
+    right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
+    model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
+    model.compute = replace(model.compute, dtype="bfloat16")
+    settings = ServerSettings(right, python=sglang_python, dtype="bfloat16", **SMALL)
+
+    class TwoSizes(LearnerScorer):
+        def settled(self, sizes_px):
+            return super().settled(sizes_px)[-2:]
+
+    async def judged(url):
+        (found,) = await check([url], TwoSizes(model, contract), Chat.from_hf(right), num_episodes=8)
+        return found
+
+    async def body():
+        server = await Server.start(settings, deadline_s=START_DEADLINE_S)
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(device="cpu"))
+        try:
+            before = await judged(server.url)
+            weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))
+            await engine.publish(weights, engine.version + 1)
+            return before, await judged(server.url)
+        finally:
+            await engine.close()
+            await server.stop(grace_s=5)
+
+    before, after = asyncio.run(body())
+    assert before.problems == []
+    assert np.abs(before.differences["dialogue"].offsets[0]).mean() > 0.04  # nats, by bfloat16 alone
+    assert any("log-probs of 'dialogue' tokens differ" in problem for problem in after.problems)
 
 
 def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_saw(front, chat):

@@ -1,0 +1,247 @@
+"""The gate accepts servers that are right however wide a model's logits are, and refuses wrong ones.
+
+The server's part is played by transformers: other programs than the learner's, with roundings of their own.
+"""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch_server import TorchServer
+from transformers import Qwen3VLForConditionalGeneration
+from wide_model import make_wide, with_layer_of, write_weights
+
+import model_port
+from model_port.adapters import add_adapter, new_adapter
+from model_port.config import LoraConfig
+from model_port.layers import Compute
+from model_port.processing import VisionContract
+from model_port.sharding import make_mesh
+from paravt_jax.sampling import score
+from paravt_jax.sampling.score import LearnerScorer
+from rollout import check as gate
+from rollout.chat import Chat
+from rollout.check import Difference, Parity, Scored, ScoreRequest, check, table
+from rollout.engine.answers import PROBE_TEXT, Fingerprint
+
+DTYPES = ("bfloat16", "float32")
+NEW_TOKENS = 24
+
+
+class OneSize(LearnerScorer):
+    def settled(self, sizes_px):
+        return super().settled(sizes_px)[2:3]  # square, and large enough that a frame has many tokens
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory) -> Path:
+    return make_wide(tmp_path_factory.mktemp("wide") / "right")
+
+
+@pytest.fixture(scope="module")
+def chat(right):
+    return Chat.from_hf(right)
+
+
+@pytest.fixture(scope="module")
+def scorers(right):
+    """By dtype; every dialogue has one bucket, so that each compiles once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(score, "TOKEN_BUCKET", 1024)
+        patched.setattr(gate, "NEW_TOKENS", NEW_TOKENS)
+        contract = VisionContract.from_hf(right)
+        yield {dtype: OneSize(model_port.load(right, dtype), contract) for dtype in DTYPES}
+
+
+def judged(scorers, chat, dtype, model, change=None, num_episodes=1) -> Parity:
+    async def body():
+        server = TorchServer(model, dtype) if change is None else TorchServer(model, dtype, change)
+        async with server:
+            return await check([server.url], scorers[dtype], chat, num_episodes=num_episodes)
+
+    (found,) = asyncio.run(body())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, scorers, chat, right):
+    found = judged(scorers, chat, dtype, right, num_episodes=5)
+    assert found.problems == []
+    dialogue = found.differences["dialogue"]
+    assert found.differences["sampled"].num_tokens >= 4 * NEW_TOKENS
+    if dtype == "bfloat16":  # further off than any bound in nats allowed that refused the wrong ones of a tiny model
+        assert np.abs(dialogue.offsets[0]).mean() > 0.04
+    else:  # and ten times nearer than it has to be
+        assert all(one.server < one.allowed / 4 for one in dialogue.compared)
+
+
+def another_layer(right: Path, wrong: Path) -> None:
+    model, other = model_port.load(right), model_port.load(make_wide(wrong.with_name("other"), seed=1))
+    write_weights(with_layer_of(model, other), wrong, "float32")
+
+
+def another_rope(right: Path, wrong: Path) -> None:
+    config = json.loads((wrong / "config.json").read_text())
+    (config["text_config"].get("rope_parameters") or config["text_config"])["rope_theta"] *= 2
+    (wrong / "config.json").write_text(json.dumps(config))
+
+
+def another_template(ids, pictures):
+    """Another token after the name of each role, where a line ends."""
+    return [ids[1] if before == ids[0] else token for before, token in zip([0, 0, *ids], ids, strict=False)], pictures
+
+
+def shifted(ids, pictures):
+    """As if the server began with a token of its own."""
+    return [ids[1], *ids], pictures
+
+
+def in_another_order(ids, pictures):
+    return ids, [pictures[1], pictures[0], *pictures[2:]]
+
+
+WRONG = {
+    "one layer's weights": another_layer,
+    "rope": another_rope,
+    "template": another_template,
+    "shift": shifted,
+    "order of pictures": in_another_order,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path):
+    model, change = right, WRONG[wrong]
+    if change in (another_layer, another_rope):
+        model = shutil.copytree(right, tmp_path / "wrong")
+        change(right, model)
+        change = None
+    found = judged(scorers, chat, dtype, model, change)
+    assert any("log-probs of 'dialogue' tokens differ from the learner's in float32" in one for one in found.problems)
+
+
+def test_one_value_far_off_among_many_refuses_no_server():
+    random = np.random.default_rng(0)
+    offsets = 0.02 * random.standard_normal((2, 1000))
+    offsets[0, 17] = 0.5
+    difference = Difference(3.0, sampled=True)
+    difference.add(offsets)
+    assert [one.name for one in difference.compared] == ["KL", "half within", "90 % within", "99 % within"]
+    assert not any(one.problem for one in difference.compared)
+    difference.offsets[0] *= 6
+    assert all(one.problem for one in difference.compared)
+
+
+def test_the_kl_by_hand_and_its_bound_is_the_square_of_the_others():
+    difference = Difference(3.0, sampled=True)
+    difference.add(np.log([[2.0, 0.5], [1.0, 2.0]]))
+    # k3(x) = e^x - 1 - x: of log 2 it is 1 - log 2, of log 1/2 it is log 2 - 1/2, of 0 it is 0
+    assert difference.kl.server == pytest.approx(0.5 / 2)
+    assert difference.kl.noise == pytest.approx((1 - np.log(2)) / 2)
+    # one token alone makes up the noise, so that it may be 3 (1 + 2 / √1) times as far
+    assert difference.kl.allowed == pytest.approx(81 * difference.kl.noise)
+    difference.add(np.full((2, 10_000), 0.5))
+    assert difference.kl.allowed == pytest.approx(9 * (1 + 2 / 100) ** 2 * difference.kl.noise, rel=1e-3)
+
+
+def test_quantiles_with_few_tokens_beyond_them_may_be_further_off_or_are_not_judged():
+    difference = Difference(3.0)
+    difference.add(np.ones((2, 60)))
+    assert [one.name for one in difference.compared] == ["half within", "90 % within"]
+    # 30 and 6 are beyond
+    expected = [3 * (1 + 2 / 30**0.5), 3 * (1 + 2 / 6**0.5)]
+    assert [one.allowed for one in difference.compared] == pytest.approx(expected)
+
+
+def test_values_that_are_no_numbers_refuse_a_server():
+    parity = Parity("a", "bfloat16")
+    for kind in gate.KINDS:
+        parity.add(kind, np.full((2, 40), 0.01))
+    assert parity.problems == []
+    parity.differences["dialogue"].offsets[0] = np.nan
+    assert len(parity.problems) == 1 and "half within nan, allowed is 0.0434" in parity.problems[0]
+
+
+def test_a_log_prob_that_bfloat16_leaves_at_zero_may_be_rounded_in_float32():
+    parity = Parity("a", "float32")
+    for kind in gate.KINDS:
+        parity.add(kind, np.stack([np.full(40, 3e-7), np.zeros(40)]))
+    assert parity.problems == []
+
+
+def test_by_a_learner_that_is_far_off_itself_no_server_is_judged():
+    parity = Parity("a", "bfloat16")
+    for kind in gate.KINDS:
+        parity.add(kind, np.full((2, 40), 0.5))
+    assert ["the learner itself is off by a KL of 0.149 in bfloat16" in one for one in parity.problems] == [True]
+
+
+def test_the_table_says_what_was_measured_the_noise_and_what_is_allowed():
+    parity = Parity("http://a", "bfloat16")
+    parity.add("dialogue", np.stack([np.full(36, 0.02), np.full(36, 0.01)]))
+    head, _, row, _, words = table([parity]).splitlines()
+    assert "the server's | the learner's own in bfloat16 | allowed |" in head
+    assert row == "| http://a | bfloat16 | dialogue | 36 | half within | 2.00e-02 | 1.00e-02 | 4.41e-02 |"
+    assert "3 (bfloat16) times the learner's own" in words
+
+
+def test_rounding_weights_for_servers_is_no_noise_also_on_a_mesh(right, chat):
+    """The learner has masters in float32, servers get them in bfloat16: the gate's learner computes from the latter."""
+    contract = VisionContract.from_hf(right)
+    request = ScoreRequest(chat.encode("The patch is red. The event is green."), ())
+
+    def scored(dtype: str, mesh=None) -> Scored:
+        model = model_port.load(right, dtype, mesh)
+        model.compute = Compute("bfloat16")
+        return LearnerScorer(model, contract, mesh).score([request])[0]
+
+    rounded = scored("bfloat16")
+    for masters in (scored("float32"), scored("float32", make_mesh(1, 2, 1))):
+        np.testing.assert_allclose(masters.logp, rounded.logp, atol=1e-4)
+    unrounded = LearnerScorer(model_port.load(right), contract).score([request])[0]
+    assert np.abs(unrounded.logp - rounded.logp).mean() > 100 * np.abs(masters.logp - rounded.logp).mean()
+
+
+def test_a_server_with_an_adapter_merged_into_its_weights_is_right(right, chat, scorers, tmp_path):
+    """The learner keeps the pair beside weights in bfloat16; the server has their sum, rounded once more."""
+    model, lora = model_port.load(right, "bfloat16"), LoraConfig(rank=4, alpha=8.0)
+    random = np.random.default_rng(0)
+    pairs = new_adapter(model.config, lora, seed=0)
+    pairs = {
+        path: array if array.any() else 0.01 * random.standard_normal(array.shape, np.float32)
+        for path, array in pairs.items()
+    }
+    add_adapter(model, lora, pairs)
+    served = shutil.copytree(right, tmp_path / "served")
+    write_weights(model, served, "bfloat16")
+    with_adapter = {"bfloat16": OneSize(model, VisionContract.from_hf(right))}
+    assert judged(with_adapter, chat, "bfloat16", served, num_episodes=3).problems == []
+    assert judged(scorers, chat, "bfloat16", served).problems != []  # without the adapter it is another model
+
+
+def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
+    """As a server in bfloat16 would give it."""
+    policy = Qwen3VLForConditionalGeneration.from_pretrained(
+        model, dtype=torch.bfloat16, attn_implementation=attention
+    ).eval()
+    ids = torch.tensor(chat.encode(PROBE_TEXT))[None]
+    with torch.no_grad():
+        logp = torch.log_softmax(policy(input_ids=ids).logits[0, :-1].float(), -1)
+    return Fingerprint(ids[0].numpy(), logp.gather(1, ids[0, 1:, None])[:, 0].numpy())
+
+
+def test_right_servers_in_bfloat16_are_one_model_to_each_other_and_wrong_ones_are_another(right, chat, tmp_path):
+    expected, found = fingerprint(right, chat, "sdpa"), fingerprint(right, chat, "eager")
+    assert np.abs(found.logp - expected.logp).mean() > 0.05  # another sum of the same products, and nothing else
+    assert found.problem(expected) == ""
+    wrong = shutil.copytree(right, tmp_path / "wrong")
+    another_rope(right, wrong)
+    for model in (wrong, make_wide(tmp_path / "other", seed=1)):
+        assert "half of its log-probs of the same text differ by more than" in fingerprint(model, chat, "sdpa").problem(
+            expected
+        )

@@ -1,0 +1,51 @@
+"""A tiny model whose logits are as wide as those of trained ones, which its drawn weights alone never are.
+
+Its largest logit is about 17 and its entropy 1.7 nats, where the plain tiny model has 2 and 7.6. Attention is sharper
+too, so that it matters what is looked at; branches of layers are small beside what they add to, as in trained ones.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import model_port
+from model_port.model import Qwen3VL
+from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.sampling.weights import ModelWeights
+
+LOGITS, ATTENTION = 15.0, 1.4  # what the scales of norms are multiplied with
+
+
+def make_wide(directory: Path, seed: int = 0, dtype: str = "float32", **shape: int) -> Path:
+    """`shape` is what the language tower has otherwise than the tiny model."""
+    config = tiny_config()
+    text = replace(config.text, **shape)
+    vision = replace(config.vision, out_width=text.width)
+    scale = 0.03 * (128 / text.width) ** 0.5
+    config = replace(config, text=text, vision=vision, tie_embeddings=False, initializer_range=scale)
+    make_tiny(directory, seed, config, dtype)
+    model = model_port.load(directory)
+    attention = model.text.layers.attn
+    for norm, scale in ((model.text.final_norm, LOGITS), (attention.q_norm, ATTENTION), (attention.k_norm, ATTENTION)):
+        norm.scale[...] = scale * norm.scale[...]
+    write_weights(model, directory, dtype)
+    return directory
+
+
+def with_layer_of(model: Qwen3VL, other: Qwen3VL) -> Qwen3VL:
+    """The model, but for one layer whose kernels have three parts in a hundred of the other's added."""
+
+    def mixed(kernel: jax.Array, of_other: jax.Array) -> jax.Array:
+        return kernel if kernel.ndim == 2 else kernel.at[2].set(kernel[2] + 0.03 * of_other[2])
+
+    mixture = nnx.clone(model)
+    nnx.update(mixture.text.layers, jax.tree.map(mixed, nnx.state(model.text.layers), nnx.state(other.text.layers)))
+    return mixture
+
+
+def write_weights(model: Qwen3VL, directory: Path, dtype: str) -> None:
+    ModelWeights(model, np.dtype(jnp.dtype(dtype))).write(directory)
