@@ -49,7 +49,7 @@ METADATA_BYTES = 2**20  # on disk, beside parameters and side files
 class ConversionReport:
     """What a conversion or an export did."""
 
-    path: Path
+    path: str  # or the address
     dtype: str
     num_params: int
     num_bytes: int
@@ -105,7 +105,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
                 "source": hub_id or str(src),
             }
             (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
-    return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+    return ConversionReport(str(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
 def keep_freed_memory() -> None:
@@ -127,8 +127,12 @@ def main() -> None:
         prog=prog_of("model_port.convert"),
         description="Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh.",
     )
-    parser.add_argument("--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, or ORG/NAME on the hub")
-    parser.add_argument("--dst", required=True, metavar="CKPT", help="where to write the checkpoint; must not exist")
+    parser.add_argument(
+        "--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, gs://BUCKET/PATH, or ORG/NAME on the hub"
+    )
+    parser.add_argument(
+        "--dst", required=True, metavar="CKPT", help="a directory or gs://BUCKET/PATH to write it to; must not exist"
+    )
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: that of the source)")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there already, at the end")
     add_debug_flag(parser)

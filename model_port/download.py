@@ -5,13 +5,21 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from model_port.bucket import downloaded, is_address
 from model_port.hf_files import HUB_ID, SIDE_FILES
 from model_port.hub import transferring
-from model_port.layout import ADAPTER_CONFIG_FILE
+from model_port.layout import ADAPTER_CONFIG_FILE, OPTIMIZER_DIR
 from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
 
 WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched beside the side files
+
+
+def local_directory(path: str | Path) -> Path:
+    """Where a model is on this disk: one at gs://… is downloaded, without the state of an optimizer beside it."""
+    if is_address(path):
+        return downloaded(path, lambda name: not name.startswith(f"{OPTIMIZER_DIR}/"))
+    return Path(path)
 
 
 def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: bool = True) -> Path:
@@ -19,8 +27,8 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
 
     `given_as` is how the user would give a directory instead.
     """
-    if Path(src).is_dir():
-        return Path(src)
+    if Path(src).is_dir() or is_address(src):
+        return local_directory(src)
     check_local(src)
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")

@@ -31,11 +31,13 @@ from model_port.adapters import (
     with_adapter,
     write_adapter,
 )
+from model_port.bucket import is_address
 from model_port.card import CURVE_FILE, curve_of, make_card
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
+from model_port.download import local_directory
 from model_port.evaluated import read_cells
 from model_port.hf_files import (
     CARD_FILE,
@@ -78,22 +80,23 @@ def export(
     if not max_shard_gib > 0:
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
     check_replaceable(Path(dst), force, Path(src))
-    source = _adapted(Path(src)) if is_adapter(Path(src)) else _stored(Path(src))
-    config, hf_dir = source.config, _hf_dir(Path(src))
+    given, src = str(src), local_directory(src)
+    source = _adapted(src) if is_adapter(src) else _stored(src)
+    config, hf_dir = source.config, _hf_dir(src)
     dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(hf_dir), dtype)
     title, base = name or Path(dst).name, base_model(hf_dir)
-    cells = read_cells(Path(evaluation), [str(src), str(dst), title]) if evaluation is not None else []
-    card = make_card(Path(src), title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells)
+    cells = read_cells(Path(evaluation), [given, str(dst), title]) if evaluation is not None else []
+    card = make_card(src, title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells)
     files[CARD_FILE] = card.encode()
-    if (curve := curve_of(Path(src))) is not None:
+    if (curve := curve_of(src)) is not None:
         files[CURVE_FILE] = curve.read_bytes()
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
     shards = plan_shards(shapes, storage, int(max_shard_gib * GIB))
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
-    with output_directory(dst, force=force, source=Path(src), needed_bytes=needed_bytes) as partial:
+    with output_directory(dst, force=force, source=src, needed_bytes=needed_bytes) as partial:
         with _ShardedWriter(partial, shards, storage) as writer, Meter("exporting", param_bytes, BYTES) as bar:
             for tensor, block in source.blocks:
                 writer.write(cast(block, storage, tensor))
@@ -103,25 +106,26 @@ def export(
             index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_side_files(files, partial)
-    return ConversionReport(Path(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+    return ConversionReport(str(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
 
 
 def export_adapter(
     src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False
 ) -> ConversionReport:
     """Writes an adapter, such as that of a run's checkpoint, as PEFT has it; `dtype` is float32 by default."""
-    start_s, dtype, src = time.monotonic(), dtype or "float32", Path(src)
+    start_s, dtype = time.monotonic(), dtype or "float32"
     storage = parse_dtype(dtype)
+    check_replaceable(Path(dst), force, Path(src))
+    src = local_directory(src)
     if not is_adapter(src):
         raise ValueError(f"{src} is no adapter: it has no {ADAPTER_CONFIG_FILE}; without --adapter a model is exported")
-    check_replaceable(Path(dst), force, src)
     info, config = read_adapter_info(src), _config_in(_hf_dir(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
     num_bytes = sum(array.nbytes for array in params.values())
     with output_directory(dst, force=force, source=src, needed_bytes=num_bytes + METADATA_BYTES) as partial:
         write_adapter(partial, config, info, params)
-    return ConversionReport(Path(dst), dtype, num_bytes // storage.itemsize, num_bytes, time.monotonic() - start_s)
+    return ConversionReport(str(dst), dtype, num_bytes // storage.itemsize, num_bytes, time.monotonic() - start_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +275,17 @@ def main() -> None:
         description="Writes a checkpoint as a Hugging Face directory that transformers, vLLM and SGLang load.",
     )
     parser.add_argument(
-        "--src", required=True, metavar="CKPT", help="a converted checkpoint, RUN/checkpoints/N, or an adapter"
+        "--src",
+        required=True,
+        metavar="CKPT",
+        help="a converted checkpoint, RUN/checkpoints/N or an adapter; or its gs:// address",
     )
-    parser.add_argument("--dst", required=True, metavar="HF_DIR", help="where to write it; must not exist")
+    parser.add_argument(
+        "--dst",
+        required=True,
+        metavar="HF_DIR",
+        help="where to write it, a directory or gs://BUCKET/PATH; must not exist",
+    )
     parser.add_argument("--adapter", action="store_true", help="the adapter alone, in the format of PEFT")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
@@ -285,6 +297,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.adapter and args.push_to_hub:
         parser.error("--push-to-hub takes whole models; an adapter goes there with hf upload REPO HF_DIR")
+    if args.push_to_hub and is_address(args.dst):
+        parser.error("--push-to-hub sends what is on this disk; give --dst a local directory")
     exit_on_sigterm()
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there

@@ -20,6 +20,7 @@ from model_port.adapters import (
     read_adapter_info,
     sum_of_base,
 )
+from model_port.bucket import is_address
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.inputs import (
     RowSequence,
@@ -77,6 +78,10 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if is_address(path):
+        from model_port.download import local_directory  # late: brings in the client of the hub
+
+        path = local_directory(path)
     path = Path(path)
     if is_adapter(path):
         return _load_adapted(path, dtype, mesh)

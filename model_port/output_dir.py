@@ -18,6 +18,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
 
 LOCK_FILE = ".lock"
 LIST_FILE = ".written_by_paravt_jax.json"  # name of the directory, and every file with its size and time of change
@@ -51,6 +54,10 @@ def output_directory(
     `force` replaces what is at `dst`, at the very end, and only what was written like this and is unchanged since.
     `source` is what the body reads.
     """
+    if is_address(dst):
+        with _into_bucket(Bucket.of(dst), force, needed_bytes) as partial:
+            yield partial
+        return
     check_local(dst)
     dst = Path(dst).absolute()
     dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
@@ -90,11 +97,27 @@ def output_directory(
         os.close(lock)
 
 
+@contextmanager
+def _into_bucket(bucket: Bucket, force: bool, needed_bytes: int) -> Iterator[Path]:
+    """Written on this disk first, where TMPDIR says."""
+    _check_bucket_replaceable(bucket, force)
+    with TemporaryDirectory() as temporary:
+        directory = Path(temporary) / bucket.name
+        with output_directory(directory, needed_bytes=needed_bytes) as partial:
+            yield partial
+        _check_bucket_replaceable(bucket, force)
+        upload_directory(directory, bucket)
+
+
 def partial_directory(dst: Path) -> Path:
     return dst.with_name(f".{dst.name}.partial")
 
 
 def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:
+    if is_address(dst):
+        if source is not None and is_address(source) and Bucket.of(source).is_below(Bucket.of(dst)):
+            raise ValueError(f"{source} lies in {dst}, which would be replaced; choose another place")
+        return _check_bucket_replaceable(Bucket.of(dst), force)
     check_local(dst)
     if not dst.exists():
         return
@@ -104,6 +127,22 @@ def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> Non
         raise ValueError(f"{source} lies in {dst}, which would be replaced; choose another place")
     if problem := _not_ours(dst):
         raise ValueError(f"{dst} {problem}, so it is not replaced; move it away, or choose another place")
+
+
+def _check_bucket_replaceable(bucket: Bucket, force: bool) -> None:
+    """What an upload of ours has left that did not come to its end is replaced without being forced."""
+    names, listed = set(bucket.names()), set[str]()
+    if not names:
+        return
+    if not force and UPLOADING not in names:
+        raise ValueError(f"{bucket} exists already; choose another place, or replace it with --force")
+    for name in {LIST_FILE, UPLOADING} & names:
+        listed |= {name, *json.loads((bucket / name).read_bytes())["files"]}
+    if others := sorted(names - listed):
+        raise ValueError(
+            f"{bucket} holds {others[0]}, which was not written with it by this program, so it is not replaced; choose "
+            f"another place"
+        )
 
 
 def _not_ours(directory: Path) -> str:

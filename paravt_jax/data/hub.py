@@ -14,6 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+from model_port.bucket import downloaded, is_address
 from model_port.hub import transferring
 from model_port.output_dir import check_local
 
@@ -53,6 +54,8 @@ def hub_name(path: str) -> HubName | None:
 
 def local_source(path: str | Path) -> Path:
     """The path itself, or where the rows of that data set lie after a download; a path that exists always wins."""
+    if is_address(path):
+        return downloaded(path, lambda name: name.endswith((*ROW_SUFFIXES, ".json")))
     name = hub_name(str(path))
     check_local(path)
     if Path(path).exists() or name is None:

@@ -1,0 +1,154 @@
+"""A bucket on loopback that can be made to fail: what tensorstore and pyarrow use of Google Cloud Storage's JSON API.
+
+`trouble(method, name)` decides of every request: None answers it, a number is the status it fails with, "stall" leaves
+it without an answer, and "lost" carries it out and then answers 503, as a network does that loses the answer.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from model_port import bucket
+
+STALL_S = 30.0
+PAGE = 50  # keys of a list's page
+Trouble = Callable[[str, str], int | str | None]
+
+
+class FakeGcs(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, tuple[int, bytes]] = {}  # "BUCKET/NAME" -> generation, content
+        self.trouble: Trouble = lambda method, name: None
+        self.requests: list[tuple[str, str]] = []
+        self.lock = threading.Lock()
+        self.last = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def names(self, prefix: str = "") -> set[str]:
+        return {name.removeprefix(prefix) for name in self.objects if name.startswith(prefix)}
+
+    def handle_error(self, request: object, address: object) -> None:
+        """A client that gave up is no error of the bucket's."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = 65536  # head and body of an answer in one packet
+    server: FakeGcs
+
+    def handle_any(self) -> None:
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
+        upload = url.path.startswith("/upload")
+        holder, _, name = url.path.partition("/b/")[2].partition("/o")
+        name = f"{holder}/{query['name'] if upload else unquote(name.removeprefix('/'))}"
+        self.server.requests.append((self.command, name))
+        trouble = self.server.trouble(self.command, name)
+        if trouble == "stall":
+            time.sleep(STALL_S)
+            self.close_connection = True
+            return
+        if isinstance(trouble, int):
+            return self.answer(trouble)
+        with self.server.lock:
+            status, body, generation = self.carry_out(name, query, content, upload)
+        self.answer(503) if trouble == "lost" else self.answer(status, body, generation)
+
+    do_GET = do_POST = do_DELETE = handle_any
+
+    def carry_out(self, name: str, query: dict[str, str], content: bytes, upload: bool) -> tuple[int, bytes, int]:
+        objects = self.server.objects
+        generation, held = objects.get(name, (0, b""))
+        if upload or self.command == "DELETE":
+            if int(query.get("ifGenerationMatch", generation)) != generation:
+                return 412, b"", 0
+            if self.command == "DELETE":
+                return (204 if objects.pop(name, None) else 404), b"", 0
+            self.server.last += 1
+            objects[name] = self.server.last, content
+            return 200, json.dumps(self.metadata(name)).encode(), self.server.last
+        if query.get("alt") == "media":
+            return self.media(generation, held, query)
+        return 200, json.dumps(self.page(name, query)).encode(), 0
+
+    def media(self, generation: int, held: bytes, query: dict[str, str]) -> tuple[int, bytes, int]:
+        if not generation:
+            return 404, b"", 0
+        if query.get("ifGenerationNotMatch") == str(generation):
+            return 304, b"", generation
+        span = self.headers.get("range")
+        if not span:
+            return 200, held, generation
+        first, last = span.removeprefix("bytes=").split("-")
+        if int(first) >= len(held):
+            return 416, b"", 0
+        last = min(int(last or len(held)), len(held) - 1)
+        self.range = f"bytes {first}-{last}/{len(held)}"
+        return 206, held[int(first) : last + 1], generation
+
+    def page(self, name: str, query: dict[str, str]) -> dict[str, object]:
+        holder = name.removesuffix("/")
+        found = sorted(self.server.names(f"{holder}/"))
+        found = [one for one in found if one >= query.get("pageToken", "") and one.startswith(query["prefix"])]
+        page = {"items": [self.metadata(f"{holder}/{one}") for one in found[:PAGE]]}
+        return page | ({"nextPageToken": found[PAGE]} if len(found) > PAGE else {})
+
+    def metadata(self, name: str) -> dict[str, str]:
+        generation, content = self.server.objects[name]
+        return {
+            "bucket": name.partition("/")[0],
+            "name": name.partition("/")[2],
+            "generation": str(generation),
+            "size": str(len(content)),
+            "metageneration": "1",
+            "timeCreated": "2026-01-01T00:00:00Z",
+            "updated": "2026-01-01T00:00:00Z",
+        }
+
+    def answer(self, status: int, body: bytes = b"", generation: int = 0) -> None:
+        if status >= 400:
+            body = json.dumps({"error": {"code": status, "message": f"it says {status}"}}).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        if generation:
+            self.send_header("x-goog-generation", str(generation))
+        if status == 206:
+            self.send_header("content-range", self.range)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def fake_gcs(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeGcs]:
+    """In the place of Google's, for this process and those that it starts; whoever waits gives up soon."""
+    server = FakeGcs()
+    patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    for name, seconds in (("DEADLINE_S", 4.0), ("ATTEMPT_S", 0.7), ("PAUSE_S", 0.01), ("MOST_PAUSE_S", 0.05)):
+        patch.setattr(bucket, name, seconds)
+    bucket._driver.cache_clear()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
