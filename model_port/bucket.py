@@ -8,19 +8,19 @@ object UPLOADING from before its first file until after its last, and while that
 import json
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any
 
 from model_port.progress import Meter
+from model_port.terminal import say
 
 ADDRESS = re.compile(r"gs:/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/(.+)")  # pathlib makes one slash of two
 UPLOADING = ".uploading.json"
@@ -33,11 +33,11 @@ PAUSE_S, MOST_PAUSE_S = 0.5, 15.0
 ABSENT = b"\x02"  # the generation of what is not there, as tensorstore spells it
 REFUSED = b""  # of what was not written, because another generation was there
 AT_ONCE = 8  # objects on their way
+PART_BYTES = 64 * 2**20  # of a large one that are read at a time
 PASSING = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN", "CANCELLED")
 STATUS = re.compile(r"^(\[Errno \d+\] )?google::cloud::Status\(")
 SERVER_VARIABLE = "TENSORSTORE_GCS_HTTP_URL"  # of another server than Google's, for both drivers
 ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-Answer = TypeVar("Answer")
 
 
 class Conflict(ValueError):
@@ -91,9 +91,11 @@ class Bucket:
         """Or it is the other."""
         return self.bucket == other.bucket and f"{self.path}/".startswith(f"{other.path}/")
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every object below it, by its name."""
-        found = self._answer("listed", lambda: _in_background(partial(_listed, self.bucket, self.path)))
+    def sizes(self, name: str | None = None) -> dict[str, int]:
+        """Bytes of every object below it, or of one of that name, by their names."""
+        begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
+        only = None if name is None else f"{begin}/{name}"
+        found = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
         return dict(sorted(found.items()))
 
     def names(self) -> list[str]:
@@ -104,9 +106,9 @@ class Bucket:
         answer = self._answer("read", lambda: _driver(self.bucket).read(self.path))
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
 
-    def read_if_changed(self, generation: bytes | None) -> tuple[bytes | None, bytes]:
-        """The same; None also where it is of this generation still."""
-        ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=generation)  # noqa: E731
+    def read_if_changed(self, generation: bytes | None, part: slice | None = None) -> tuple[bytes | None, bytes]:
+        """The same of a part of it; None also where it is of this generation still."""
+        ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=generation, byte_range=part)  # noqa: E731
         answer = self._answer("read", ask)
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
 
@@ -127,8 +129,10 @@ class Bucket:
             return generation
         raise Conflict(f"{self} was written by somebody else meanwhile")
 
-    def delete(self) -> None:
-        self._answer("deleted", lambda: _driver(self.bucket).write(self.path, None))
+    def delete(self, expected: bytes | None = None) -> None:
+        stamp = self._answer("deleted", lambda: _driver(self.bucket).write(self.path, None, if_equal=expected))
+        if stamp.generation == REFUSED and self.read()[0] is not None:
+            raise Conflict(f"{self} was written by somebody else meanwhile")
 
     def clear(self, names: Iterable[str] | None = None) -> None:
         """Deletes these objects below it, or all."""
@@ -150,7 +154,7 @@ class Bucket:
                 if not problem.startswith(PASSING):
                     raise self._problem(done, problem) from None
             if pause_s == PAUSE_S:
-                print(f"{self} is not {done} yet ({problem}); trying for {DEADLINE_S:g} s", file=sys.stderr)
+                say(f"{self} is not {done} yet ({problem}); trying for {DEADLINE_S:g} s")
             waited_s = time.monotonic() - begin_s
             if waited_s + pause_s > max(DEADLINE_S, 2 * attempt_s):
                 raise self._problem(done, f"{problem}, tried for {waited_s:.0f} s") from None
@@ -166,7 +170,7 @@ class Bucket:
         return RuntimeError(f"{self} could not be {done} ({problem}){advice}")
 
 
-def _listed(bucket: str, path: str) -> dict[str, int]:
+def _listed(begin: str, only: str | None) -> dict[str, int]:
     """By pyarrow's driver: where tensorstore's may not list, or no longer, it says that there is nothing."""
     from pyarrow import fs
 
@@ -175,9 +179,8 @@ def _listed(bucket: str, path: str) -> dict[str, int]:
         scheme, _, host = server.partition("://")
         options = {"anonymous": True, "scheme": scheme, "endpoint_override": host}
     system = fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1), **options)
-    begin = f"{bucket}/{path}/"
-    found = system.get_file_info(fs.FileSelector(begin, allow_not_found=True, recursive=True))
-    return {one.path.removeprefix(begin): one.size for one in found if one.is_file}
+    wanted = fs.FileSelector(begin, allow_not_found=True, recursive=True) if only is None else [only]
+    return {one.path.removeprefix(begin): one.size for one in system.get_file_info(wanted) if one.is_file}
 
 
 def _in_background(work: Callable[[], Any]) -> Future[Any]:
@@ -202,14 +205,15 @@ def everything(_: str) -> bool:
 def downloaded(address: str | Path, wanted: Callable[[str], bool] = everything) -> Path:
     """Where the object, or the directory's wanted objects, are on this disk; what is there is not read again."""
     bucket = Bucket.of(address)
-    names = bucket.names()
-    if not names:
-        if not wanted(bucket.name) or bucket.read_if_changed(None)[1] == ABSENT:
+    sizes = bucket.sizes()
+    if not sizes:
+        beside = bucket.parent.sizes(bucket.name) if wanted(bucket.name) else {}
+        if bucket.name not in beside:
             raise ValueError(f"{bucket} does not exist: there is no such object, and none below it")
-        return _copied(bucket.parent, [bucket.name]) / bucket.name
-    if UPLOADING in names:
+        return _copied(bucket.parent, {bucket.name: beside[bucket.name]}) / bucket.name
+    if UPLOADING in sizes:
         raise ValueError(f"{bucket} is not whole: writing it was begun and not ended; write it again")
-    names = [name for name in names if wanted(name)]
+    names = {name: num_bytes for name, num_bytes in sizes.items() if wanted(name)}
     if not names:
         raise ValueError(f"{bucket} has no file of the kind that is read from there")
     here = _copied(bucket, names)
@@ -220,16 +224,16 @@ def downloaded(address: str | Path, wanted: Callable[[str], bool] = everything) 
     return here
 
 
-def _copied(bucket: Bucket, names: Iterable[str]) -> Path:
+def _copied(bucket: Bucket, sizes: Mapping[str, int]) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     here = home / "paravt_jax" / "buckets" / bucket.bucket / bucket.path
     here.mkdir(parents=True, exist_ok=True)
-    download(bucket, names, here)
+    download(bucket, sizes, here)
     return here
 
 
-def download(bucket: Bucket, names: Iterable[str], here: Path) -> None:
-    """Copies objects into a directory, but for those that it has in the same generation."""
+def download(bucket: Bucket, sizes: Mapping[str, int], here: Path) -> None:
+    """Copies objects of these sizes into a directory, but for those that it has in the same generation."""
     known: dict[str, str] = {}
     with suppress(FileNotFoundError, ValueError):
         known = json.loads((here / GENERATIONS_FILE).read_bytes())
@@ -240,22 +244,46 @@ def download(bucket: Bucket, names: Iterable[str], here: Path) -> None:
             raise ValueError(f"{bucket} has an object {name!r}, which is no name of a file; delete it there")
         if name in known and path.is_file():
             before = bytes.fromhex(known[name])
-        content, generation = (bucket / name).read_if_changed(before)
-        if generation == ABSENT:
-            raise ValueError(f"{bucket / name} was deleted while it was downloaded")
-        if content is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, content)
-            known[name] = generation.hex()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        generation = _fetch(bucket / name, path, before, sizes[name])
+        known[name] = generation.hex()
 
     try:
-        _at_once(f"downloading {bucket}", copy, list(names))
+        _at_once(f"downloading {bucket}", copy, list(sizes))
     finally:
-        _replace(here / GENERATIONS_FILE, json.dumps(known).encode())
+        with _replacing(here / GENERATIONS_FILE) as file:
+            file.write(json.dumps(known).encode())
+
+
+def _fetch(source: Bucket, path: Path, before: bytes | None, num_bytes: int) -> bytes:
+    """Part by part, all of one generation, which is given back; nothing is written where it is the one of before."""
+    parts = [slice(begin, min(begin + PART_BYTES, num_bytes)) for begin in range(0, num_bytes, PART_BYTES)] or [None]
+    content, generation = source.read_if_changed(before, parts[0])
+    if content is None and generation == before:
+        return generation
+    with _replacing(path) as file:
+        for part in parts[1:]:
+            file.write(content or b"")
+            content, now = source.read_if_changed(None, part)
+            if now != generation:
+                raise ValueError(f"{source} was changed while it was downloaded; start again")
+        if content is None:
+            raise ValueError(f"{source} was deleted while it was downloaded; start again")
+        file.write(content)
+    return generation
 
 
 def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
-    _at_once(f"uploading to {bucket}", lambda name: (bucket / name).write(files[name].read_bytes()), list(files))
+    """One large file at a time: an object is sent from memory."""
+    large = [name for name, path in files.items() if path.stat().st_size > PART_BYTES]
+
+    def send(name: str) -> None:
+        (bucket / name).write(files[name].read_bytes())
+
+    _at_once(f"uploading to {bucket}", send, [name for name in files if name not in large])
+    for number, name in enumerate(large, 1):
+        with Meter(f"uploading {bucket / name}, large file {number} of {len(large)}"):
+            send(name)
 
 
 def upload_directory(directory: Path, bucket: Bucket) -> None:
@@ -277,10 +305,12 @@ def _at_once(what: str, work: Callable[[str], object], names: Sequence[str]) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def _replace(path: Path, content: bytes) -> None:
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            yield file
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

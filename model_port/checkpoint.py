@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +131,24 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
         for copy in copies:
             copy.result()
     return files
+
+
+def shard_blocks(
+    shape: tuple[int, ...], shard: tuple[int, ...], dtype: np.dtype, parts: Iterable[ArrayPart], name: str
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The same blocks by the names of their files in the array's directory, for where there is no such directory."""
+    chunk = _chunk_of_shard(shape, shard, dtype.itemsize)
+    for box, values in parts:
+        for block in grid_of(box, chunk):
+            number = ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
+            yield number, partial(_block_bytes, values[index_of(block, origin=box)], dtype, name, chunk)
+
+
+def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[int, ...]) -> bytes:
+    values = cast(values, dtype, name)
+    if values.shape != chunk:  # at an edge, where a block is longer than the array
+        values = np.pad(values, [(0, size - length) for size, length in zip(chunk, values.shape, strict=True)])
+    return np.ascontiguousarray(values).tobytes()
 
 
 def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray, name: str) -> None:

@@ -35,7 +35,7 @@ def check_local(path: str | Path) -> None:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def named(path: object) -> Iterator[None]:
     """A full disk, or a read that fails, does not say which file it was."""
     try:
         yield

@@ -301,7 +301,9 @@ class LogConfig:
 class Config:
     """A run of PARA-GRPO: its sections, and what cannot be together."""
 
-    run_dir: str = "runs/default"  # all that a run leaves; started again with the same one, it goes on
+    # All that a run leaves; started again with the same one, it goes on. gs://BUCKET/PATH: checkpoints and copies of
+    # the logs are there, and the run's own files in runs/ below the working directory.
+    run_dir: str = "runs/default"
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -403,7 +405,9 @@ def _imitation_video() -> VideoConfig:
 class SftConfig:
     """Of the cold start. `rollout` says how a video, a tool and a turn are shown, and should be that of RL to come."""
 
-    run_dir: str = "runs/sft"  # all that a run leaves; started again with the same one, it goes on
+    # All that a run leaves; started again with the same one, it goes on. gs://BUCKET/PATH: checkpoints and copies of
+    # the logs are there, and the run's own files in runs/ below the working directory.
+    run_dir: str = "runs/sft"
     seed: int = 0  # of all that is drawn at random
     model: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

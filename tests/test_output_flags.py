@@ -56,7 +56,18 @@ READ_FROM = {  # settings, flags and arguments that name what is read, or where 
     "train run_dir": ["train", "--config", "c.yaml", "run_dir=FILE"],
 }
 READ = {  # or no path at all, or a log that is added to
-    *("--api-key-env", "--arms", "--config", "--device", "--dtype", "--engine", "--eval", "--evaluation", "--hf"),
+    *(
+        "--api-key",
+        "--api-key-env",
+        "--arms",
+        "--config",
+        "--device",
+        "--dtype",
+        "--engine",
+        "--eval",
+        "--evaluation",
+        "--hf",
+    ),
     *(
         "--host",
         "--log-file",
@@ -172,7 +183,7 @@ def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tm
 ARGUMENTS = {" ".join(key): one for key, (one, _) in FILES.items()} | DIRECTORIES | READ_FROM
 IN_BUCKETS = {  # models, rows and runs
     *("convert --dst", "convert --src", "data inspect", "data split --src", "export --dst", "tiny --dst"),
-    *("train data.train", "train model.path"),
+    *("train data.train", "train model.path", "train run_dir"),
 }
 
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from model_port.bucket import is_address
 from paravt_jax.config import SYNTHETIC, Config, computed_on, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import left_out
@@ -56,6 +57,8 @@ async def opened(
     another model, seed or data than it began with. `take_over`: also servers that another run publishes to.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
+    if replay is not None and is_address(config.run_dir):
+        raise ValueError(f"run_dir={config.run_dir}: a replay writes to a local directory; choose another run_dir")
     if hosts.num > 1:
         _check_for_hosts(config, replay)
     gpus = place_servers(config.engine, config.mesh.num_devices // hosts.num) if replay is None else ()

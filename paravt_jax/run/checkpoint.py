@@ -19,6 +19,7 @@ python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or hold
 """
 
 import argparse
+import io
 import itertools
 import json
 import math
@@ -46,6 +47,7 @@ from model_port.adapters import (
     read_adapter_info,
     write_adapter,
 )
+from model_port.bucket import Bucket, downloaded, is_address
 from model_port.checkpoint import (
     ArrayPart,
     Box,
@@ -88,7 +90,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | Bucket,
         hf_dir: Path,
         config: CheckpointConfig,
         say: Callable[[str], None],
@@ -99,7 +101,8 @@ class Checkpoints:
 
         `adapter` is what the learner trains, where it is not the model itself.
         """
-        self._directory, self._config, self._say = directory.absolute(), config, say
+        self._directory: Any = directory if isinstance(directory, Bucket) else directory.absolute()
+        self._config, self._say = config, say
         self._hosts = hosts
         # Refused now, not when the first checkpoint is exported.
         self._adapter, self._model = adapter, config_from_hf(read_hf_config(hf_dir), str(hf_dir))
@@ -122,7 +125,7 @@ class Checkpoints:
         return _steps_in(self._directory)
 
     @property
-    def latest(self) -> Path | None:
+    def latest(self) -> Path | Bucket | None:
         return self._directory / str(self.steps[-1]) if self.steps else None
 
     def save(self, learner: Learner, progress: dict[str, Any]) -> None:
@@ -180,28 +183,35 @@ class Checkpoints:
             if not problem:
                 return record["progress"]
             self._set_aside(directory, problem)
-        if broken := sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}")):
+        if broken := self._broken():
             raise RuntimeError(
                 f"{self._directory} has no whole checkpoint left ({', '.join(broken)}); put one back, move the run's "
                 f"directory away to begin anew, or choose another run_dir"
             )
         return None
 
-    def _set_aside(self, directory: Path, problem: str) -> None:
+    def _broken(self) -> list[str]:
+        return sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}"))
+
+    def _set_aside(self, directory: Path | Bucket, problem: str) -> None:
+        aside = self._rename_broken(directory)
+        latest = f"step {self.steps[-1]} is tried next" if self.steps else "there is none before it"
+        self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {aside}; {latest}.")
+
+    def _rename_broken(self, directory: Any) -> str:
         aside = directory.with_name(f"{directory.name}{BROKEN_SUFFIX}")
         if self._hosts.leads:
             if aside.exists():
                 _remove(aside)
             directory.rename(aside)
         self._hosts.gather("set aside", None)
-        latest = f"step {self.steps[-1]} is tried next" if self.steps else "there is none before it"
-        self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {aside.name}; {latest}.")
+        return aside.name
 
     def _stored(self, state: TrainState) -> TrainState:
         """The part of it that a checkpoint holds."""
         return state if self._adapter is None else replace(state, frozen=nnx.State({}))
 
-    def _read_state(self, directory: Path, record: dict[str, Any], old: TrainState) -> TrainState:
+    def _read_state(self, directory: Path | Bucket, record: dict[str, Any], old: TrainState) -> TrainState:
         if self._adapter is None:
             return _read_state(directory, record, old)
         state = _read_state(directory, record, self._stored(old), partial(_read_adapter, self._model, self._adapter))
@@ -212,8 +222,9 @@ class Checkpoints:
         try:
             with ExitStack() as stack:
                 partial, *_ = self._on_all(lambda: self._begin(step, arrays, stack))
-                written = self._on_all(lambda: self._write_own(Path(partial), arrays))
-                self._on_all(lambda: self._commit(Path(partial), record, written, stack))
+                place = Bucket.of(partial) if is_address(partial) else Path(partial)
+                written = self._on_all(lambda: self._write_own(place, arrays))
+                self._on_all(lambda: self._commit(place, record, written, stack))
         except Exception as problem:  # whatever it is, the run is worth more than one checkpoint
             return _words(problem)
         return None
@@ -242,18 +253,22 @@ class Checkpoints:
             return ""
         num_bytes = sum(array.num_bytes for array in arrays.values())
         partial = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
+        self._make(partial, arrays)
+        return str(partial)
+
+    def _make(self, partial: Path, arrays: dict[str, "_Copied"]) -> None:
+        """All that is no block of an array."""
         for folder, part in _by_folder(arrays).items():
             (partial / folder).mkdir(exist_ok=True)
             if folder == "." and self._adapter is not None:
                 write_adapter(partial, self._model, self._adapter, {path: one.only for path, one in part.items()})
             else:
-                widest = np.result_type(*{one.dtype for one in part.values()})  # holds every value of the others
+                widest = _widest(part)
                 shapes, shards = ({path: getattr(one, of) for path, one in part.items()} for of in ("shape", "shard"))
                 make_arrays(partial / folder, shapes, shards, widest)
         write_side_files(self._hf_files, partial / HF_DIR)
-        return str(partial)
 
-    def _write_own(self, partial: Path, arrays: dict[str, "_Copied"]) -> dict[str, list[Any]]:
+    def _write_own(self, partial: Any, arrays: dict[str, "_Copied"]) -> dict[str, list[Any]]:
         """The shards of this host, and the bytes and sums of their files."""
         files: list[Path] = []
         for folder, part in _by_folder(arrays).items():
@@ -265,7 +280,7 @@ class Checkpoints:
         return _file_sums(partial, files)
 
     def _commit(
-        self, partial: Path, record: dict[str, Any], written: list[dict[str, list[Any]]], stack: ExitStack
+        self, partial: Any, record: dict[str, Any], written: list[dict[str, list[Any]]], stack: ExitStack
     ) -> None:
         """Host 0 writes what all have written, and gives it its name."""
         if not self._hosts.leads:
@@ -321,12 +336,20 @@ def _by_folder(arrays: dict[str, _Copied]) -> dict[str, dict[str, _Copied]]:
     return folders
 
 
+def _widest(part: dict[str, _Copied]) -> np.dtype:
+    """The dtype that holds every value of all these arrays."""
+    return np.result_type(*{one.dtype for one in part.values()})
+
+
 def _words(problem: Exception) -> str:
     known = isinstance(problem, OSError | ValueError)
     return f"{'' if known else f'{type(problem).__name__}: '}{problem}".partition("\n")[0]
 
 
-def _steps_in(directory: Path) -> list[int]:
+def _steps_in(directory: Path | Bucket) -> list[int]:
+    if isinstance(directory, Bucket):  # one without its record is not whole
+        parts = [name.split("/") for name in directory.names()]
+        return sorted(int(part[0]) for part in parts if part[1:] == [RECORD_FILE] and part[0].isdecimal())
     return sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
 
 
@@ -359,14 +382,18 @@ def _file_sums(directory: Path, paths: Sequence[Path]) -> dict[str, list[Any]]:
         }
 
 
-def _sum_of(path: Path) -> str:
+def _sum_of(path: Path | Bucket) -> str:
     return _read_summed(path, itertools.repeat(memoryview(bytearray(SUM_BYTES))))
 
 
-def _read_summed(path: Path, parts: Iterable[memoryview], summed: bool = True) -> str:
+def _opened(path: Path | Bucket) -> io.RawIOBase | io.BytesIO:
+    return io.BytesIO(path.read_bytes()) if isinstance(path, Bucket) else path.open("rb", buffering=0)
+
+
+def _read_summed(path: Path | Bucket, parts: Iterable[memoryview], summed: bool = True) -> str:
     """Reads a file into one part after another, and sums each while it is in the processor's cache."""
     found = xxhash.xxh3_128()
-    with named(path), path.open("rb", buffering=0) as file:
+    with named(path), _opened(path) as file:
         for part in parts:
             num_bytes = 0
             while num_bytes < len(part) and (read := file.readinto(part[num_bytes:])):
@@ -382,7 +409,7 @@ def _record_sum(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(record).encode()).hexdigest()
 
 
-def _read_record(directory: Path) -> dict[str, Any]:
+def _read_record(directory: Path | Bucket) -> dict[str, Any]:
     """The content of state.json, with values of the types that it is written with."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
@@ -403,7 +430,7 @@ def _read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def _check_record(record: Section, directory: Path) -> None:
+def _check_record(record: Section, directory: Path | Bucket) -> None:
     record.section("progress")
     scalars, shapes, files = (record.section(key) for key in ("scalars", "shapes", "files"))
     for name in shapes.values:
@@ -419,11 +446,11 @@ def _check_record(record: Section, directory: Path) -> None:
         raise ValueError(f"{RECORD_FILE} is of step {step}, not of step {directory.name}")
 
 
-def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
-    wrong = []
+def _check_sizes(directory: Path | Bucket, files: dict[str, list[Any]]) -> None:
+    wrong, sizes = [], directory.sizes() if isinstance(directory, Bucket) else {}
     for name, (num_bytes, _) in files.items():
         try:
-            found = (directory / name).stat().st_size
+            found = (directory / name).stat().st_size if isinstance(directory, Path) else sizes.get(name, 0)
         except FileNotFoundError:
             found = 0
         if found != num_bytes:
@@ -432,7 +459,7 @@ def _check_sizes(directory: Path, files: dict[str, list[Any]]) -> None:
         raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are cut or lost, first {wrong[0]}")
 
 
-def _check_files(directory: Path, files: dict[str, list[Any]], names: Iterable[str], pool: Executor) -> None:
+def _check_files(directory: Path | Bucket, files: dict[str, list[Any]], names: Iterable[str], pool: Executor) -> None:
     summed = [name for name in names if files[name][1] is not None]
     list(pool.map(lambda name: _check_sum(name, files, _sum_of(directory / name)), summed))
 
@@ -442,7 +469,7 @@ def _check_sum(name: str, files: dict[str, list[Any]], found: str) -> None:
         raise BrokenCheckpoint(f"{name} has other bytes than were written")
 
 
-def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> None:
+def _check_same(directory: Path | Bucket, record: dict[str, Any], state: TrainState) -> None:
     there = {name: tuple(shape) for name, shape in record["shapes"].items()}
     here = {name: leaf.shape for name, leaf in _named(state).items()}
     differ = [
@@ -457,8 +484,10 @@ def _check_same(directory: Path, record: dict[str, Any], state: TrainState) -> N
         )
 
 
-def _read_adapter(model: ModelConfig, here: AdapterInfo, directory: Path) -> dict[str, np.ndarray]:
+def _read_adapter(model: ModelConfig, here: AdapterInfo, directory: Path | Bucket) -> dict[str, np.ndarray]:
     """The adapter of a checkpoint by name, where it is one of this run's, beside the same weights."""
+    if isinstance(directory, Bucket):
+        directory = downloaded(str(directory), lambda name: "/" not in name)
     there = read_adapter_info(directory)
     if there.lora != here.lora:
         raise ValueError(
@@ -472,10 +501,10 @@ def _read_adapter(model: ModelConfig, here: AdapterInfo, directory: Path) -> dic
 
 
 def _read_state(
-    directory: Path,
+    directory: Path | Bucket,
     record: dict[str, Any],
     old: TrainState,
-    read_params: Callable[[Path], dict[str, np.ndarray]] = lambda _: {},
+    read_params: Callable[[Path | Bucket], dict[str, np.ndarray]] = lambda _: {},
 ) -> TrainState:
     """Every file is read once, and compared with its sum on the way. `read_params` are those of other formats."""
     files = record["files"]
@@ -512,7 +541,7 @@ def _places(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
 
 
 def _read_array(
-    directory: Path, files: dict[str, list[Any]], name: str, boxes: Iterable[Box], pool: Executor
+    directory: Path | Bucket, files: dict[str, list[Any]], name: str, boxes: Iterable[Box], pool: Executor
 ) -> dict[Box, np.ndarray]:
     """Parts of an array of zarr whose blocks are their bytes as they are in memory, as `write_shards` has written it.
 
@@ -520,7 +549,7 @@ def _read_array(
     """
     folder, path = _home(name)
     place = f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
-    layout = json.loads((directory / place / ".zarray").read_bytes())
+    layout = json.loads((directory / f"{place}.zarray").read_bytes())
     shape, chunk, dtype = tuple(layout["shape"]), tuple(layout["chunks"]), np.dtype(layout["dtype"])
     arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
 
@@ -551,7 +580,7 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def verify(directory: Path) -> Iterable[tuple[Path, str]]:
+def verify(directory: Path | Bucket) -> Iterable[tuple[Path | Bucket, str]]:
     """Every checkpoint there, and what is broken about it, or nothing."""
     for checkpoint in [directory / str(step) for step in _steps_in(directory)] or [directory]:
         try:
@@ -570,12 +599,13 @@ def main() -> None:
         prog=prog_of("paravt_jax.run.checkpoint"), description="Compares checkpoints of a run with what was written."
     )
     parser.add_argument("command", choices=["verify"])
-    parser.add_argument("directory", type=Path, metavar="DIR", help="RUN/checkpoints, or one of those in it")
+    parser.add_argument("directory", metavar="DIR", help="RUN/checkpoints, or one of those in it; also at gs://")
     add_debug_flag(parser)
     args = parser.parse_args()
-    if not args.directory.is_dir():
-        raise ValueError(f"{args.directory} is no directory")
-    found = list(verify(args.directory))
+    directory = Bucket.of(args.directory) if is_address(args.directory) else Path(args.directory)
+    if isinstance(directory, Path) and not directory.is_dir():
+        raise ValueError(f"{directory} is no directory")
+    found = list(verify(directory))
     for checkpoint, problem in found:
         print(f"{checkpoint}: {f'broken, {problem}' if problem else 'as it was written'}")
     if broken := [checkpoint for checkpoint, problem in found if problem]:

@@ -9,22 +9,41 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, upload
+from model_port.layout import RECORD_FILE
 from model_port.output_dir import check_local
 from paravt_jax.keys import flat
 from paravt_jax.run.hosts import Hosts
-from paravt_jax.run.log import whole_file
+from paravt_jax.run.lease import Lease, held_in_bucket, token_of
+from paravt_jax.run.log import (
+    EPISODES_DIR,
+    METRICS_FILE,
+    PLOTS_DIR,
+    SUPERSEDED_DIR,
+    TENSORBOARD_DIR,
+    VALIDATION_FILE,
+    WANDB_ID_FILE,
+    last_step,
+    whole_file,
+)
+from paravt_jax.run.process import say
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 TOKEN_FILE = ".hosts"  # says to all hosts whether they see the same directory
 RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # of a directory, in the id of its run
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
+BESIDE_BUCKET = "runs"  # below the working directory: where a run in a bucket has its own files
+LOGGED = {
+    *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
+    *(SETTINGS_FILE, SETTINGS_LOG_FILE, PLOTS_DIR, RUN_ID_FILE),
+}
 
 
 def user_cache(name: str) -> Path:
@@ -81,6 +100,49 @@ def run_id(directory: Path, hosts: Hosts) -> str:
     code = hashlib.blake2s(f"{token} {directory.absolute()}".encode(), digest_size=4).hexdigest()
     name = re.sub(r"[^\w.-]", "_", directory.absolute().name, flags=re.ASCII)[:MAX_NAME_CHARS]
     return hosts.gather("run id", f"{name}-{code}")[0]
+
+
+@contextmanager
+def held_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
+    """Each host's own directory on its disk, for a run whose checkpoints are in a bucket, which host 0 holds there.
+
+    The logs of the run are brought back where the bucket has a checkpoint beyond them.
+    """
+    name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
+    with held(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
+        lease = None
+        token_of(directory, bucket)
+        if hosts.leads:
+            say(f"checkpoints and copies of the logs are in {bucket}, the run's own files in {directory}")
+            lease = stack.enter_context(held_in_bucket(bucket, directory, say))
+        hosts.gather("bucket", None)
+        names = bucket.sizes()
+        saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
+        if not hosts.leads or last_step(directory) < max(map(int, filter(str.isdecimal, saved)), default=0):
+            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # whatever is here, it is theirs that counts
+            download(bucket, {name: num_bytes for name, num_bytes in names.items() if is_log(name)}, directory)
+        yield directory, lease
+
+
+def is_log(name: str) -> bool:
+    """Whether this is what a run has logged, by its path in the run's directory."""
+    return name.partition("/")[0] in LOGGED
+
+
+class LogCopies:
+    """Copies to the bucket what of the logs has changed since it was copied there."""
+
+    def __init__(self, directory: Path, bucket: Bucket):
+        self._directory, self._bucket = directory, bucket
+        self._copied: dict[str, tuple[int, int]] = {}
+
+    def copy(self) -> None:
+        paths = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*") if path.is_file()}
+        paths = {name: path for name, path in paths.items() if is_log(name) and not path.name.endswith(PARTIAL)}
+        now = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items()}
+        changed = {name: paths[name] for name, status in now.items() if self._copied.get(name) != status}
+        upload(changed, self._bucket)
+        self._copied |= {name: now[name] for name in changed}
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:

@@ -30,6 +30,7 @@ VALIDATION_FILE = "validation.jsonl"
 EPISODES_DIR = "episodes"
 SUPERSEDED_DIR = "superseded"
 TENSORBOARD_DIR = "tensorboard"
+PLOTS_DIR = "plots"
 WANDB_ID_FILE = "wandb_id"
 SHOWN = {
     "reward": "rollout/reward_mean",
@@ -58,6 +59,7 @@ class RunLog:
         put_aside = _put_aside_later(run_dir, first_step)
         self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step) if config.tensorboard else None
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
+        self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
         self._progress = _StepBar(num_steps, first_step)
         if put_aside is not None:
             self.say(f"what was logged after step {first_step} is now in {put_aside} and will be done again")
@@ -78,12 +80,15 @@ class RunLog:
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Logs how the policy after `step` steps does on held-out prompts, under keys of its own: `validation/…`."""
+        self._validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
 
     def validated(self, step: int) -> bool:
         """Whether that is logged already, as after a restart."""
-        path = self._run_dir / VALIDATION_FILE
-        return path.exists() and any(row["step"] == step for row in load_jsonl(path))
+        return step in self._validated
+
+    def validated_steps(self) -> list[int]:
+        return sorted(self._validated)
 
     def phase(self, text: str) -> None:
         """What the run is at: shown on a terminal, and elsewhere said now and then while it lasts."""
@@ -121,14 +126,15 @@ class RunLog:
 class QuietLog(RunLog):
     """That of a host that does not lead: what it would say is said by host 0, of all of them."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, validated: Iterable[int]) -> None:
+        """`validated` are the steps whose validation host 0 has: its files need not be seen by the others."""
+        self._validated = set(validated)
 
     def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
         pass
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        pass
+        self._validated.add(step)
 
     def phase(self, text: str) -> None:
         pass

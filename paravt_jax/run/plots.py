@@ -22,9 +22,16 @@ from matplotlib.ticker import MaxNLocator
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.progress import counted
-from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, load_jsonl, rows_by_step, whole_file
+from paravt_jax.run.log import (
+    EPISODES_DIR,
+    METRICS_FILE,
+    PLOTS_DIR,
+    VALIDATION_FILE,
+    load_jsonl,
+    rows_by_step,
+    whole_file,
+)
 
-PLOTS_DIR = "plots"
 MAX_MARKED_STEPS = 40  # with more, the points give way to a running mean
 MEAN_FRAC = 0.04  # of all steps, what the running mean is over
 MAX_EPISODE_STEPS = 100  # the newest ones, which show the policy as it is and are read in seconds

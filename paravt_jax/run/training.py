@@ -11,17 +11,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from model_port.bucket import Bucket, is_address
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.keys import flat
 from paravt_jax.learner.learner import Learner
+from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.compiles import Compiles
-from paravt_jax.run.directory import changed_settings, held, held_by_first, versions, write_settings
+from paravt_jax.run.directory import (
+    LogCopies,
+    changed_settings,
+    held,
+    held_by_first,
+    held_for_bucket,
+    versions,
+    write_settings,
+)
 from paravt_jax.run.hosts import Hosts
-from paravt_jax.run.log import QuietLog, RunLog, last_step
-from paravt_jax.run.plots import PLOTS_DIR, make_plots
+from paravt_jax.run.lease import Lease
+from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, last_step
+from paravt_jax.run.plots import make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import Stopping, stop_on_signals
 from paravt_jax.run.sources import code_sums
@@ -49,6 +60,8 @@ class RunDirectory:
     changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
     allow_changes: bool
     hosts: Hosts
+    bucket: Bucket | None = None  # where its checkpoints are, and copies of its logs, if not here
+    lease: Lease | None = None  # of host 0, on that
 
     @classmethod
     def enter(
@@ -69,7 +82,11 @@ class RunDirectory:
             lambda: {**told_to_all(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
             "start all hosts with the same settings and the same code",
         )
-        path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
+        bucket, lease = Bucket.of(run_dir) if is_address(run_dir) else None, None
+        if bucket is not None:
+            path, lease = stack.enter_context(held_for_bucket(bucket, hosts))
+        else:
+            path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping, grace_s, hosts))
         num_logged = last_step(path)
@@ -80,7 +97,19 @@ class RunDirectory:
                 f"{'; '.join(told)} in the steps that {path} has: set it back, choose another run_dir, or add "
                 f"--allow-changes to go on all the same"
             )
-        return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts)
+        return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease)
+
+    def checkpoints(self, copies: "LogCopies | None", *options: Any) -> Checkpoints:
+        """`copies` are of the logs, made before a checkpoint in a bucket counts."""
+        if self.bucket is None:
+            return Checkpoints(self.path / CHECKPOINTS_DIR, *options)
+
+        def before_commit() -> None:
+            assert copies is not None and self.lease is not None
+            copies.copy()
+            self.lease.renew()
+
+        return BucketCheckpoints(self.bucket / CHECKPOINTS_DIR, *options, before_commit=before_commit)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
         """What `work` gives; or None where somebody wants to stop, and then on all hosts."""
@@ -101,6 +130,7 @@ class Training:
     save_every_steps: int
     begun_with: Progress  # what the newest checkpoint says; of a new run, its beginning
     step: int  # steps done
+    copies: LogCopies | None = None  # of its logs, in a bucket
     compiles: Compiles = field(default_factory=Compiles)
     began_step_s: float = 0.0
     exit_code: int = 0  # of the command: 0 where all steps are done, 128 + n where signal n stopped the run before
@@ -127,7 +157,8 @@ class Training:
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
-        checkpoints = Checkpoints(directory.path / CHECKPOINTS_DIR, policy.hf_files, checkpoint, say, adapter, hosts)
+        copies = None if directory.bucket is None else LogCopies(directory.path, directory.bucket)
+        checkpoints = directory.checkpoints(copies, policy.hf_files, checkpoint, say, adapter, hosts)
         stack.callback(checkpoints.close)
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
@@ -153,14 +184,15 @@ class Training:
             write_settings(settings, directory.path, step)
             run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
         else:
-            run_log = QuietLog(directory.path)
-        await hosts.gathered("log", None)  # host 0 puts in order what the others read there
+            run_log = None
+        validated, *_ = await hosts.gathered("log", [] if run_log is None else run_log.validated_steps())
+        run_log = run_log or QuietLog(validated)
         stack.callback(run_log.close)
         for remark in remarks:
             run_log.say(remark)
         if step:
             run_log.say(f"going on after step {step} of {num_steps} in {directory.path}")
-        return cls(directory, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step)
+        return cls(directory, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step, copies)
 
     @property
     def version(self) -> int:
@@ -201,6 +233,8 @@ class Training:
         """Returns when the state is copied; the run goes on meanwhile."""
         self.log.phase("checkpoint")
         record = {"step": self.step, "visits": self.begun_with["visits"], **progress}
+        if self.directory.lease is not None and self.directory.lease.lost:
+            raise RuntimeError(self.directory.lease.lost)
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
 
     async def finish(self, progress: Progress) -> None:
@@ -212,6 +246,8 @@ class Training:
         directory = self.directory.path
         if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):
             self.log.say(f"plots: {directory / PLOTS_DIR}")
+        if self.directory.hosts.leads and self.copies is not None:
+            await in_thread(self.copies.copy)
         if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
         goes_on = "" if self.step >= self.num_steps else "; the same command goes on from there"

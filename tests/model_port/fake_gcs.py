@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -41,7 +42,7 @@ class FakeGcs(ThreadingHTTPServer):
     def names(self, prefix: str = "") -> set[str]:
         return {name.removeprefix(prefix) for name in self.objects if name.startswith(prefix)}
 
-    def handle_error(self, request: object, address: object) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that gave up is no error of the bucket's."""
 
 
@@ -84,6 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, json.dumps(self.metadata(name)).encode(), self.server.last
         if query.get("alt") == "media":
             return self.media(generation, held, query)
+        if not name.endswith("/"):
+            return (200, json.dumps(self.metadata(name)).encode(), 0) if generation else (404, b"", 0)
         return 200, json.dumps(self.page(name, query)).encode(), 0
 
     def media(self, generation: int, held: bytes, query: dict[str, str]) -> tuple[int, bytes, int]:
@@ -101,10 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.range = f"bytes {first}-{last}/{len(held)}"
         return 206, held[int(first) : last + 1], generation
 
-    def page(self, name: str, query: dict[str, str]) -> dict[str, object]:
+    def page(self, name: str, query: dict[str, str]) -> dict[str, Any]:
         holder = name.removesuffix("/")
         found = sorted(self.server.names(f"{holder}/"))
-        found = [one for one in found if one >= query.get("pageToken", "") and one.startswith(query["prefix"])]
+        found = [one for one in found if one >= query.get("pageToken", "") and one.startswith(query.get("prefix", ""))]
         page = {"items": [self.metadata(f"{holder}/{one}") for one in found[:PAGE]]}
         return page | ({"nextPageToken": found[PAGE]} if len(found) > PAGE else {})
 
@@ -132,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ import pytest
 from fake_gcs import fake_gcs
 
 import model_port
+from model_port import bucket as module
 from model_port.bucket import ABSENT, UPLOADING, Bucket, Conflict, downloaded
 from model_port.convert import convert
 from model_port.export import export
@@ -129,6 +130,25 @@ def test_what_is_here_already_is_not_read_again_and_what_is_gone_there_goes_here
     os.utime(here / "c", ns=(1, 1))
     downloaded("gs://bkt/dir")
     assert (here / "c").stat().st_mtime_ns == 1
+
+
+def test_a_large_object_comes_in_parts_of_one_generation(gcs, monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 4)
+    put(gcs, a=b"0123456789", b=b"01234567", c=b"")
+    here = downloaded("gs://bkt/dir")
+    assert [(here / name).read_bytes() for name in "abc"] == [b"0123456789", b"01234567", b""]
+    put(gcs, a=b"new content of a")
+
+    def change(method, name):
+        if name == "bkt/dir/a" and method == "GET":
+            gcs.last += 1
+            gcs.objects[name] = gcs.last, b"and yet another!"
+        return None
+
+    gcs.trouble = change
+    with pytest.raises(ValueError, match="gs://bkt/dir/a was changed while it was downloaded"):
+        downloaded("gs://bkt/dir")
+    assert (here / "a").read_bytes() == b"0123456789"
 
 
 @pytest.mark.parametrize("name", ["../../outside", "a//b", "./x"])

@@ -76,11 +76,11 @@ def update_of(
     )
 
 
-def arguments(run_dir: Path, *overrides: str) -> list[str]:
+def arguments(run_dir: Path | str, *overrides: str) -> list[str]:
     return ["--config", str(SMOKE), f"run_dir={run_dir}", *overrides]
 
 
-def command(run_dir: Path, *overrides: str) -> list[str]:
+def command(run_dir: Path | str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "paravt_jax.train", *arguments(run_dir, *overrides)]
 
 

@@ -8,15 +8,19 @@ import hosts as several
 import jax
 import numpy as np
 import pytest
+from fake_gcs import fake_gcs
 
 import model_port
+from model_port.bucket import Bucket
 from model_port.export import export
 from model_port.sharding import make_mesh
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.run import checkpoint
+from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints, verify
+from paravt_jax.run.directory import held_for_bucket
 from paravt_jax.run.hosts import ALONE
 
 pytestmark = pytest.mark.slow
@@ -29,13 +33,13 @@ def learner_on(tiny_hf, axes) -> Learner:
 
 
 def drawn(learner, step):
-    """A state of random bits, the same on whatever mesh."""
+    """A state of random bits, none of them NaN, the same on whatever mesh."""
     leaves, tree = jax.tree.flatten(learner.state)
 
     def draw(number, leaf):
         if leaf.ndim == 0:
             return jax.numpy.array(step, leaf.dtype)
-        bits = np.random.default_rng([step, number]).integers(0, 2**32, leaf.shape, np.uint32).view(np.float32)
+        bits = np.random.default_rng([step, number]).integers(0, 2**30, leaf.shape, np.uint32).view(np.float32)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: bits[index])
 
     return jax.tree.unflatten(tree, [draw(number, leaf) for number, leaf in enumerate(leaves)])
@@ -188,3 +192,45 @@ def test_a_host_lost_while_writing_leaves_the_checkpoint_before_it(of_two, tiny_
     assert any(entry.name.startswith(".3.") for entry in run.iterdir())
     restore(ALONE, run, tiny_hf, ONE, 2)
     assert sorted(entry.name for entry in run.iterdir()) == ["1", "2"]
+
+
+ADDRESS = "gs://bkt/runs/x"
+
+
+def open_bucket_on(hosts, tiny_hf, said):
+    place = Bucket.of(ADDRESS) / "checkpoints"
+    return BucketCheckpoints(
+        place, tiny_hf, CheckpointConfig(keep=2), said.append, None, hosts, before_commit=lambda: None
+    )
+
+
+def through_a_bucket(hosts, url, folder, tiny_hf):
+    """Each host has a disk of its own."""
+    os.environ["TENSORSTORE_GCS_HTTP_URL"] = url
+    disk = folder / f"disk{hosts.index}"
+    disk.mkdir()
+    os.chdir(disk)
+    with held_for_bucket(Bucket.of(ADDRESS), hosts) as (_, lease):
+        assert (lease is not None) == hosts.leads
+        learner, said = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
+        checkpoints = open_bucket_on(hosts, tiny_hf, said)
+        for step in (1, 2):
+            learner.state = drawn(learner, step)
+            checkpoints.save(learner, {"step": step})
+        checkpoints.close()
+        other = learner_on(tiny_hf, TWO)
+        checkpoints = open_bucket_on(hosts, tiny_hf, said)
+        assert checkpoints.restore(other) == {"step": 2} and not said
+        check_drawn(other, 2)
+        checkpoints.close()
+
+
+def test_two_hosts_without_a_shared_disk_write_their_shards_to_a_bucket(tmp_path, tiny_hf, monkeypatch):
+    with fake_gcs(monkeypatch, tmp_path / "cache") as gcs:
+        several.run_work(tmp_path / "said", through_a_bucket, 2, gcs.url, tmp_path, tiny_hf, devices=2)
+        assert {path.name for path in (tmp_path / "disk1" / "runs").iterdir()} == {"x.host1"}
+        learner, said = learner_on(tiny_hf, ONE), []
+        checkpoints = open_bucket_on(ALONE, tiny_hf, said)
+        assert checkpoints.restore(learner) == {"step": 2} and not said
+        check_drawn(learner, 2)
+        checkpoints.close()

@@ -1,0 +1,119 @@
+"""A run's directory at gs://BUCKET/PATH, held by one run at a time: what a lock on a file is on a disk.
+
+An object names the run that holds it and is written again every RENEW_S, each time in the place of the generation that
+this run wrote before. Another run waits LEASE_S to see whether it changes: if it does somebody trains there, else its
+owner is dead, as after a preemption, and it is taken over. Whoever was replaced notices before its next checkpoint.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from model_port.bucket import Bucket, Conflict
+
+OWNER = ".owner.json"
+PLACE_FILE = ".bucket.json"  # of the directory on this disk: which bucket it is of, and its token
+RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
+
+
+class Lease:
+    """Use `with held_in_bucket(bucket, directory, say) as lease`."""
+
+    def __init__(self, bucket: Bucket, token: str):
+        self._bucket, self._object, self._token = bucket, bucket / OWNER, token
+        self._generation, self._num_renewals = b"", 0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self.lost = ""  # why it is not this run's any more
+
+    def take(self, say: Callable[[str], None]) -> None:
+        content, generation = self._object.read()
+        if content is not None and self._owner(content).get("token") != self._token:
+            who = self._owner(content).get("who", "an unknown process")
+            say(f"{self._bucket} was last held by {who}; looking for {LEASE_S:g} s whether it is still there")
+            end_s = time.monotonic() + LEASE_S
+            while content is not None and time.monotonic() < end_s:
+                time.sleep(LOOK_S)
+                content, now = self._object.read()
+                if content is not None and now != generation:
+                    raise self._held_by(content)
+                generation = now
+        try:
+            self._generation = self._object.write(self._content(), generation)
+        except Conflict:
+            raise self._held_by(self._object.read()[0] or b"{}") from None
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def renew(self) -> None:
+        """Raises where the directory is another run's by now."""
+        with self._lock:
+            if not self.lost:
+                self._num_renewals += 1
+                try:
+                    self._generation = self._object.write(self._content(), self._generation)
+                except Conflict:
+                    who = self._owner(self._object.read()[0] or b"{}").get("who", "another process")
+                    self.lost = f"{self._bucket} was taken over by {who}, which trains there now"
+            if self.lost:
+                raise RuntimeError(self.lost)
+
+    def release(self) -> None:
+        self._ended.set()
+        with self._lock:
+            if not self.lost:
+                with suppress(RuntimeError, Conflict):  # it is then taken over as that of a dead run is
+                    self._object.delete(self._generation)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_S) and not self.lost:
+            with suppress(RuntimeError):  # said by the next checkpoint, which renews it too
+                self.renew()
+
+    def _content(self) -> bytes:
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        return json.dumps({"token": self._token, "who": who, "renewals": self._num_renewals}).encode()
+
+    def _owner(self, content: bytes) -> dict[str, str]:
+        with suppress(ValueError):
+            owner = json.loads(content)
+            return owner if isinstance(owner, dict) else {}
+        return {}
+
+    def _held_by(self, content: bytes) -> RuntimeError:
+        who = self._owner(content).get("who", "another process")
+        return RuntimeError(f"{who} trains in {self._bucket}; wait for it, or choose another run_dir")
+
+
+@contextmanager
+def held_in_bucket(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
+    """By host 0 of a run, whose directory on this disk is locked already: a dead owner from there is known at once."""
+    lease = Lease(bucket, token_of(directory, bucket))
+    lease.take(say)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def token_of(directory: Path, bucket: Bucket) -> str:
+    """Of the run's directory on this disk, which belongs to one bucket, or has nothing in it yet."""
+    file = directory / PLACE_FILE
+    if not file.exists():
+        if others := [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]:
+            raise ValueError(
+                f"{directory} is where {bucket} would be trained, and it holds {others[0]} of something else; move it "
+                f"away, start in another directory, or choose another run_dir"
+            )
+        file.write_text(json.dumps({"bucket": str(bucket), "token": secrets.token_hex(8)}))
+    place = json.loads(file.read_bytes())
+    if place["bucket"] != str(bucket):
+        raise ValueError(
+            f"{directory} is where {place['bucket']} is trained, not {bucket}; start in another directory, or choose "
+            f"another last name for run_dir"
+        )
+    return place["token"]
