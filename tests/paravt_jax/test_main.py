@@ -18,6 +18,7 @@ INTERNAL = {  # started by our own processes, with nobody to read their help
     "paravt_jax.sampling.score",
     "rollout.staging",
     "rollout.supervisor",
+    "rollout.templates",
     "rollout.video.worker",
 }
 
