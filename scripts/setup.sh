@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv from nothing but Python 3.11+ and installs paravt_jax into it.   bash scripts/setup.sh [cpu|cuda12|tpu|dev]
 # cpu, cuda12 and tpu are to run it on; dev is cpu with what scripts/test.sh needs besides, torch among that.
-# Running it again is quick: nothing happens until pyproject.toml, the Python or what is asked for changes, and whatever
+# Running it again is quick: nothing happens until pyproject.toml, a lock, the Python or what is asked for changes, and whatever
 # .venv was made for, it serves as cpu too. PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
 usage="usage: bash scripts/setup.sh [cpu|cuda12|tpu|dev]"
@@ -38,7 +38,7 @@ if [ "$have" != cpu ] && [ "$have" != "$kind" ]; then
     "remove this one first (rm -rf .venv), or work in another clone" >&2
   exit 1
 fi
-want="$version $(pwd) $(cat pyproject.toml scripts/setup.sh | cksum)"
+want="$version $(pwd) $(cat pyproject.toml scripts/setup.sh requirements/*.txt | cksum)"
 if [ "$have $from" = "$kind $want" ]; then
   echo "setup: .venv is up to date ($kind)"
   exit 0
@@ -48,16 +48,16 @@ fi
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
-  pip --upgrade pip # the one that Python brings takes twice as long to find out what to install
 fi
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
 trap "kill $!" EXIT
-case "$kind" in
-  cpu) pip --editable . ;;
-  *) pip --editable ".[$kind]" ;;
-esac
-# Only for the ranks of Qwen's vocabulary, which it ships as data: the tests rebuild the published tokenizer from them.
-[ "$kind" != dev ] || pip --no-deps dashscope==2.0.2
+# The lock is the whole list (scripts/lock.sh), so pip need not look for what anything requires.
+locked=(-r "requirements/$kind.txt")
+[ "$kind" != dev ] || locked+=(-r requirements/dev-data.txt)
+pip --require-hashes --no-deps "${locked[@]}"
+# Without hashes: a build of torch from another index, such as the smaller one for CPUs, has others.
+[ "$kind" != dev ] || pip torch==2.13.0
+pip --no-deps --no-build-isolation --editable .
 echo "$kind $want" >"$stamp"
 echo "setup: done; use .venv/bin/python, or: source .venv/bin/activate"

@@ -26,8 +26,8 @@ flock 9 # a second run waits for the first, and then finds the work done
 
 venv=.venv-sglang
 stamp=$venv/.setup-stamp
-requirements=rollout/sglang_cpu/requirements.txt
-want="$variant $version $(pwd) $torch $sglang $(cksum <$requirements)"
+lock=requirements/sglang-$variant.txt
+want="$variant $version $(pwd) $torch $sglang $(cksum <$lock)"
 if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$want" ]; then
   echo "setup_sglang: $venv is up to date ($variant)"
   exit 0
@@ -43,11 +43,9 @@ pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --no
 echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup_sglang: installing, $SECONDS s so far" >&2; done) 9>&- &
 trap "kill $!" EXIT
-if [ "$variant" = cpu ]; then
-  pip $torch
-  pip --no-deps -r $requirements
-else
-  pip $sglang
-fi
+# Without hashes: a build of torch from another index, such as the smaller one for CPUs, has others.
+[ "$variant" != cpu ] || pip $torch
+pip --require-hashes --no-deps -r $lock
+[ "$variant" != cuda ] || pip $sglang # and with it the torch that it requires
 echo "$want" >$stamp
 echo "setup_sglang: done; python -m rollout.serve finds $venv/bin/python"

@@ -1,6 +1,7 @@
 """What pip installs is what the tree holds, and what scripts/setup.sh asks it for."""
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -9,10 +10,19 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("paravt_jax", "model_port", "rollout")
+LOCKS = ROOT / "requirements"
+OF_THE_TESTS = [
+    "requirements/dev-data.txt",
+    "torch==2.13.0",
+    ".",
+]  # what setup.sh asks pip for, the last word of each call
+PYTHONS = ("3.11", "3.12", "3.13")
 BREAK_BETWEEN_RELEASES = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "av", "transformers"}
 
 
@@ -56,6 +66,51 @@ def test_every_accelerator_and_every_compiler_has_the_same_jax(extra, of_jax):
     assert ours.name == "jax" and ours.extras == {of_jax} and ours.specifier == base
 
 
+def locked(name: str, python: str = "3.11") -> dict[str, Version]:
+    """Releases of a lock that this Python gets, each of which must have hashes."""
+    found = {}
+    for block in re.split(r"\n(?=\S)", (LOCKS / f"{name}.txt").read_text().strip()):
+        assert "--hash=sha256:" in block, block
+        one = Requirement(block.partition("\\")[0])
+        if one.marker is None or one.marker.evaluate({"python_full_version": f"{python}.5", "python_version": python}):
+            (pin,) = one.specifier
+            assert pin.operator == "==" and canonicalize_name(one.name) not in found
+            found[canonicalize_name(one.name)] = Version(pin.version)
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("kind", ["cpu", "cuda12", "tpu", "dev"])
+def test_every_requirement_is_in_the_lock_within_its_bounds(kind, python):
+    releases = locked(kind, python)
+    wanted = [*requirements(), *([] if kind == "cpu" else requirements(kind))]
+    unlocked = {one.name for one in wanted if releases.get(canonicalize_name(one.name), "none") not in one.specifier}
+    assert unlocked == ({"torch"} if kind == "dev" else set())
+    assert "setuptools" in releases  # which builds what setup.sh installs, without another one
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_what_runs_is_what_was_tested(python):
+    tested = locked("dev", python)
+    for kind in ("cpu", "cuda12", "tpu"):
+        assert {name: at for name, at in locked(kind, python).items() if tested.get(name, at) != at} == {}
+
+
+def test_torch_and_sglang_are_pinned_in_one_version():
+    (torch,) = (str(one) for one in requirements("dev") if one.name == "torch")
+    (sglang,) = map(str, requirements("sglang"))
+    lines = (ROOT / "scripts/setup_sglang.sh").read_text().splitlines()
+    assert torch in OF_THE_TESTS and f"torch={torch}" in lines and f"sglang={sglang}" in lines
+    for variant in ("cpu", "cuda"):
+        assert Version(sglang.partition("==")[2]) == locked(f"sglang-{variant}")["sglang"]
+        assert "torch" not in locked(f"sglang-{variant}")
+
+
+def test_a_lock_says_nothing_of_where_it_was_made():
+    for file in LOCKS.iterdir():
+        assert re.findall(r"://|--(?!hash=)\S+", file.read_text()) == [], file.name
+
+
 @pytest.fixture
 def setup_sh(tmp_path):
     """Runs scripts/setup.sh in a clone whose pip only says what it was asked for, and gives that."""
@@ -63,6 +118,7 @@ def setup_sh(tmp_path):
     (clone / "scripts").mkdir(parents=True)
     for name in ("pyproject.toml", "scripts/setup.sh"):
         shutil.copy(ROOT / name, clone / name)
+    shutil.copytree(LOCKS, clone / "requirements")
     venv.create(clone / ".venv", symlinks=True)
     (tmp_path / "pip.py").write_text("import sys; print('asked for', sys.argv[-1])")
     (tmp_path / "python3").symlink_to("/bin/false")
@@ -81,21 +137,22 @@ def setup_sh(tmp_path):
 
 @pytest.mark.parametrize("kind", ["cuda12", "tpu"])
 def test_an_environment_to_run_in_holds_nothing_of_the_tests(setup_sh, kind):
-    assert setup_sh("cpu") == ["."]
-    assert setup_sh(kind) == [f".[{kind}]"]
+    assert setup_sh("cpu") == ["requirements/cpu.txt", "."]
+    assert setup_sh(kind) == [f"requirements/{kind}.txt", "."]
 
 
 def test_an_environment_of_the_tests_serves_to_run_in(setup_sh):
-    assert setup_sh("cpu") == ["."] and setup_sh("cpu") == []
-    assert setup_sh("dev") == [".[dev]", "dashscope==2.0.2"]
+    assert setup_sh("cpu") == ["requirements/cpu.txt", "."] and setup_sh("cpu") == []
+    assert setup_sh("dev") == OF_THE_TESTS
     assert setup_sh("cpu") == setup_sh("dev") == []
 
 
-def test_what_was_installed_is_kept_when_the_requirements_change(setup_sh, tmp_path):
+@pytest.mark.parametrize("name", ["pyproject.toml", "requirements/dev.txt"])
+def test_what_was_installed_is_kept_when_the_requirements_change(name, setup_sh, tmp_path):
     setup_sh("dev")
-    with (tmp_path / "clone" / "pyproject.toml").open("a") as file:
+    with (tmp_path / "clone" / name).open("a") as file:
         file.write("# changed\n")
-    assert setup_sh("cpu") == [".[dev]", "dashscope==2.0.2"]
+    assert setup_sh("cpu") == OF_THE_TESTS
 
 
 @pytest.mark.parametrize(("first", "then"), [("cuda12", "dev"), ("dev", "cuda12"), ("tpu", "cuda12")])
