@@ -334,7 +334,7 @@ def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version
 
     async def body():
         server = await Server.start(settings, deadline_s=START_DEADLINE_S)
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(device="cpu"))
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, device="cpu"))
         try:
             before = await judged(server.url)
             weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
 from model_port.processing import VisionContract, expand_placeholders, process_images
+from rollout.chat import Chat
 
 CONTEXT_TOKENS = 4096
 
@@ -32,6 +33,7 @@ class TorchServer(FakeServer):
         self.dtype, self.change = dtype, change
         self.policy: Any = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self.contract = VisionContract.from_hf(model)
+        self._visual_ids = sorted(Chat.from_hf(model).visual_ids)
         self._computing = asyncio.Lock()
 
     async def _answer(self, request: web.Request, passed_on: Any = None) -> web.StreamResponse:
@@ -73,8 +75,8 @@ class TorchServer(FakeServer):
         return answer
 
     def _without_picture(self, logits: torch.Tensor) -> torch.Tensor:
-        """A placeholder that shows nothing could be scored by nobody."""
-        logits[:, self.policy.config.image_token_id] = -torch.inf
+        """A placeholder that shows nothing could be scored by nobody, and the gate leaves out whoever sampled one."""
+        logits[:, self._visual_ids] = -torch.inf
         return logits
 
     def _expanded(self, ids: list[int], pictures: list[np.ndarray]) -> np.ndarray:
