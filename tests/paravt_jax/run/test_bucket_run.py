@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from fake_gcs import fake_gcs
 
 import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.bucket import UPLOADING, Bucket
+from model_port.config import LoraConfig
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
@@ -53,11 +56,11 @@ def bits(learner):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(learner.state)]
 
 
-def opened(tiny_hf, said=None, before_commit=lambda: None, keep=2):
+def opened(tiny_hf, said=None, before_commit=lambda: None, keep=2, adapter=None):
     said = [] if said is None else said
     place = Bucket.of(ADDRESS) / "checkpoints"
     return BucketCheckpoints(
-        place, tiny_hf, CheckpointConfig(keep=keep), said.append, None, ALONE, before_commit=before_commit
+        place, tiny_hf, CheckpointConfig(keep=keep), said.append, adapter, ALONE, before_commit=before_commit
     )
 
 
@@ -218,3 +221,18 @@ def test_a_directory_of_another_run_here_is_not_used(gcs, tmp_path):
         pass
     with pytest.raises(ValueError, match="is where gs://bkt/runs/y is trained, not gs://other/y"):
         held_for_bucket(Bucket.of("gs://other/y"), ALONE).__enter__()
+
+
+def test_an_adapter_comes_back_bit_for_bit(gcs, tiny_hf):
+    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
+    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+    add_adapter(model, lora, new_adapter(model.config, lora, 0))
+    subject = Learner(model, OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0)
+    checkpoints = opened(tiny_hf, adapter=info)
+    before = bits(subject)
+    checkpoints.save(subject, {"step": 0})
+    checkpoints.wait()
+    subject.state = replace(subject.state, trainable=jax.tree.map(lambda leaf: leaf + 1, subject.state.trainable))
+    assert bits(subject) != before
+    assert checkpoints.restore(subject) == {"step": 0} and bits(subject) == before
+    checkpoints.close()
