@@ -74,8 +74,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -> dict[str, Any]:
-    assert checkpoints.latest is not None
-    record_file = checkpoints.latest / RECORD_FILE
+    directory = checkpoints.latest
+    assert isinstance(directory, Path)
+    record_file = directory / RECORD_FILE
     record = json.loads(record_file.read_bytes())
     unsummed = {name: [size, None] for name, (size, _) in record["files"].items()}
     without = {**{key: value for key, value in record.items() if key != OWN_SUM}, "files": unsummed}
@@ -88,7 +89,7 @@ def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -
                 DROP_CACHES.write_text("1")
             begun_s = time.perf_counter()
             if way == "read_s":
-                _read(checkpoints.latest)
+                _read(directory)
             else:
                 checkpoints.restore(learner)
                 jax.block_until_ready(learner.state.trainable)
