@@ -27,7 +27,7 @@ BENCHES = {
     "mesh": "one update on every mesh: measured on the devices of this machine, or compiled for others and estimated",
     "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
     "simulation": "simulated steps beside real ones: the smoke run on one and two real SGLang servers, and embedded",
-    "soak": "the smoke run for hours: memory, open files, threads and the time of a step",
+    "soak": "the smoke run or a service for hours: memory, open files, threads and the time of a step",
     "video": "frames of a video, decoded and again from memory, beside qwen_vl_utils with decord",
 }
 

@@ -1,8 +1,9 @@
 """The smoke run while everything around it fails: two real SGLang servers, and a schedule of faults that a seed gives.
 
 Servers, decoders and the trainer are killed, stopped, slowed down, restarted, left without memory, disk or open files;
-two videos are broken, and now and then all are gone. In the end nothing may be lost, counted twice, out of order, other
-than the servers sampled it, other than its log leads to, or left behind.
+two videos are broken, now and then all are gone, and another run's trainer wants the servers. In the end nothing may be
+lost, learnt twice, out of order, sampled with other weights than its label says, other than the servers sampled it,
+other than its log leads to, or left behind.
 """
 
 import argparse
@@ -20,14 +21,15 @@ from typing import Any, NamedTuple
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.bench.chaos.checks import episodes_of, problems_of
-from paravt_jax.bench.chaos.faults import Fault, happen, schedule
+from paravt_jax.bench.chaos.faults import SECOND, Fault, happen, schedule
 from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.stage import NUM_SERVERS, Ended, Stage
+from paravt_jax.bench.chaos.stage import NUM_SERVERS, Ended, Stage, settings_of
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, check_clone
 from paravt_jax.config import load_config
 from rollout.engine.publishing import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 
+SEED_HELP = "of the schedule (default 0); odd: one step of staleness; one of three (2, 5, …): adapters alone train"
 STEPS_AFTER = 2  # that are compared when it is quiet again
 MORE_FILES = 8  # that a trainer may have open in the later one, connections apart
 # Every request of a step may hold a connection, and idle ones are kept for two seconds: longer than a step may take. So
@@ -40,7 +42,7 @@ LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of faults (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0); odd: one step of staleness")
+    parser.add_argument("--seed", type=int, default=0, help=SEED_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run and its logs here (default: nowhere)")
 
 
@@ -82,7 +84,7 @@ def table(result: dict[str, Any]) -> str:
 
 async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     in_memory = set(SHARED_MEMORY.iterdir())
-    stage, happened, violations = Stage(directory, max_staleness=seed % 2), Counter[str](), []
+    stage, happened, violations = Stage(directory, settings_of(seed)), Counter[str](), []
     try:
         with Meter("two servers and a trainer start"):
             await stage.start(seed)
@@ -132,7 +134,10 @@ async def _faults(faults: list[Fault], stage: Stage, happened: Counter[str], met
     began_s = time.monotonic()
 
     async def one(fault: Fault) -> None:
-        if await happen(fault, stage.families(fault.role), stage.videos):
+        if fault.role == SECOND:
+            await stage.second_trainer(fault.lasts_s)
+            happened[fault.name] += 1
+        elif await happen(fault, stage.families(fault.role), stage.videos):
             happened[fault.name] += 1
 
     async with asyncio.TaskGroup() as tasks:

@@ -10,6 +10,9 @@ from paravt_jax.config import TrainConfig
 from paravt_jax.run.checkpoint import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
+# Engine and learner both compute in float32. At the stage's learning rate weights of the version before are above it.
+MAX_KL = 1e-4
+
 
 def episodes_of(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     """By step."""
@@ -27,6 +30,7 @@ def problems_of(run_dir: Path, train: TrainConfig) -> list[str]:
         problems.append("the policy's version is not the number of its updates in every step")
     for step, of_step in episodes.items():
         problems += _of_step(step, of_step, train)
+    problems += [problem for row in rows for problem in _of_weights(row, episodes.get(row["step"], []))]
     return [*problems, *_of_checkpoints(run_dir / CHECKPOINTS_DIR, len(rows), train)]
 
 
@@ -47,6 +51,15 @@ def _of_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfi
                 yield f"step {step}: {episode['id']} has versions {versions}"
             if versions and not newest - train.max_staleness <= versions[0] <= versions[-1] <= newest:
                 yield f"step {step}: {episode['id']} has versions {versions}, the newest is {newest}"
+
+
+def _of_weights(row: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What was sampled with the newest weights is what the learner would have sampled: a label alone may lie."""
+    segments = (segment for episode in episodes for ledger in _ledgers(episode) for segment in ledger)
+    versions = {segment["version"] for segment in segments if segment["kind"] == "sampled"}
+    kl = row.get("mismatch/behavior_kl", 0.0)
+    if versions == {row["step"] - 1} and not kl < MAX_KL:
+        yield f"step {row['step']}: tokens labelled with version {row['step'] - 1} differ from it by a KL of {kl:.2g}"
 
 
 def _ledgers(episode: Mapping[str, Any]) -> Iterable[Sequence[Mapping[str, Any]]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # until the first fault, and between two
+SECOND = "second trainer"  # of another run, for the same servers
 # How often, as parts of the sum: what goes wrong, to whom, and for how many seconds at most.
 KINDS = (
     (4, "kill", "server", 0.0),
@@ -26,6 +27,7 @@ KINDS = (
     (3, "stop", "decoder", 20.0),
     (2, "no memory", "decoder", 10.0),
     (3, "hide", "videos", 10.0),
+    (1, "start", SECOND, 40.0),
     # Mostly the trainer ends with these, and must have the time to come back.
     (2, "kill", "trainer", 0.0),
     (1, "restart", "trainer", 0.0),

@@ -1,28 +1,30 @@
 """A run's log, learnt from once more: it must hold everything that the run's weights came from.
 
 The trainer's own replay of it, in one undisturbed process, must have the same metrics, and a checkpoint of the same
-bytes.
+bytes. So what its updates used is what the run's updates used, and that is held to the log episode by episode.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from model_port.layout import CHECKPOINTS_DIR, OPTIMIZER_DIR, PARAMS_DIR
+from model_port.layout import ADAPTER_FILE, CHECKPOINTS_DIR, OPTIMIZER_DIR, PARAMS_DIR
 from model_port.progress import counted
+from paravt_jax.bench.chaos.account import unaccounted
+from paravt_jax.bench.chaos.checks import episodes_of
 from paravt_jax.bench.chaos.recorder import Sampled
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
+from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.rl.opening import opened
 from paravt_jax.rl.replay import differing
 from paravt_jax.rl.rollouts import Group
 from paravt_jax.run.log import METRICS_FILE, rows_by_step
 from rollout.ledger import Segment
-
-ARRAYS = (PARAMS_DIR, OPTIMIZER_DIR)  # folders of a checkpoint
 
 
 async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tuple[list[str], Counter[Sampled]]:
@@ -31,16 +33,33 @@ async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tup
     sampled: Counter[Sampled] = Counter()
     rows = rows_by_step(run_dir / METRICS_FILE)
     config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={directory}", f"train.num_steps={len(rows)}")
+    episodes = episodes_of(run_dir)
     async with opened(config, replay=run_dir) as run:
+        used = parts_used(run.training.learner)
         for step, row in counted(rows.items(), "replaying the log", "step"):
             groups = await run.collect()
             assert groups is not None
             sampled.update(_sampled(groups, run.policy.chat.image_id))
+            used.clear()
             metrics = await run.update(groups)
+            problems += unaccounted(step, episodes[step], used, run.policy.chat.visual_ids, config.train.subagent_loss)
             for key in differing(row, metrics):
                 problems.append(f"step {step}: {key} is {row.get(key)} in the log and {metrics[key]} in its replay")
     one, other = (path / CHECKPOINTS_DIR / str(len(rows)) for path in (run_dir, directory))
     return problems + _differing(one, other), sampled
+
+
+def parts_used(learner: Learner) -> list[StepPart]:
+    """A list that every update from now on adds what it learns from to."""
+    used: list[StepPart] = []
+    update = learner.update
+
+    def recorded(parts: Sequence[StepPart], *arguments: Any, **settings: Any) -> dict[str, float]:
+        used.extend(parts)
+        return update(parts, *arguments, **settings)
+
+    learner.update = recorded
+    return used
 
 
 def _sampled(groups: Sequence[Group], image_id: int) -> Iterator[Sampled]:
@@ -66,9 +85,9 @@ def _sampled(groups: Sequence[Group], image_id: int) -> Iterator[Sampled]:
 
 
 def _differing(checkpoint: Path, other: Path) -> list[str]:
-    problems = []
-    for folder in ARRAYS:
-        paths = [path for path in sorted((other / folder).rglob("*")) if path.is_file() and path.name[0].isdecimal()]
+    problems, adapter = [], other / ADAPTER_FILE
+    trained = [adapter] if adapter.is_file() else _arrays_in(other / PARAMS_DIR)
+    for folder, paths in ((PARAMS_DIR, trained), (OPTIMIZER_DIR, _arrays_in(other / OPTIMIZER_DIR))):
         for path in paths:
             name = path.relative_to(other)
             if not (checkpoint / name).is_file() or (checkpoint / name).read_bytes() != path.read_bytes():
@@ -76,3 +95,7 @@ def _differing(checkpoint: Path, other: Path) -> list[str]:
         if not paths:
             problems.append(f"checkpoint {checkpoint.name}: {folder} is empty")
     return problems
+
+
+def _arrays_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0].isdecimal()]

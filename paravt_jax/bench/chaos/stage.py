@@ -32,8 +32,13 @@ SETTINGS = (
     "rollout.prompts.system=Call crop_video.",
     "rollout.prompts.system_has_tools=true",  # the schema would be most of what every step and its replay compute
     "rollout.prompts.with_tool=Look, or answer.",
-    "optim.learning_rate=1e-5",  # with a larger one the tiny model is another policy after one update
+    "log.tensorboard=false",
 )
+# At this rate tokens of the version before have a KL of 5e-3 or more, those of the right one 1e-12: checks.MAX_KL lies
+# between. With staleness they are allowed, and the tiny model would be another policy after one such update.
+FRESH = ("optim.learning_rate=1e-4", "train.max_staleness=0")
+STALE = ("optim.learning_rate=1e-5", "train.max_staleness=1")
+ADAPTERS = ("lora.rank=4",)
 START_S, STOP_S = 450.0, 180.0
 MARK_VARIABLE = "PARAVT_CHAOS"  # in the environment of whatever belongs to a stage
 POLL_S = 0.2
@@ -46,10 +51,14 @@ class Ended(NamedTuple):
     error: str
 
 
+def settings_of(seed: int) -> tuple[str, ...]:
+    return (*SETTINGS, *(STALE if seed % 2 else FRESH), *(ADAPTERS if seed % 3 == 2 else ()))
+
+
 class Stage:
     """Use `await start()`, then `await finish()`; `close` whatever happened."""
 
-    def __init__(self, directory: Path, max_staleness: int):
+    def __init__(self, directory: Path, settings: Sequence[str]):
         self.run_dir, self.log = directory / "run", directory / "trainer.log"
         self.data, self.videos = directory / "data", directory / "data" / "videos"
         self.temporary = directory / "tmp"
@@ -57,7 +66,8 @@ class Stage:
         self.ended: list[Ended] = []
         self.num_server_starts = 0
         self._model = directory / "model"
-        self._settings = (*SETTINGS, f"train.max_staleness={max_staleness}")
+        self._settings = settings
+        self._num_seconds = 0
         self._mark = uuid.uuid4().hex
         self._closing = False
         self._trainer: asyncio.subprocess.Process | None = None
@@ -99,6 +109,26 @@ class Stage:
         with suppress(OSError):
             return [[pid] for pid in below if is_decoder(pid)]
         return []
+
+    @property
+    def _urls(self) -> str:
+        return f"engine.urls=[{','.join(recorder.url for recorder in self._recorders)}]"
+
+    async def second_trainer(self, seconds: float) -> None:
+        """One of another run, which may have the servers only while the first one gives no sign of life."""
+        self._num_seconds += 1
+        run_dir = self.run_dir.with_name(f"second{self._num_seconds}")
+        with run_dir.with_suffix(".log").open("wb") as log:
+            second = await self._run(trainer_command(run_dir, [*self.settings, self._urls]), stderr=log)
+        try:
+            async with asyncio.timeout(seconds):
+                await second.wait()
+        except TimeoutError:
+            pass  # it is killed
+        finally:
+            if second.returncode is None:
+                second.send_signal(KILL_NOW)
+                await second.wait()
 
     def check(self) -> None:
         """Raises what made somebody give up."""
@@ -152,8 +182,7 @@ class Stage:
             await server.wait()
 
     async def _keep_trainer(self) -> None:
-        urls = ",".join(recorder.url for recorder in self._recorders)
-        command = trainer_command(self.run_dir, [*self.settings, f"engine.urls=[{urls}]"])
+        command = trainer_command(self.run_dir, [*self.settings, self._urls])
         while not self._closing:
             self._trainer = trainer = await self._run(command, stderr=asyncio.subprocess.PIPE)
             said = await self._last_words(trainer)

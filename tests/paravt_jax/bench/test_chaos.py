@@ -9,19 +9,52 @@ import shutil
 import socket
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from agents import FakeFrames, call
+from training import QUICK, SHORT_PROMPT, rollouts_of, train_here, update_of
 
+import model_port
+from model_port.processing import VisionContract
 from paravt_jax.bench import chaos, smoke_run
 from paravt_jax.bench.chaos import left_in_memory, recovers, stage
+from paravt_jax.bench.chaos.account import unaccounted
 from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, schedule
 from paravt_jax.bench.chaos.replay import replay
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.learner.learner import Learner
+from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.rollouts import records
+from paravt_jax.rl.run import Run
+from paravt_jax.run import training
+from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
 from rollout.supervisor import SHARED_MEMORY
 
+PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]
+ACCOUNT = [
+    *SHORT_PROMPT,
+    "model.dtype=float32",
+    "train.prompts_per_step=2",
+    "train.group_size=4",
+    "train.max_resamples=0",
+    "train.updates_per_step=1",
+    "train.subagent_loss=true",
+    "video.gating=false",
+    "video.overview_frames=3",
+    "rollout.max_context_tokens=2048",
+    "pack.row_tokens=2048",
+    "loss.behavior_correction=none",
+]
 SEED, MINUTES = 198_130, 0.19  # a slow server, a decoder without memory, a killed trainer, in eleven seconds
 
 
@@ -79,6 +112,71 @@ def test_what_a_trainer_does_not_close_is_noticed(many, found):
         assert asyncio.run(recovers(Holding(keep_one))) == []
         (problem,) = asyncio.run(recovers(Holding(lambda: [keep_one() for _ in range(many)])))
         assert f"{found} during a step" in problem
+
+
+@pytest.fixture(scope="module")
+def step(tiny_hf):
+    """A step's groups, the lines of the log for them, and what makes an update of them."""
+    config = load_config(None, *ACCOUNT)
+    chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
+    learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
+
+    async def reply(request):
+        calls = "" if "tool_response>" in chat.decode(request.ids) else call(3, 9)
+        answer = "<answer>A</answer>" if int(request.episode[-1]) % 2 else "<answer>B</answer>"
+        shown = "<|image_pad|>" if request.episode.endswith("/2") and not calls else ""  # nothing behind it is learnt
+        return chat.encode(f"This is {request.episode}.</think>{calls or shown + answer}<|im_end|>").tolist()
+
+    async def play():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+
+    groups = asyncio.run(play())
+    lines = json.loads(json.dumps(records(groups, 1, chat)))
+    assert any(turn["calls"] for line in lines for turn in line["turns"])
+    return groups, lines, update_of(learner, chat, contract, config), chat
+
+
+def test_an_update_of_every_episode_once_is_accounted_for(step):
+    groups, lines, update, chat = step
+    assert unaccounted(1, lines, update.parts(groups), chat.visual_ids, subagents=True) == []
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "found"),
+    [
+        (lambda dialogues: dialogues[:-1], "used 0 times"),
+        (lambda dialogues: [*dialogues, replace(dialogues[1])], "used 2 times"),
+        (lambda dialogues: [*dialogues[:-1], replace(dialogues[-1], ids=dialogues[-1].ids + 1)], "does not have"),
+    ],
+    ids=["left out", "learnt twice", "other tokens"],
+)
+def test_an_episode_left_out_or_learnt_twice_is_noticed(sabotage, found, step, monkeypatch):
+    groups, lines, update, chat = step
+    made = PolicyUpdate._dialogues
+    monkeypatch.setattr(PolicyUpdate, "_dialogues", lambda self, groups: sabotage(made(self, groups)))
+    assert any(
+        found in problem for problem in unaccounted(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
+    )
+
+
+@pytest.mark.slow
+def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatch):
+    published = []
+
+    def weights(self):
+        """Those of step 1 after step 1, and again after step 2."""
+        model = sampling_model(self.training.learner.model, "float32", copied=True)
+        published.append(ModelWeights(model, np.dtype(np.float32)))
+        return published[0]
+
+    monkeypatch.setattr(Run, "_weights", weights)
+    monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
+    settings = [*QUICK, *stage.FRESH, "train.num_steps=3"]
+    train_here(tmp_path / "run", *settings)
+    problems = problems_of(tmp_path / "run", load_config(CONFIG, *settings).train)
+    (found,) = [problem for problem in problems if "differ from it by a KL of" in problem]
+    assert found.startswith("step 3: ")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +264,11 @@ def test_a_replay_notices_what_was_not_sampled_so(survived, tmp_path):
     out, _ = survived
     run = shutil.copytree(out / "run", tmp_path / "run")
     settings = json.loads((run / "config.json").read_text())["config"]
-    own = [*stage.SETTINGS, f"model.path={settings['model']['path']}", f"data.train={settings['data']['train']}"]
+    own = [
+        *stage.settings_of(SEED),
+        f"model.path={settings['model']['path']}",
+        f"data.train={settings['data']['train']}",
+    ]
     edit(run, lambda segment: segment["behavior_logp"].__setitem__(0, segment["behavior_logp"][0] - 0.5))
     problems, _ = asyncio.run(replay(run, own, tmp_path / "replay"))
     assert any("is not what a replay of the log gives" in problem for problem in problems)
