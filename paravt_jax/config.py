@@ -148,7 +148,7 @@ class VideoConfig:
     @property
     def most_frames(self) -> int:
         """Of an overview, in training or validation."""
-        return max(self.overview_frames, *(self.frame_budgets if self.gating else ()))
+        return max([self.overview_frames, *(self.frame_budgets if self.gating else ())])
 
 
 @dataclass(frozen=True)

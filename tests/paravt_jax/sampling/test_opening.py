@@ -58,3 +58,8 @@ def test_videos_that_take_long_are_counted_and_the_largest_named_once(tiny_hf, t
 def test_a_run_that_ends_stops_looking_for_large_videos(tiny_hf, tmp_path):
     video = write_video(tmp_path / "a.mp4", at_fps(30, 20))
     assert said_of([video] * 3, VisionContract.from_hf(tiny_hf), patience=False) == []
+
+
+def test_the_largest_overview_is_known_with_and_without_budgets():
+    assert VideoConfig(gating=True, frame_budgets=[4, 128], overview_frames=32).most_frames == 128
+    assert VideoConfig(gating=False, frame_budgets=[4, 128], overview_frames=32).most_frames == 32
