@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
+from model_port.json_files import Section, read_object
 
 LOCK_FILE = ".lock"
 LIST_FILE = ".written_by_paravt_jax.json"  # name of the directory, and every file with its size and time of change
@@ -152,10 +153,14 @@ def _not_ours(directory: Path) -> str:
     files, listed = _files(directory), directory / LIST_FILE
     if not listed.is_file():
         return "was not written by this program" if any(directory.iterdir()) else ""
-    written = json.loads(listed.read_bytes())
-    if written["name"] != directory.name:
-        return f"was written as {written['name']} and moved here"
-    changed = sorted(name for name, what in files.items() if written["files"].get(name) != what)
+    try:
+        written = Section(str(listed), read_object(listed))
+        name, sizes = written.text("name"), written.section("files").values
+    except ValueError as problem:
+        return f"holds a list of files that this program did not write ({problem})"
+    if name != directory.name:
+        return f"was written as {name} and moved here"
+    changed = sorted(name for name, what in files.items() if sizes.get(name) != what)
     return f"holds {changed[0]}, which was put there or changed since it was written" if changed else ""
 
 

@@ -39,6 +39,10 @@ def unmark(directory):
     (directory / LIST_FILE).unlink()
 
 
+def mark_otherwise(directory):
+    (directory / LIST_FILE).write_text('{"name": "dst", "files": ["deep/file"]}')
+
+
 @pytest.mark.parametrize(
     ("touch", "problem"),
     [
@@ -46,6 +50,7 @@ def unmark(directory):
         (change, "holds deep/file, which was put there or changed"),
         (link, "holds deep/elsewhere, which was put there or changed"),
         (unmark, "was not written by this program"),
+        (mark_otherwise, "holds a list of files that this program did not write"),
     ],
 )
 def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path):
