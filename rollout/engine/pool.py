@@ -20,6 +20,7 @@ from rollout.engine.labels import Claim, Label, Labels, ServerOwned, taken_over
 from rollout.engine.protocol import EngineError, Weights
 from rollout.engine.publishing import DiskRoute, Route, TensorRoute, each
 from rollout.server import Server, ServerSettings, sidecar_python
+from rollout.terminal import say
 
 ANY_VERSION = 2**31 - 1
 
@@ -135,10 +136,18 @@ class ServerPool:
         """Asks from now on which servers there are."""
 
         async def heed() -> None:
+            last, reported = "", ""
             while True:
                 await asyncio.sleep(self.settings.probe_every_s)
-                with contextlib.suppress(OSError, ValueError, EngineError):  # it is being written, or gone for a moment
+                problem = ""
+                try:
                     self._keep_only(await listed(), name)
+                except (OSError, ValueError, EngineError) as error:
+                    problem = str(error)
+                if problem and problem == last != reported:  # not only while the list is being written
+                    say(f"the servers stay as they are: {problem}")
+                    reported = problem
+                last = problem
 
         self._keepers.append(asyncio.create_task(heed()))
 
@@ -399,6 +408,7 @@ class ServerPool:
     def _give_up(self, server: KnownServer, problem: str) -> None:
         server.given_up, server.version = True, None
         self._eject(server, problem)
+        say(f"{server.url} gets no more requests: {problem}")
 
     async def _restart(self, server: KnownServer) -> None:
         assert server.managed is not None

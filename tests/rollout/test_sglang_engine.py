@@ -83,7 +83,7 @@ def test_an_answer_becomes_a_generation():
     with_servers(1, work)
 
 
-def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path):
+def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path, capsys):
     file = tmp_path / "servers"
 
     async def body():
@@ -98,9 +98,27 @@ def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path):
             await until(lambda: engine.urls == [second.url] and engine.pool.servers[0].up)
             found = await engine.generate(request(version=1))
             assert found.server == second.url and second.version == "t/1"
+            assert f"{first.url} gets no more requests: {file} lists it no more" in capsys.readouterr().err
             await engine.close()
 
     asyncio.run(body())
+
+
+def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing(tmp_path, capsys):
+    file = tmp_path / "servers"
+
+    async def body():
+        async with FakeServer() as server:
+            file.write_text(f"{server.url}\n")
+            engine = await SGLangEngine.follow(file, QUICK)
+            file.write_text(f"{server.url}\nhttp://me:secret@10.0.0.2:30000\n")
+            await asyncio.sleep(6 * QUICK.probe_every_s)
+            assert engine.urls == [server.url]
+            await engine.close()
+
+    asyncio.run(body())
+    printed = capsys.readouterr().err
+    assert printed.count("the servers stay as they are: line 2 of ") == 1 and "secret" not in printed
 
 
 def test_an_engine_adopts_what_another_one_has_published():
