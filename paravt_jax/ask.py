@@ -40,14 +40,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
-    from paravt_jax.asking.opening import opened  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.asker import open_asker  # late: --help and wrong arguments need not wait for jax
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary
 
     answer, page = None, None
     if args.html is not None:
         page = OutputFile(args.html, "ask --html", inputs=[*videos, args.model], force=args.force)
-    async with opened(args.model, args.url, num_frames=args.frames, dispatch=args.dispatch) as answerer:
+    async with open_asker(args.model, args.url, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
             question = question if question is not None else await asyncio.to_thread(_next_question)
             if not question:

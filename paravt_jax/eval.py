@@ -25,9 +25,11 @@ from paravt_jax.run.process import claim_memory
 
 async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Cell]:
     """The cells, in the order of dispatches and budgets; of one shard, the k-th of n, where that is given."""
-    from paravt_jax.evaluation.opening import opened  # late: --help and wrong settings need not wait for jax
+    from paravt_jax.evaluation.evaluation import (
+        open_evaluation,
+    )  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, shard) as evaluation:
+    async with open_evaluation(config, shard) as evaluation:
         for cell in config.eval.cells:
             await evaluation.fill(*cell)
         cells = [evaluation.cell(*cell) for cell in config.eval.cells]

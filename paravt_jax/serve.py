@@ -47,16 +47,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> None:
+    from paravt_jax.asking.asker import open_asker
     from paravt_jax.asking.client_files import client_files  # late: --help and wrong arguments need not wait for jax
     from paravt_jax.asking.media import Sources
-    from paravt_jax.asking.opening import opened
     from paravt_jax.asking.service import Service, bound, serve
 
     place = bound(args.host, args.port)
     door = door_of(place, args.host, args.api_key, args.no_api_key)
     with client_files() as directory:
         stop = stop_on_signals(directory)
-        async with opened(
+        async with open_asker(
             args.model, args.url, num_frames=args.frames, dispatch=args.dispatch, num_questions=args.max_questions
         ) as answerer:
             sources = Sources(args.video_root, args.allow_fetch, directory)

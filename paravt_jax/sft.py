@@ -15,9 +15,9 @@ from paravt_jax.run.process import claim_memory
 
 async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> int:
     """Trains a run until its last step or a signal. Returns the exit code of the command."""
-    from paravt_jax.imitation.run import opened  # late: --help and wrong settings need not wait for jax
+    from paravt_jax.imitation.run import open_sft_run  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, allow_changes=allow_changes, hosts=hosts) as run:
+    async with open_sft_run(config, allow_changes=allow_changes, hosts=hosts) as run:
         await run.validate_if_due()
         while (batch := await run.next_batch()) is not None:
             metrics = await run.imitate(batch)

@@ -28,9 +28,9 @@ async def train(
 
     Returns the exit code of the command.
     """
-    from paravt_jax.rl.opening import opened  # late: --help and wrong settings need not wait for jax
+    from paravt_jax.rl.setup import open_run  # late: --help and wrong settings need not wait for jax
 
-    async with opened(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
+    async with open_run(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
         await run.validate_if_due()
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)

@@ -21,7 +21,7 @@ ENVIRONMENT = {"COLUMNS": "200"}
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
     [
-        *("paravt_jax.train", "paravt_jax.rl.opening", "paravt_jax.sft", "paravt_jax.imitation.run"),
+        *("paravt_jax.train", "paravt_jax.rl.setup", "paravt_jax.sft", "paravt_jax.imitation.run"),
         *("paravt_jax.bench.__main__", "model_port.convert", "model_port.export"),
     ]
 )

@@ -27,8 +27,8 @@ from paravt_jax.config import Config, EngineConfig, load_config
 from paravt_jax.data.synthetic import HEIGHT_PX, WIDTH_PX
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
 from paravt_jax.plan.simulation import CallScript, GroupScript, TurnScript, simulate
-from paravt_jax.rl.opening import opened
 from paravt_jax.rl.run import Run
+from paravt_jax.rl.setup import open_run
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
 ARMS = {
@@ -90,7 +90,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 async def _measured(config: Config) -> dict[str, Any]:
     """A run between two measurements of its engine, and the same simulated."""
-    async with opened(config) as run:
+    async with open_run(config) as run:
         services = [await _service(run)]
         while (groups := await run.collect()) is not None:
             metrics = await run.update(groups)

@@ -28,12 +28,12 @@ from paravt_jax.run.sources import check_sources
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
-from paravt_jax.sampling.opening import frame_reader, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, warn_of_large
 
 
 @dataclass(eq=False)
 class SftRun:
-    """Use `async with opened(config) as run`."""
+    """Use `async with open_sft_run(config) as run`."""
 
     config: SftConfig
     training: Training
@@ -123,7 +123,9 @@ class SftRun:
 
 
 @asynccontextmanager
-async def opened(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> AsyncIterator[SftRun]:
+async def open_sft_run(
+    config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE
+) -> AsyncIterator[SftRun]:
     """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
 
     `allow_changes`: also with another model, seed or data than it began with.

@@ -37,7 +37,7 @@ from rollout.video.reader import FrameReader
 
 @dataclass(eq=False)
 class Run:
-    """Use `async with opening.opened(config) as run`."""
+    """Use `async with open_run(config) as run`."""
 
     config: Config
     training: Training

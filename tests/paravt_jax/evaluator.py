@@ -10,8 +10,8 @@ from agents import FakeFrames, is_subagent
 from published import make_copy
 
 from paravt_jax.config import EvalConfig, load_config
-from paravt_jax.evaluation import opening
-from paravt_jax.evaluation.opening import Cell
+from paravt_jax.evaluation import evaluation
+from paravt_jax.evaluation.evaluation import Cell
 from paravt_jax.rl.rollouts import Player
 from rollout.chat import Chat
 from rollout.engine.protocol import Request
@@ -48,7 +48,7 @@ class Evaluator:
         self.asked: list[str] = []  # names of episodes
         self.prompts: list[str] = []
         self.frames: Any = FakeFrames(duration_s=32)
-        monkeypatch.setattr(opening, "_open_player", self.open_player)
+        monkeypatch.setattr(evaluation, "_open_player", self.open_player)
 
     async def reply(self, request: Request) -> list[int]:
         if is_subagent(self.chat, request):

@@ -30,7 +30,7 @@ from training import (
 
 from paravt_jax import train as trainer
 from paravt_jax.config import load_config
-from paravt_jax.rl import opening
+from paravt_jax.rl import setup
 from paravt_jax.run import training
 
 pytestmark = pytest.mark.slow
@@ -196,7 +196,7 @@ def test_another_loss_has_other_metrics_on_the_same_episodes_and_no_engine_is_op
     async def opened(*_, **__):
         raise AssertionError("an engine was opened")
 
-    monkeypatch.setattr(opening, "open_engine", opened)
+    monkeypatch.setattr(setup, "open_engine", opened)
     monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
     changed = ("loss.kl_coef=0.05", "train.num_steps=2", f"run_dir={tmp_path}")
     config = load_config(whole / "config.json", *changed)

@@ -12,10 +12,10 @@ from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, tra
 
 import model_port
 from model_port.export import export
-from paravt_jax.rl import opening
+from paravt_jax.rl import setup
 from paravt_jax.run import directory
 from paravt_jax.run.hosts import ALONE
-from paravt_jax.sampling import opening as sampling
+from paravt_jax.sampling import engines
 from rollout.engine.sglang import SGLangSettings
 
 pytestmark = pytest.mark.slow
@@ -158,8 +158,8 @@ def test_servers_change_with_their_list_between_steps(tmp_path, monkeypatch):
 
     async def without_gate(*_): ...
 
-    monkeypatch.setattr(opening, "_check_parity", without_gate)
-    monkeypatch.setattr(sampling, "SGLangSettings", partial(SGLangSettings, probe_every_s=0.05))
+    monkeypatch.setattr(setup, "_check_parity", without_gate)
+    monkeypatch.setattr(engines, "SGLangSettings", partial(SGLangSettings, probe_every_s=0.05))
     settings = ("train.num_steps=3", "engine.kind=sglang", f"engine.urls_file={listed}", "mismatch.stop_kl=.inf")
 
     async def run():
@@ -190,7 +190,7 @@ class TakenServer(FakeServer):
 def test_a_run_whose_server_another_run_takes_over_ends_and_says_so(tmp_path, monkeypatch):
     async def without_gate(*_): ...
 
-    monkeypatch.setattr(opening, "_check_parity", without_gate)
+    monkeypatch.setattr(setup, "_check_parity", without_gate)
 
     async def run():
         async with TakenServer() as server:

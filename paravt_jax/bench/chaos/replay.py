@@ -20,9 +20,9 @@ from paravt_jax.bench.chaos.recorder import Sampled
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.rl.opening import opened
 from paravt_jax.rl.replay import differing
 from paravt_jax.rl.rollouts import Group
+from paravt_jax.rl.setup import open_run
 from paravt_jax.run.log import METRICS_FILE, rows_by_step
 from rollout.ledger import Segment
 
@@ -34,7 +34,7 @@ async def replay(run_dir: Path, settings: Sequence[str], directory: Path) -> tup
     rows = rows_by_step(run_dir / METRICS_FILE)
     config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={directory}", f"train.num_steps={len(rows)}")
     episodes = episodes_of(run_dir)
-    async with opened(config, replay=run_dir) as run:
+    async with open_run(config, replay=run_dir) as run:
         used = parts_used(run.training.learner)
         for step, row in counted(rows.items(), "replaying the log", "step"):
             groups = await run.collect()

@@ -14,7 +14,7 @@ import rollout.cli
 import rollout.terminal
 from model_port.progress import Meter
 from paravt_jax import ask
-from paravt_jax.asking import opening
+from paravt_jax.asking import asker
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import LogConfig
 from paravt_jax.data.__main__ import main as data_main
@@ -85,10 +85,10 @@ def test_an_answer_of_ask_and_all_that_is_told_of_it_steer_no_terminal(chat, tmp
     agent = Agent(script(chat, [answer]), FakeFrames(), chat, EpisodeConfig())
 
     @asynccontextmanager
-    async def opened(*args, **settings):
+    async def open_asker(*args, **settings):
         yield Answerer(agent, 8)
 
-    monkeypatch.setattr(opening, "opened", opened)
+    monkeypatch.setattr(asker, "open_asker", open_asker)
     (video := tmp_path / f"a{HOSTILE.replace('/', '')}.mp4").write_bytes(b"any")
     monkeypatch.setattr(sys, "argv", ["ask", str(video), "What?"])
     with a_terminal(monkeypatch, "stdout", "stderr") as came:

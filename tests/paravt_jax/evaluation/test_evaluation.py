@@ -16,7 +16,7 @@ from paravt_jax import eval as command
 from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import shard_of
-from paravt_jax.evaluation import opening, provenance
+from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.lines import Lines, result_of
 from paravt_jax.evaluation.playing import Tally, on_screen
 from paravt_jax.evaluation.results import refusal, score_table
@@ -204,9 +204,9 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same(moment, evaluator, t
     config = settings("killed")
     with monkeypatch.context() as patch:
         if moment == "before the certificate":
-            patch.setattr(opening, "certificate", lambda *given: sys.exit())
+            patch.setattr(evaluation, "certificate", lambda *given: sys.exit())
         if moment == "before the results":
-            patch.setattr(opening.Evaluation, "cell", lambda *given: sys.exit())
+            patch.setattr(evaluation.Evaluation, "cell", lambda *given: sys.exit())
         num_said = {"before a line": 0, "after a line": 1, "in a line": 2}.get(moment, 3)
         with pytest.raises(SystemExit):
             evaluator(dies_at(num_said)).run(config)
@@ -246,14 +246,14 @@ def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
 def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
     first, other = ({"model": {"path": "m", "digest": digest}, "engine": {}} for digest in "12")
     (tmp_path / "played_by.json").write_text(json.dumps(first))
-    opening._check_model(tmp_path, first["model"])
+    evaluation._check_model(tmp_path, first["model"])
     with pytest.raises(ValueError, match="has samples of another model: the files of m were others then"):
-        opening._check_model(tmp_path, other["model"])
+        evaluation._check_model(tmp_path, other["model"])
     shard = tmp_path / "shards" / "1_of_2"
     shard.mkdir(parents=True)
     (shard / "played_by.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="its shards are of different models"):
-        opening._played_by(tmp_path)
+        evaluation._played_by(tmp_path)
 
 
 def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 from model_port.config import config_to_hf, preset
 from model_port.tiny import make_tiny
 from paravt_jax.config import EvalConfig, MeshConfig, SftConfig, load_config, to_record
-from paravt_jax.evaluation import opening as evaluation
-from paravt_jax.rl.opening import opened
+from paravt_jax.evaluation import evaluation
+from paravt_jax.rl.setup import open_run
 from paravt_jax.run import start
 from paravt_jax.run.policy import policy_of
 
@@ -110,7 +110,7 @@ def test_a_cpu_computes_in_float32_says_so_and_the_run_records_it(tmp_path, caps
     found = []
 
     async def open_it():
-        async with opened(config) as run:
+        async with open_run(config) as run:
             found.extend([run.training.learner.model.compute.dtype, run.config.model.dtype, to_record(run.config)])
             raise KeyError  # or it would save and draw
 

@@ -26,7 +26,7 @@ from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
-from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.episode import Agent, Dispatch
 
 PLAYED_FILE = "played_by.json"
@@ -34,7 +34,7 @@ PLAYED_FILE = "played_by.json"
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Use `async with opened(config) as evaluation`."""
+    """Use `async with open_evaluation(config) as evaluation`."""
 
     directory: Path
     config: EvalConfig
@@ -111,7 +111,7 @@ def _undone(keys: Mapping[str, Sample], found: Mapping[str, SampleResult]) -> di
 
 
 @asynccontextmanager
-async def opened(config: EvalConfig, shard: OfShards | None = None) -> AsyncIterator[Evaluation]:
+async def open_evaluation(config: EvalConfig, shard: OfShards | None = None) -> AsyncIterator[Evaluation]:
     """Opens an evaluation, or one shard of it; a model is loaded only where something is left to play."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(held(_directory(config, shard)))

@@ -29,7 +29,7 @@ from paravt_jax.run.sources import check_sources
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
-from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from paravt_jax.sampling.score import SharedScorer
 from paravt_jax.sampling.weights import sampling_model
 from rollout.check import Parity, check, table
@@ -43,7 +43,7 @@ SERVERS_AT_ONCE = 16  # that are compared with the learner, which scores what on
 
 
 @asynccontextmanager
-async def opened(
+async def open_run(
     config: Config,
     *,
     replay: Path | None = None,

@@ -20,7 +20,7 @@ from paravt_jax.run.policy import Policy
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.start import find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
-from paravt_jax.sampling.opening import frame_reader, open_engine
+from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.chat import Chat
 from rollout.episode import Agent, Dispatch
 
@@ -38,7 +38,7 @@ def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | Non
 
 
 @asynccontextmanager
-async def opened(
+async def open_asker(
     model: str, urls: list[str], *, num_frames: int | None, dispatch: Dispatch | None, num_questions: int = 1
 ) -> AsyncIterator[Answerer]:
     """`num_questions` are asked at the same time. `urls` are SGLang servers that have the model; none: it is loaded."""

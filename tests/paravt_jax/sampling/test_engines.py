@@ -10,8 +10,8 @@ from model_port.layers import Compute
 from model_port.processing import VisionContract
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
-from paravt_jax.sampling import opening
-from paravt_jax.sampling.opening import frame_reader, open_engine, warn_of_large
+from paravt_jax.sampling import engines
+from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.chat import Chat
 from rollout.server import ServerFailed
 
@@ -47,7 +47,7 @@ def said_of(videos, contract, patience=True) -> list[str]:
 
 
 def test_videos_that_take_long_are_counted_and_the_largest_named_once(tiny_hf, tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "DECODED_PX_PER_S", 1000.0)
+    monkeypatch.setattr(engines, "DECODED_PX_PER_S", 1000.0)
     small = write_video(tmp_path / "small.mp4", at_fps(30, 20), size_px=(16, 16))  # 8 frames of 256 pixels: 2 s
     large = [write_video(tmp_path / f"{n}.mp4", at_fps(30, 20), size_px=(128 + n, 128)) for n in (0, 2, 4, 6)]
     (said,) = said_of([small, *large, tmp_path / "gone.mp4", large[0]], VisionContract.from_hf(tiny_hf))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paravt_jax.rl import opening
+from paravt_jax.rl import setup
 from paravt_jax.run.hosts import ALONE
 from rollout.engine.protocol import EngineError
 
@@ -24,13 +24,13 @@ def gate(monkeypatch, servers):
             raise servers[url]
         return [SimpleNamespace(url=url, problems=servers[url])]
 
-    monkeypatch.setattr(opening, "check", check)
-    monkeypatch.setattr(opening, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
-    monkeypatch.setattr(opening, "SharedScorer", lambda *_: SimpleNamespace(done=lambda: None))
+    monkeypatch.setattr(setup, "check", check)
+    monkeypatch.setattr(setup, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
+    monkeypatch.setattr(setup, "SharedScorer", lambda *_: SimpleNamespace(done=lambda: None))
     log = SimpleNamespace(say=said.append, phase=lambda text: None)
     learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None, mesh=None)
     run = SimpleNamespace(training=SimpleNamespace(log=log, learner=learner), policy=policy, hosts=ALONE)
-    asyncio.run(opening._check_parity(SimpleNamespace(urls=list(servers)), run, 0))  # type: ignore[arg-type]
+    asyncio.run(setup._check_parity(SimpleNamespace(urls=list(servers)), run, 0))  # type: ignore[arg-type]
     return said
 
 
