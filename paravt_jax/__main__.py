@@ -16,7 +16,7 @@ COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
     "checkpoint": ("paravt_jax.run.checkpoint", "compares checkpoints of a run with what was written: verify"),
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
-    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split, parallelize"),
+    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split"),
     "prompts": ("paravt_jax.prompts", "makes a file of prompts from the released repository: import-release"),
     "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
     "bench": (

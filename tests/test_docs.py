@@ -230,16 +230,6 @@ def make_world(directory: Path) -> None:
         for number, (kind, answer) in enumerate([("mcq", "A"), ("tvg", "[1, 2]"), ("oe", "red")] * 100)
     ]
     pq.write_table(pa.Table.from_pylist(questions), directory / "rows" / "paravt_rl_diverse_4k4.parquet")
-    turns = [
-        f'<think>\nThis part may matter.\n</think>\n<tool_call>{{"name": "crop_video", "arguments": {{"video_path": '
-        f'"street.mp4", "start_time": {start}, "end_time": {start + 2}}}}}</tool_call>'
-        for start in (1, 5)
-    ]
-    said = ["What happens?", turns[0], "A red car.", turns[1], "A dog.", "<think>\nNow.\n</think>\n<answer>B</answer>"]
-    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-    row = {"messages": messages, "summaries": ["A red car.", "A dog."]}
-    pq.write_table(pa.Table.from_pylist([row]), directory / "sequential.parquet")
 
 
 def slug(heading: str) -> str:

@@ -13,7 +13,6 @@ from paravt_jax.bench.__main__ import BENCHES
 
 ROW = {"question": "q", "answer": "A", "videos": ["a.mp4"]}
 MATERIALIZE = ["data", "materialize", "--root", "root", "--parquet-dir", "in"]
-PARALLELIZE = ["data", "parallelize", "--src", "in.jsonl"]
 SPLIT = ["data", "split", "--src", "in.jsonl"]
 # Command and flag: how it is started so that FILE is written, and the input that FILE may not be.
 FILES = {
@@ -23,8 +22,6 @@ FILES = {
     ("data inspect", "--json"): (["data", "inspect", "in.jsonl", "--json", "FILE"], "in.jsonl"),
     ("data inspect", "--png"): (["data", "inspect", "in.jsonl", "--png", "FILE"], "in.jsonl"),
     ("data materialize", "--report"): ([*MATERIALIZE, "--output-dir", "o", "--report", "FILE"], "in/x.parquet"),
-    ("data parallelize", "--dst"): ([*PARALLELIZE, "--dst", "FILE"], "in.jsonl"),
-    ("data parallelize", "--report"): ([*PARALLELIZE, "--dst", "d.jsonl", "--report", "FILE"], "in.jsonl"),
     ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
     ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),
     ("eval table", "--png"): (["eval", "table", "run", "--png", "FILE"], "run/eval.json"),
@@ -58,7 +55,6 @@ READ_FROM = {  # settings, flags and arguments that name what is read, or where 
 READ = {  # or no path at all, or a log that is added to
     *(
         "--api-key",
-        "--api-key-env",
         "--arms",
         "--config",
         "--device",
@@ -80,7 +76,7 @@ READ = {  # or no path at all, or a log that is added to
         "--qwen-vl-utils",
         "--replay",
     ),
-    *("--revision", "--root", "--seeds", "--service", "--sft", "--shard", "--src", "--summaries", "--tokenizer"),
+    *("--revision", "--root", "--seeds", "--service", "--sft", "--shard", "--src", "--tokenizer"),
     *("--topology", "--train", "--url", "--video-root"),
 }
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
-from paravt_jax.data.rows import BadRow, file_finder, rows_of
+from paravt_jax.data.rows import BadRow, file_finder, parquet_file, rows_of
 from rollout.output_file import OutputFile
 from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
@@ -177,10 +176,8 @@ def columns_of(source: Path) -> dict[str, str]:
     for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
             break  # the reader of rows says what is wrong
-        try:
-            schema = pq.read_schema(file)
-        except (pa.ArrowException, OSError) as problem:
-            raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
+        with parquet_file(file) as table:
+            schema = table.schema_arrow
         for column in schema:
             text = str(column.type)
             known = columns.setdefault(column.name, text)

@@ -9,7 +9,7 @@ follows file:// is the path as it stands, not quoted.
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,14 +23,13 @@ import pyarrow.parquet as pq
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
-from paravt_jax.data.rows import FILE_URI, BadRow, found_file, from_json
+from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, found_file, from_json, parquet_file
 from rollout.output_file import OutputFile
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
 OTHER = "other"
 MEDIA_KEYS = ("video_url", "image_url", "video", "image")
 REMOTE = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:")  # https://…, data:…
-BATCH_ROWS = 256
 REPORT_FILE = "report.json"
 SPELLINGS = tuple(product((False, True), (None, (",", ":"))))  # of JSON: only ASCII or not, with spaces or without
 
@@ -276,35 +275,22 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _num_rows(source: Path) -> int:
-    try:
-        return pq.read_metadata(source).num_rows
-    except (pa.ArrowException, OSError) as problem:
-        raise _unreadable(source, problem) from None
-
-
-def _unreadable(source: Path, problem: Exception) -> ValueError:
-    return ValueError(f"{source} cannot be read as parquet: {str(problem).splitlines()[0]}")
+    with parquet_file(source) as table:
+        return table.metadata.num_rows
 
 
 def _materialize_file(
     source: Path, output: OutputFile, root: Path, pool: ThreadPoolExecutor, meter: Meter
 ) -> FileReport:
     report = FileReport()
-    with output.partial() as partial, pq.ParquetFile(source) as table:
+    with output.partial() as partial, parquet_file(source) as table:
         codec = table.metadata.row_group(0).column(0).compression if table.metadata.num_row_groups else "SNAPPY"
         codec = "NONE" if codec == "UNCOMPRESSED" else codec
         with pq.ParquetWriter(partial, table.schema_arrow, compression=codec) as writer:
-            for batch in _batches(source, table):
+            for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
                 writer.write_batch(_materialized(batch, root, report, pool))
                 meter.update(batch.num_rows)
     return report
-
-
-def _batches(source: Path, table: pq.ParquetFile) -> Iterable[pa.RecordBatch]:
-    try:
-        yield from table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
-    except (pa.ArrowException, OSError) as problem:
-        raise _unreadable(source, problem) from None
 
 
 def _materialized(batch: pa.RecordBatch, root: Path, report: FileReport, pool: ThreadPoolExecutor) -> pa.RecordBatch:

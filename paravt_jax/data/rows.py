@@ -8,6 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ Read = TypeVar("Read")
 Given = ParamSpec("Given")
 OWN_IDS = ("id", "index")  # columns that name a row, where there are such
 FILE_URI = "file://"
+BATCH_ROWS = 256  # read from parquet at a time
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
 # What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
 # frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
@@ -129,20 +131,27 @@ def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
+    with parquet_file(file) as table:
+        names = table.schema_arrow.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
+        number = 0
+        wanted = [name for name in (*columns, *OWN_IDS) if name in names]
+        for batch in table.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False):
+            for row in batch.to_pylist():
+                yield f"{name} row {number}", row
+                number += 1
+
+
+@contextmanager
+def parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
+    """Opens a parquet file; whatever fails while it is read becomes a ValueError that names the file."""
     try:
-        with pq.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            missing = [name for name in columns if name not in names]
-            if missing:
-                raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
-            number = 0
-            wanted = [name for name in (*columns, *OWN_IDS) if name in names]
-            for batch in table.iter_batches(batch_size=1024, columns=wanted, use_threads=False):
-                for row in batch.to_pylist():
-                    yield f"{name} row {number}", row
-                    number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:  # a text that is none is found where it is read
-        raise ValueError(f"{file} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:  # UnicodeDecodeError: text that is not UTF-8
+        raise ValueError(f"{path} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
 
 
 def from_json(text: str | bytes, name: str) -> Any:

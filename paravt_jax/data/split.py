@@ -22,16 +22,14 @@ import pyarrow.parquet as pq
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
-from paravt_jax.data.hub import local_source
+from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.inspect import columns_of, kind_of
 from paravt_jax.data.materialize import REMOTE
-from paravt_jax.data.parallelize import parquet_batches, schema_of
-from paravt_jax.data.rows import FILE_URI, BadRow, root_of, rows_of
+from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, parquet_file, root_of, rows_of
 from rollout.seeds import derived_seed
 from rollout.tools import find_calls
 
 UNUSABLE = "cannot be used"
-BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -215,10 +213,18 @@ def _write_lines(source: Path, partials: Sequence[Path], held_out: Iterator[bool
 
 
 def _write_tables(source: Path, partials: Sequence[Path], held_out: Iterator[bool]) -> None:
-    schema = schema_of(source, ())
+    files = row_files(source)
+    schema = pq.read_schema(files[0])
+    for file in files[1:]:
+        if not pq.read_schema(file).equals(schema):
+            raise ValueError(
+                f"{file.name} and {files[0].name} in {source} have different columns; split one file at a time"
+            )
     with ExitStack() as stack:
         writers = [stack.enter_context(pq.ParquetWriter(path, schema)) for path in partials]
-        for _, batch in parquet_batches(source, schema):
-            mask = list(islice(held_out, batch.num_rows))
-            for writer, wanted in zip(writers, (False, True), strict=True):
-                writer.write_batch(batch.filter(pa.array([out == wanted for out in mask])))
+        for file in files:
+            with parquet_file(file) as table:
+                for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
+                    mask = list(islice(held_out, batch.num_rows))
+                    for writer, wanted in zip(writers, (False, True), strict=True):
+                        writer.write_batch(batch.filter(pa.array([out == wanted for out in mask])))
