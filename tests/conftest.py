@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402 (jax reads its environment when it is imported)
 
+import ctypes
 import gc
 import os
 from importlib.metadata import version
@@ -30,9 +31,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
 import jax
+import psutil
 import pytest
 
 from model_port.tiny import make_tiny
+
+MAX_IDLE_BYTES = 2**30  # between modules, of a process
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -59,6 +63,15 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hf") / "tiny"
     make_tiny(directory)
     return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """Drops compiled programs after a module: JAX keeps each one, 2 MiB or more, as long as the process lives."""
+    yield
+    if psutil.Process().memory_info().rss > MAX_IDLE_BYTES:
+        jax.clear_caches()
+        ctypes.CDLL(None).malloc_trim(0)  # without it, glibc keeps the freed memory
 
 
 # What takes minutes begins first, so that no process is left alone with it at the end.
