@@ -24,7 +24,7 @@ from model_port.config import LoraConfig, ModelConfig, config_from_hf, read_hf_c
 from model_port.hf_files import CONFIG_FILE, PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
 from model_port.json_files import Section, parse_object, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
-from model_port.lora import LowRank, merged
+from model_port.lora import LowRank, Projection, merged
 from model_port.model import Qwen3VL
 from model_port.processing import FLAT_FILES, VisionContract
 from model_port.safetensors_io import HfTensors, SafetensorsWriter
@@ -90,9 +90,8 @@ def add_adapter(model: Qwen3VL, lora: LoraConfig, params: Mapping[str, Any], mes
 
     for path, (a, b) in adapter_rules(model.config, lora.rank).items():
         *_, part, kernel = path.split(".")
-        stem, layout = kernel.split("_kernel_")
-        pair = LowRank(layout, leaf(a.path), leaf(b.path), lora.scale)
-        setattr(getattr(model.text.layers, part), f"{stem}_lora", pair)
+        projection: Projection = getattr(getattr(model.text.layers, part), kernel.partition("_")[0])
+        projection.lora = LowRank(projection.layout, leaf(a.path), leaf(b.path), lora.scale)
     model.lora = lora
 
 

@@ -37,7 +37,7 @@ from model_port.layers import DEFAULT_COMPUTE, Compute
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.safetensors_io import HfTensors
-from model_port.sharding import flat_params, shard_abstract
+from model_port.sharding import flat_params, param_name, shard_abstract
 from model_port.weights import check_param_paths, load_hf_params
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,7 +66,7 @@ def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeS
     """The model with the given arrays, or shapes, as its parameters; every one must be given."""
     graphdef, state = nnx.split(model)
     check_param_paths(model.config, set(params))
-    flat = [(path, leaf.replace(params[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    flat = [(path, leaf.replace(params[param_name(path)])) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 

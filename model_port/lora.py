@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model_port.layers import cast
+from model_port.layers import cast, normal
 from model_port.sharding import constrain
 
 
@@ -39,10 +39,21 @@ def layout_sides(layout: str) -> tuple[str, str]:
     return ("d", layout[1:]) if layout.startswith("d") else (layout[:-1], layout[-1])
 
 
-def product(equation: str, x: Array, kernel: nnx.Param, lora: LowRank | None) -> Array:
-    """What a layer does with one of its kernels, and what an adapter adds to that."""
-    plain = jnp.einsum(equation, x, cast(kernel, x))
-    return plain if lora is None else plain + lora(x)
+class Projection(nnx.Module):
+    """One stacked kernel, and the adapter beside it if there is one."""
+
+    lora: LowRank | None = None
+
+    def __init__(self, layout: str, shape: tuple[int, ...], scale: float, rngs: nnx.Rngs):
+        """`layout` names the axes after the layer axis, outputs first, such as "nhd"."""
+        self.layout = layout
+        setattr(self, f"kernel_{layout}", normal(rngs, shape, scale))
+
+    def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
+        outputs, inputs = (side.upper() for side in layout_sides(self.layout))
+        kernel = cast(getattr(self, f"kernel_{self.layout}"), x)
+        product = jnp.einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, kernel)
+        return product if self.lora is None else product + self.lora(x)
 
 
 @jax.jit

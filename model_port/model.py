@@ -29,7 +29,7 @@ from model_port.vision import VisionTower
 
 
 class Qwen3VL(nnx.Module):
-    """Both towers and how they are computed; call it for logits, or `see`, `hidden` and `text.logits` for the parts."""
+    """Both towers; call it for logits, or `encode_vision`, `hidden` and `text.logits` for the steps in between."""
 
     lora: LoraConfig = LoraConfig()  # of the adapters that lora.py has put beside its kernels
 
@@ -39,7 +39,7 @@ class Qwen3VL(nnx.Module):
         self.vision = VisionTower(config.vision, config.initializer_range, rngs)
         self.text = TextTower(config.text, config.tie_embeddings, config.initializer_range, rngs)
 
-    def see(self, batch: VisionBatch) -> Visual:
+    def encode_vision(self, batch: VisionBatch) -> Visual:
         """The visual tables of a batch of frames; with a frozen tower, compute them once and stop their gradient."""
         features, maps = self.vision(batch, self.compute)
         tables = (batch.num_parts, -1, self.config.text.width)
@@ -61,7 +61,7 @@ class Qwen3VL(nnx.Module):
 
     def __call__(self, batch: TextBatch, frames: VisionBatch | None = None) -> Float[Array, "B T V"]:
         """Logits of every token. Training computes those of action tokens only, through `hidden`."""
-        return self.text.logits(self.hidden(batch, None if frames is None else self.see(frames)))
+        return self.text.logits(self.hidden(batch, None if frames is None else self.encode_vision(frames)))
 
 
 def row_layout(batch: TextBatch) -> Layout:

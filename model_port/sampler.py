@@ -234,7 +234,7 @@ class Sampler:
             row_patches = bucket(max(len(frame.patches) for frame in prompt.frames), self.patch_bucket)
             num_rows = bucket(len(prompt.frames), self.frame_bucket)
             vision, first_rows = pack_vision(prompt.frames, self.config.vision, row_patches, num_rows)
-            visual = see(self._graphdef, self.params, vision)
+            visual = encode_vision(self._graphdef, self.params, vision)
         num_tokens = min(bucket(len(prompt.ids), self.token_bucket), self.max_context_tokens)
         sequence = RowSequence(Tokens(np.asarray(prompt.ids), tuple(range(len(prompt.frames)))))
         text = pack_text([[sequence]], prompt.frames, first_rows, self.config, num_tokens)
@@ -265,8 +265,8 @@ def next_position(positions: Int[np.ndarray, "T 3"]) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def see(graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, vision: VisionBatch) -> Visual:
-    return nnx.merge(graphdef, params).see(vision)
+def encode_vision(graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, vision: VisionBatch) -> Visual:
+    return nnx.merge(graphdef, params).encode_vision(vision)
 
 
 @partial(jax.jit, static_argnums=0)

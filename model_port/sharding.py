@@ -10,7 +10,7 @@ Of several hosts each has devices next to each other, so that each has rows of i
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, combinations
@@ -46,6 +46,7 @@ ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
     "e": "data",  # rows that every device of fsdp has …
     "w": "fsdp",  # … with a part of the width each
 }
+_PROJECTION = re.compile(r"(\b(?:attn|mlp)\.[a-z]+)\.(?=kernel_|lora\.)")
 _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 
@@ -278,8 +279,18 @@ def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSp
 
 
 def flat_params(state: nnx.State) -> dict[str, Any]:
-    """{dotted path: array} of a model's parameters, the form that the weight table and checkpoints speak."""
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    """A model's parameters by their names in the weight table and in checkpoints."""
+    return {param_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def param_name(path: Iterable[Any]) -> str:
+    """The dotted name of a parameter at this path of a state.
+
+    Checkpoints keep the names from before `Projection` and `VocabTable`: `attn.q.kernel_nhd` is stored as
+    `attn.q_kernel_nhd`, `attn.q.lora.kernel_zd` as `attn.q_lora.kernel_zd`, and the head's table as its kernel.
+    """
+    name = _PROJECTION.sub(r"\1_", ".".join(map(str, path)))
+    return name.replace("text.head.table_vd", "text.head.kernel_vd")
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

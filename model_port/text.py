@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from model_port.config import TextConfig
 from model_port.inputs import NOT_VISUAL
 from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
-from model_port.lora import LowRank, product
+from model_port.lora import Projection
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
@@ -40,58 +40,46 @@ class Visual(NamedTuple):
     deepstack: Float[Array, "n parts M D"]
 
 
-class Embed(nnx.Module):
+class VocabTable(nnx.Module):
+    """One row of the model's width per token: the embedding, or the head."""
+
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         self.table_vd = normal(rngs, (config.vocab_size, config.width), scale)
 
 
-class Head(nnx.Module):
-    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
-        self.kernel_vd = normal(rngs, (config.vocab_size, config.width), scale)
-
-
 class TextAttention(nnx.Module):
-    q_lora: LowRank | None = None
-    k_lora: LowRank | None = None
-    v_lora: LowRank | None = None
-    o_lora: LowRank | None = None
-
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, width, head_dim = config.num_layers, config.width, config.head_dim
-        self.q_kernel_nhd = normal(rngs, (layers, config.num_heads, head_dim, width), scale)
-        self.k_kernel_khd = normal(rngs, (layers, config.num_kv_heads, head_dim, width), scale)
-        self.v_kernel_khd = normal(rngs, (layers, config.num_kv_heads, head_dim, width), scale)
-        self.o_kernel_dnh = normal(rngs, (layers, width, config.num_heads, head_dim), scale)
+        q_shape, kv_shape = (config.num_heads, head_dim, width), (config.num_kv_heads, head_dim, width)
+        self.q = Projection("nhd", (layers, *q_shape), scale, rngs)
+        self.k = Projection("khd", (layers, *kv_shape), scale, rngs)
+        self.v = Projection("khd", (layers, *kv_shape), scale, rngs)
+        self.o = Projection("dnh", (layers, width, config.num_heads, head_dim), scale, rngs)
         self.q_norm = RMSNorm((layers, head_dim), config.norm_eps)
         self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
 
     def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
         x = constrain(x, "btd")
-        q = constrain(product("BTD,NHD->BTNH", x, self.q_kernel_nhd, self.q_lora), "btnh")
-        k = constrain(product("BTD,KHD->BTKH", x, self.k_kernel_khd, self.k_lora), "btkh")
-        v = constrain(product("BTD,KHD->BTKH", x, self.v_kernel_khd, self.v_lora), "btkh")
+        q = constrain(self.q(x), "btnh")
+        k = constrain(self.k(x), "btkh")
+        v = constrain(self.v(x), "btkh")
         return rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn), v
 
     def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return between_products(product("BTNH,DNH->BTD", mixed, self.o_kernel_dnh, self.o_lora))
+        return shard_residual(self.o(mixed))
 
 
 class TextMlp(nnx.Module):
-    gate_lora: LowRank | None = None
-    up_lora: LowRank | None = None
-    down_lora: LowRank | None = None
-
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, width, ffn = config.num_layers, config.width, config.ffn_width
-        self.gate_kernel_fd = normal(rngs, (layers, ffn, width), scale)
-        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
-        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
+        self.gate = Projection("fd", (layers, ffn, width), scale, rngs)
+        self.up = Projection("fd", (layers, ffn, width), scale, rngs)
+        self.down = Projection("df", (layers, width, ffn), scale, rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = constrain(x, "btd")
-        gate = constrain(product("BTD,FD->BTF", x, self.gate_kernel_fd, self.gate_lora), "btf")
-        up = constrain(product("BTD,FD->BTF", x, self.up_kernel_fd, self.up_lora), "btf")
-        return between_products(product("BTF,DF->BTD", gated_silu(gate, up), self.down_kernel_df, self.down_lora))
+        gate, up = (constrain(projection(x), "btf") for projection in (self.gate, self.up))
+        return shard_residual(self.down(gated_silu(gate, up)))
 
 
 @jax.custom_vjp
@@ -130,15 +118,15 @@ class TextTower(nnx.Module):
 
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
-        self.embed = Embed(config, scale, rngs)
+        self.embed = VocabTable(config, scale, rngs)
         self.layers = TextLayers(config, scale, rngs)
         self.final_norm = RMSNorm((config.width,), config.norm_eps)
         if not tie_embeddings:
-            self.head = Head(config, scale, rngs)
+            self.head = VocabTable(config, scale, rngs)
 
     @property
     def head_kernel_vd(self) -> nnx.Param:
-        return self.head.kernel_vd if hasattr(self, "head") else self.embed.table_vd
+        return (self.head if hasattr(self, "head") else self.embed).table_vd
 
     def __call__(
         self,
@@ -151,9 +139,9 @@ class TextTower(nnx.Module):
         compute: Compute,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Hidden states after the final norm, the cache, and what `attend` handed out, stacked over layers."""
-        x = embedded(self.embed.table_vd[...], tokens, compute)
+        x = embed_tokens(self.embed.table_vd[...], tokens, compute)
         if visual is not None:
-            x = jnp.where((visual_index != NOT_VISUAL)[..., None], looked_up(visual.table, visual_index, x), x)
+            x = jnp.where((visual_index != NOT_VISUAL)[..., None], gather_rows(visual.table, visual_index, x), x)
         turn = rotation(positions, text_frequencies(self.config))
 
         def step(layer: TextLayers, index: Index, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
@@ -165,7 +153,7 @@ class TextTower(nnx.Module):
             if visual is not None:
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)
                 x = only_if(index < len(visual.deepstack), add, x)
-            return (between_products(x), cache), out
+            return (shard_residual(x), cache), out
 
         (x, cache), outs = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
         return self.final_norm(x), cache, outs
@@ -177,20 +165,22 @@ class TextTower(nnx.Module):
         return constrain(jnp.einsum("BTD,VD->BTV", hidden, kernel, preferred_element_type=wide), "btv")
 
 
-def embedded(table: Float[Array, "V D"], tokens: Int[Array, "B T"], compute: Compute) -> Float[Array, "B T D"]:
+def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], compute: Compute) -> Float[Array, "B T D"]:
     """The table's rows of the tokens: devices look up their part of the width and exchange what they found.
 
     So no device has the whole table or its gradient, which is summed in the table's own dtype.
     """
     found = constrain(table[constrain(tokens, "et")].astype(compute.dtype), "etw")
-    return between_products(found)
+    return shard_residual(found)
 
 
-def between_products(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return constrain(x, "bod" if x.shape[1] > LONG_ROW_TOKENS else "btd")
 
 
-def looked_up(tables: Float[Array, "parts M D"], visual_index: Int[Array, "B T"], like: Array) -> Float[Array, "B T D"]:
+def gather_rows(
+    tables: Float[Array, "parts M D"], visual_index: Int[Array, "B T"], like: Array
+) -> Float[Array, "B T D"]:
     """The row of each token in the table of its part; of a token that shows nothing, any."""
     index = jnp.maximum(visual_index, 0).reshape(len(tables), -1, visual_index.shape[1])
     rows = jax.vmap(lambda table, index: table[index])(tables.astype(like.dtype), index)
@@ -201,5 +191,5 @@ def add_deepstack(
     x: Float[Array, "B T D"], index: Index, visual: Visual, visual_index: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """Adds the layer's feature map at visual tokens."""
-    features = looked_up(visual.deepstack[index], visual_index, x)
+    features = gather_rows(visual.deepstack[index], visual_index, x)
     return x + jnp.where((visual_index != NOT_VISUAL)[..., None], features, 0)

@@ -181,7 +181,7 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Calla
         jax.block_until_ready(learner.state)
         return metrics
 
-    tower = nnx.jit(lambda model, vision: model.see(vision))
+    tower = nnx.jit(lambda model, vision: model.encode_vision(vision))
     vision = jax.device_put(pack(dialogues, frames, group.config, shape)[0].vision)
     _own["see"] = lambda: jax.block_until_ready(tower(learner.model, vision))
     return update

@@ -47,7 +47,7 @@ class TrainState:
 @partial(jax.jit, static_argnums=0)
 def see(structure: Structure, params: Params, vision: VisionBatch) -> Visual:
     """The vision tower's output for the frames of a batch."""
-    return nnx.merge(structure, *params).see(vision)
+    return nnx.merge(structure, *params).encode_vision(vision)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="chunk_tokens")
@@ -84,7 +84,7 @@ def add_gradients(
 
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
-        shown = model.see(batch.vision) if visual is None and batch.vision is not None else visual
+        shown = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
         return objective(*action_scores(model, batch, shown, temperature, chunk_tokens), batch, numbers)
 
     own, sums = jax.grad(loss, has_aux=True)(params.trainable)

@@ -380,7 +380,7 @@ def kept_by_vision(model: ModelConfig, compute: Compute, tensor: int) -> Kept:
         split = shape[-1:] == (vision.ffn_width,) or shape[-2:] == (vision.num_heads, vision.head_dim)
         return tensor if split else 1
 
-    return _kept(model, compute, row[1], lambda policy: policy.see, frames, parts=parts)
+    return _kept(model, compute, row[1], lambda policy: policy.encode_vision, frames, parts=parts)
 
 
 def _shape(*shape: int, dtype: str = "int32") -> Any:

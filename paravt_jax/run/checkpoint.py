@@ -66,7 +66,7 @@ from model_port.json_files import Section, parse_object
 from model_port.layout import HF_DIR, OPTIMIZER_DIR, PARAMS_DIR, RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE, named, output_directory, sync_path
 from model_port.progress import Meter
-from model_port.sharding import on_host
+from model_port.sharding import on_host, param_name
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.programs import TrainState
@@ -356,7 +356,8 @@ def _steps_in(directory: Path | Bucket) -> list[int]:
 def _named(state: TrainState) -> dict[str, Any]:
     """The leaves in their order: params.text.embed.table_vd, opt_state.1.0.mu.text.embed.table_vd, step, ..."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
+    names = [param_name([path]) for path in paths]
     named = {
         re.sub(r"^(trainable|frozen)\.", "params.", name): leaf for name, (_, leaf) in zip(names, leaves, strict=True)
     }

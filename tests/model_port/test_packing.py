@@ -15,7 +15,7 @@ from model_port import loading
 from model_port.inputs import Frame, RowSequence, Tokens, pack_text, pack_vision
 from model_port.layers import Compute
 from model_port.model import Qwen3VL
-from model_port.sharding import flat_params, make_mesh, shard_abstract
+from model_port.sharding import flat_params, make_mesh
 
 CONFIG = DIVISIBLE
 GRIDS = [(4, 6), (2, 2), (6, 4), (8, 2), (4, 4)]
@@ -156,14 +156,11 @@ def test_mesh_of_eight_devices_equals_one(model, frames, dialogues, shape):
     rows = [[item] for item in branched(dialogues)]
     alone = collect(model, rows, frames, 97, num_rows=8)
     mesh = make_mesh(**shape)
-    graphdef, state = nnx.split(model)
-    placed = shard_abstract(loading.abstract_params(model, "float32"), mesh)
-    flat = [
-        (path, leaf.replace(jax.device_put(leaf[...], placed[".".join(map(str, path))].sharding)))
-        for path, leaf in nnx.to_flat_state(state)
-    ]
+    places = loading.abstract_params(model, "float32", mesh)
+    params = flat_params(nnx.state(model))
+    on_mesh = {path: jax.device_put(leaf, places[path].sharding) for path, leaf in params.items()}
     with jax.set_mesh(mesh):
-        spread = collect(nnx.merge(graphdef, nnx.from_flat_state(flat)), rows, frames, 97, num_rows=8, mesh=mesh)
+        spread = collect(loading.with_params(model, on_mesh), rows, frames, 97, num_rows=8, mesh=mesh)
     assert_same(spread, alone, 1e-5)
     kernels = [gradient for path, gradient in spread[1].items() if "kernel" in path]
     assert any(not gradient.sharding.is_fully_replicated for gradient in kernels) or "fsdp" not in shape

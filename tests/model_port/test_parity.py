@@ -105,7 +105,7 @@ class TestStages:
         with torch.no_grad():
             out = reference.model.visual(torch.from_numpy(inputs.pixel_values), torch.from_numpy(inputs.image_grid_thw))
         _, frames = one_sequence(config, inputs.ids, **inputs.media)
-        visual = jax.jit(lambda frames: ours.see(frames))(frames)
+        visual = jax.jit(lambda frames: ours.encode_vision(frames))(frames)
         real = np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit] > 0
         order = reference_order(config, inputs)
         np.testing.assert_allclose(np.asarray(visual.table)[0][real][order], out.pooler_output.numpy(), atol=1e-5)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from model_port.config import PRESETS
 from model_port.loading import abstract_model, abstract_params
-from model_port.sharding import _places_on_hosts, check_divisible, make_mesh, over_hosts, param_spec
+from model_port.sharding import _places_on_hosts, check_divisible, make_mesh, over_hosts, param_name, param_spec
 from model_port.weights import check_param_paths, rules
 
 
@@ -45,6 +45,20 @@ def test_names_are_specs():
     assert param_spec("text.layers.attn.q_kernel_nhd", 4) == PartitionSpec(None, "tensor", None, "fsdp")
     assert param_spec("text.embed.table_vd", 2) == PartitionSpec("tensor", "fsdp")
     assert param_spec("text.layers.input_norm.scale", 2) == PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    ("path", "stored"),
+    [
+        ("text.layers.attn.q.kernel_nhd", "text.layers.attn.q_kernel_nhd"),
+        ("text.layers.attn.q.lora.kernel_zd", "text.layers.attn.q_lora.kernel_zd"),
+        ("opt_state.1.0.mu.text.layers.mlp.down.kernel_df", "opt_state.1.0.mu.text.layers.mlp.down_kernel_df"),
+        ("text.head.table_vd", "text.head.kernel_vd"),
+        ("vision.patch_embed.kernel_dc", "vision.patch_embed.kernel_dc"),
+    ],
+)
+def test_checkpoints_keep_the_parameter_names_of_version_0_2(path, stored):
+    assert param_name(path.split(".")) == param_name([path]) == stored == param_name([stored])
 
 
 def test_an_indivisible_parameter_is_named_with_its_axis():

@@ -12,9 +12,9 @@ from flax import nnx
 import model_port
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
-from model_port.loading import abstract_params
+from model_port.loading import abstract_params, with_params
 from model_port.model import Qwen3VL
-from model_port.sharding import make_mesh, num_row_parts
+from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import (
     Dialogue,
@@ -77,7 +77,7 @@ def group(model):
 def value_and_gradient(graphdef, params, batch):
     def value(params):
         model = nnx.merge(graphdef, params)
-        visual = None if batch.vision is None else model.see(batch.vision)
+        visual = None if batch.vision is None else model.encode_vision(batch.vision)
         logp, _ = action_scores(model, batch, visual, TEMPERATURE, chunk_tokens=7)
         return jnp.where(batch.loss_mask, batch.advantage * logp, 0).sum()
 
@@ -172,13 +172,9 @@ def divisible(tied: bool, config: ModelConfig) -> Qwen3VL:
 
 def spread(model, mesh):
     """The same model, its parameters where the mesh has them."""
-    graphdef, params = nnx.split(model)
     places = abstract_params(model, "float32", mesh)
-    flat = [
-        (path, leaf.replace(jax.device_put(leaf[...], places[".".join(map(str, path))].sharding)))
-        for path, leaf in nnx.to_flat_state(params)
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+    params = flat_params(nnx.state(model))
+    return with_params(model, {path: jax.device_put(leaf, places[path].sharding) for path, leaf in params.items()})
 
 
 def in_parts(model, frames, num_parts):
