@@ -111,24 +111,24 @@ class Chat:
         piece = self.tokenizer.id_to_token(token)  # None for the unused rows at the end of a vocabulary
         return b"" if piece is None else bytes(BYTES[character] for character in piece)
 
-    def harmless(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """The text with a space in every name of an added token, so that its ids are ordinary ones."""
         return self._added.sub(_broken, _encodable(text))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
-        """A dialogue up to where the assistant begins to speak. Its texts must be ours or `harmless`."""
+        """A dialogue up to where the assistant begins to speak. Its texts must be ours or `escape`d."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
-    def said(self, text: str) -> np.ndarray:
+    def encode_turn(self, text: str) -> np.ndarray:
         """A turn that somebody else wrote for the assistant: its tags are tokens, but it shows and ends nothing."""
         return self.encode(self._control.sub(_broken, _encodable(text)))
 
     def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
         """What follows the assistant's turn: its end, if cut off before, tool responses, and the assistant's header."""
-        return self.after(ids, [{"role": "tool", "content": self.harmless(response)} for response in responses])
+        return self.after(ids, [{"role": "tool", "content": self.escape(response)} for response in responses])
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-        """The same for any messages up to where the assistant speaks again; their texts must be ours or `harmless`."""
+        """The same for any messages up to where the assistant speaks again; their texts must be ours or `escape`d."""
         after = self._after_spoken(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 

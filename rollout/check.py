@@ -30,8 +30,8 @@ import numpy as np
 
 from rollout.chat import Chat
 from rollout.cli import add_debug_flag, prog_of, run_cli
+from rollout.engine.discovery import check_url
 from rollout.engine.http import HttpClient
-from rollout.engine.listing import check_url
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent, EpisodeConfig, Task
@@ -258,7 +258,7 @@ async def _play(
     engine = await SGLangEngine.connect([url])
     try:
         agent = Agent(engine, TestCard(size_px), chat, config)
-        overview = await agent.look(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAMES_SHOWN))
+        overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAMES_SHOWN))
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()

@@ -27,13 +27,13 @@ from rollout.engine.protocol import (
     Sampling,
 )
 from rollout.ledger import Ledger
-from rollout.own_code import contained_async
 from rollout.prompter import Closeup, Frames, Overview, Prompter, ShownVideo, Task
 from rollout.prompts import MAX_TEXT_CHARS, Prompts, prompts_of
 from rollout.seeds import derived_seed
-from rollout.threads import abandonable
-from rollout.toolbox import Desk, Tool, Videos, Wanted, signatures, tools_of
+from rollout.threads import in_daemon_thread
+from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, signatures, tools_of
 from rollout.tools import CROP_VIDEO, MAX_CALLS, BadCall, Outcome, Signatures, ToolCall, Window, find_calls
+from rollout.user_code import await_user_code
 from rollout.video.box import Box
 from rollout.video.reader import VideoError, VideoTimeout
 
@@ -87,7 +87,7 @@ class EpisodeConfig:
             raise ValueError(
                 f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
             )
-        unsaid = [tool.offer.name for tool in self.toolbox if tool.offer.name not in self.prompts.system]
+        unsaid = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
         if self.prompts.system_has_tools and self.dispatch == "none":
             raise ValueError(
                 "rollout.dispatch=none offers no tool, but with rollout.prompts.system_has_tools=true the system text "
@@ -133,7 +133,7 @@ class EpisodeConfig:
             calls_per_turn=self.calls_per_turn,
             subagent_max_frames=self.subagent_max_frames,
             deadline_s=self.min_video_deadline_s,
-            offers=[tool.offer for tool in self.toolbox],
+            tools=[tool.spec for tool in self.toolbox],
         )
 
     @property
@@ -245,18 +245,18 @@ class Episode:
         }
 
 
-class Watcher:
+class EpisodeCallbacks:
     """Hears of an episode while it goes on, which waits for every one of these; of what it does not want, nothing."""
 
-    hears_words = False  # whether `said` is to be told a turn's words as they are sampled
+    wants_tokens = False  # whether `said` is to be told a turn's words as they are sampled
 
-    def said(self, turn_number: int, text: str) -> None:
+    def on_text(self, turn_number: int, text: str) -> None:
         """What the main agent has said of a turn so far."""
 
-    def called(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
+    def on_calls(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
         """A turn is over and asks for these."""
 
-    def answered(self, turn_number: int, number: int, call: Call) -> None:
+    def on_result(self, turn_number: int, number: int, call: Call) -> None:
         """One of a turn's calls is carried out; its siblings may not be."""
 
 
@@ -268,7 +268,7 @@ class Agent:
         self.config = config or EpisodeConfig()
         self.config.check_samples()
         self.prompter = self.config.prompter(frames, chat)
-        self.tools = {tool.offer.name: tool for tool in self.config.toolbox}
+        self.tools = {tool.spec.name: tool for tool in self.config.toolbox}
         self.signatures = self.config.signatures
         self._forced = chat.encode(self.config.forced_prefix)
 
@@ -277,7 +277,7 @@ class Agent:
         said = replace(self.config, prompts_file="", **changed)  # whatever has become of the file since
         return Agent(self.engine, self.frames, self.chat, said)
 
-    async def look(self, task: Task) -> Overview:
+    async def overview(self, task: Task) -> Overview:
         return await self.prompter.overview(task)
 
     async def run(
@@ -286,14 +286,14 @@ class Agent:
         number: int = 0,
         seed: int = 0,
         version: int | None = None,
-        begun: Callable[[Episode], object] = lambda episode: None,
-        watcher: Watcher | None = None,
+        on_start: Callable[[Episode], object] = lambda episode: None,
+        callbacks: EpisodeCallbacks | None = None,
         max_tokens: int | None = None,
     ) -> Episode:
         """One episode. `number` tells the members of a group apart; `version` demands that policy version throughout.
         At most `max_tokens` are sampled by the agent and its sub-agents together.
 
-        Raises EngineError when the engine cannot continue the main agent. `begun` gets the episode before its first
+        Raises EngineError when the engine cannot continue the main agent. `on_start` gets the episode before its first
         turn: whoever keeps it has what there is of it, also when it is never ended.
         """
         started_s = time.monotonic()
@@ -304,10 +304,10 @@ class Agent:
             videos=overview.shown,
             overview_s=overview.seconds,
         )
-        begun(episode)
-        watcher = watcher or Watcher()
+        on_start(episode)
+        callbacks = callbacks or EpisodeCallbacks()
         left = sys.maxsize if max_tokens is None else max_tokens
-        run = _EpisodeRun(self, overview, episode, seed, version, watcher, started_s, left)
+        run = _EpisodeRun(self, overview, episode, seed, version, callbacks, started_s, left)
         episode.ledger.add("prompt", overview.ids, overview.pictures)
         for turn_number in range(self.config.tool_turns + 1):
             last = turn_number == self.config.tool_turns
@@ -323,7 +323,7 @@ class Agent:
             if not calls:
                 episode.finish = "done" if turn.finish == "stop" else turn.finish
                 break
-            watcher.called(turn, calls)
+            callbacks.on_calls(turn, calls)
             turn.calls = await run.dispatch(calls, turn_number)
             # One more than can be made is told so; an answer to every further one would only fill the context.
             answered = turn.calls[: self.config.calls_per_turn + 1]
@@ -349,11 +349,11 @@ class _EpisodeRun:
     episode: Episode
     seed: int
     version: int | None
-    watcher: Watcher
+    callbacks: EpisodeCallbacks
     began_s: float
     tokens_left: int  # that may be sampled, by the sub-agents too
     share: int = 0  # of them, for each sub-agent of this turn: as much is left for what follows
-    said_a_picture: bool = False  # a placeholder was sampled, which no engine takes back as a token
+    sampled_image_token: bool = False  # a placeholder was sampled, which no engine takes back as a token
 
     def now_s(self) -> float:
         """Since the episode began."""
@@ -382,7 +382,7 @@ class _EpisodeRun:
             turn_number,
             stop_ids=stop_ids,
             affinity=self.overview.task.id,
-            heard=self._heard(turn_number) if self.watcher.hears_words else None,
+            on_tokens=self._on_tokens(turn_number) if self.callbacks.wants_tokens else None,
         )
         ledger.add_sampled(generation)
         self.said_a_picture = not chat.visual_ids.isdisjoint(generation.ids.tolist())
@@ -396,12 +396,12 @@ class _EpisodeRun:
         self.episode.turns.append(turn)
         return turn
 
-    def _heard(self, turn_number: int) -> Callable[[Sequence[int]], None]:
-        def heard(ids: Sequence[int]) -> None:
+    def _on_tokens(self, turn_number: int) -> Callable[[Sequence[int]], None]:
+        def on_tokens(ids: Sequence[int]) -> None:
             spoken = ids[:-1] if ids and ids[-1] in self.agent.chat.stop_ids else ids
-            self.watcher.said(turn_number, self.agent.chat.decode([*self.agent._forced, *spoken]))
+            self.callbacks.on_text(turn_number, self.agent.chat.decode([*self.agent._forced, *spoken]))
 
-        return heard
+        return on_tokens
 
     async def dispatch(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
         """Carries out the calls of a turn at the same time; the results are in call order."""
@@ -413,18 +413,18 @@ class _EpisodeRun:
         tool = self.agent.tools.get(call.name, Tool())
         try:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
-                result.response = await contained_async(self._answer(tool, result, turn_number, number))
+                result.response = await await_user_code(self._answer(tool, result, turn_number, number))
             result.outcome = "ok"
         except BadCall as problem:
             self._fail(result, problem.outcome, str(problem), problem)
         except (TimeoutError, VideoTimeout, DeadlineExceeded) as problem:
-            self._fail(result, "timeout", tool.late, problem)
+            self._fail(result, "timeout", tool.timeout_message, problem)
         except VideoError as problem:
             self._fail(result, "error", str(problem), problem)
         except Exception as problem:  # whatever it is, it is this call's
-            self._fail(result, "error", tool.failed, problem)
+            self._fail(result, "error", tool.failure_message, problem)
         result.latency_s = self.now_s() - result.started_s
-        self.watcher.answered(turn_number, number, result)
+        self.callbacks.on_result(turn_number, number, result)
         return result
 
     async def _answer(self, tool: Tool, result: Call, turn_number: int, number: int) -> str:
@@ -435,16 +435,16 @@ class _EpisodeRun:
             raise result.call.problem
         subtitles = dict(zip(overview.task.videos, overview.task.subtitles, strict=False))
         videos = Videos(overview.videos, overview.names, subtitles)
-        wanted = tool.check(result.call.arguments, videos)
-        result.path, result.window, result.box = wanted.path, wanted.window, wanted.box
+        args = tool.check(result.call.arguments, videos)
+        result.path, result.window, result.box = args.path, args.window, args.box
         reports: list[str] = []
 
         async def ask(closeup: Closeup, about: str) -> str:
             reports.append(await self._report(result, closeup, about, turn_number, number))
             return reports[-1]
 
-        desk = Desk(overview.task.question, videos, self.agent.prompter, ask)
-        answer = await _carried_out(tool, wanted, desk)
+        context = ToolContext(overview.task.question, videos, self.agent.prompter, ask)
+        answer = await _carried_out(tool, args, context)
         if not isinstance(answer, str):
             raise TypeError(f"{result.call.name} gave {type(answer).__name__}, expected text")
         return _cut(answer, MAX_ANSWER_CHARS + sum(map(len, reports)))
@@ -483,7 +483,7 @@ class _EpisodeRun:
         *,
         stop_ids: tuple[int, ...],
         affinity: str,
-        heard: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Generation:
         """`agent_number` 0 is the main agent, n the sub-agent of a turn's n-th call.
 
@@ -509,7 +509,7 @@ class _EpisodeRun:
                 deadline_s=deadline_s,
                 version=self.version,
                 affinity=affinity,
-                heard=heard,
+                on_tokens=on_tokens,
             )
         )
         self.tokens_left += num_tokens - len(generation.ids)
@@ -535,10 +535,10 @@ def _cut(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
-async def _carried_out(tool: Tool, wanted: Wanted, desk: Desk) -> str:
+async def _carried_out(tool: Tool, args: ToolArgs, context: ToolContext) -> str:
     """A tool that does not wait as others in the event loop do is given a thread of its own."""
-    if inspect.iscoroutinefunction(tool.carry_out):
-        answer = tool.carry_out(wanted, desk)
+    if inspect.iscoroutinefunction(tool.run):
+        answer = tool.run(args, context)
     else:
-        answer = await abandonable(lambda: tool.carry_out(wanted, desk))
+        answer = await in_daemon_thread(lambda: tool.run(args, context))
     return await answer if isinstance(answer, Awaitable) else answer

@@ -38,12 +38,12 @@ class Picture:
         return cls(digest.hexdigest(), pixels)
 
     @classmethod
-    def elsewhere(cls, key: str, size_px: tuple[int, int]) -> "Picture":
+    def without_pixels(cls, key: str, size_px: tuple[int, int]) -> "Picture":
         """One that is known by name, and takes no memory: its pixels are with another process."""
         return cls(key, np.ndarray((*size_px, 3), np.uint8, ZERO, 0, (0, 0, 0)))
 
     @property
-    def is_here(self) -> bool:
+    def has_pixels(self) -> bool:
         return any(self.pixels.strides)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from rollout.chat import Chat
 from rollout.picture import Picture
 from rollout.prompts import Prompts, main_messages, shown_messages, subagent_messages
-from rollout.tools import CROP_VIDEO_OFFER, Offer, Window
+from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
 from rollout.video.times import crop_times, overview_times
@@ -80,7 +80,7 @@ class Frames(Protocol):
 
 
 class Prompter:
-    """`calls_per_turn` 0 offers no tool; `deadline_s` is that of a video's frames."""
+    """`calls_per_turn=0` offers no tool. `deadline_s` bounds the decoding of one video's frames."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class Prompter:
         calls_per_turn: int,
         subagent_max_frames: int,
         deadline_s: float,
-        offers: Sequence[Offer] = (CROP_VIDEO_OFFER,),
+        tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
     ):
         self.frames, self.chat, self.prompts = frames, chat, prompts
         self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
         self._deadline_s = deadline_s
-        self._offers = offers
+        self._specs = tools
         in_template = calls_per_turn > 0 and not prompts.system_has_tools
-        self._tools = [offer.schema for offer in offers] if in_template else None
+        self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
         """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
@@ -117,9 +117,9 @@ class Prompter:
         messages = main_messages(
             self.prompts,
             [(video.name, video.duration_s, video.frames_s) for video in of_videos],
-            self.chat.harmless(task.question.replace("<video>", "").strip()),
+            self.chat.escape(task.question.replace("<video>", "").strip()),
             self._calls_per_turn,
-            self._offers,
+            self._specs,
         )
         pictures = tuple(frame.picture for frames in shown for frame in frames)
         ids = self.ids(messages, pictures, self._tools)
@@ -130,7 +130,7 @@ class Prompter:
         """The frames of one window, and the question of a sub-agent about it."""
         frames = await self.crop(path, window)
         times_s = [frame.time_s for frame in frames]
-        return self._closeup(frames, subagent_messages(self.prompts, window, times_s, self.chat.harmless(question)))
+        return self._closeup(frames, subagent_messages(self.prompts, window, times_s, self.chat.escape(question)))
 
     def closeup_of(self, frames: Sequence[TimedPicture], intro: str, instruction: str) -> Closeup:
         """Any frames, with words of one's own, which must not be a model's."""

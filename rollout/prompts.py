@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from rollout.tools import CROP_VIDEO_OFFER, Offer, Window
+from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
 # What may stand in braces in a text, each with a value to try it with. In a text that is not here nothing may.
 PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
@@ -157,7 +157,7 @@ def main_messages(
     videos: Sequence[tuple[str, float, Sequence[float]]],
     question: str,
     max_parallel: int,
-    offers: Sequence[Offer] = (CROP_VIDEO_OFFER,),
+    tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
 ) -> list[dict[str, Any]]:
     """The main agent's dialogue; a video is its name, its duration and the times of its frames.
 
@@ -170,7 +170,7 @@ def main_messages(
         content += [text_part(f"{intro}\n"), *frames, text_part("\n")] if intro else frames
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
-        uses, gives = ", or ".join(offer.use for offer in offers), ", ".join(offer.gives for offer in offers)
+        uses, gives = ", or ".join(tool.usage for tool in tools), ", ".join(tool.effect for tool in tools)
         asked = _asked(prompts.with_tool, question, names=names, max_parallel=max_parallel, uses=uses, gives=gives)
     else:
         asked = _asked(prompts.without_tool, question, names=names)

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from rollout.own_code import contained
+from rollout.user_code import call_user_code
 
 Result = TypeVar("Result")
 
 
-async def abandonable(work: Callable[[], Result]) -> Result:
+async def in_daemon_thread(work: Callable[[], Result]) -> Result:
     """Like asyncio.to_thread, but work that never ends keeps no other from beginning, and the process from ending."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            future.set_result(contained(work))
+            future.set_result(call_user_code(work))
         except Exception as problem:
             future.set_exception(problem)
 

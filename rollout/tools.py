@@ -34,12 +34,12 @@ _Read = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
 @dataclass(frozen=True)
-class Offer:
+class ToolSpec:
     """How a model learns of a tool: by its schema, and in the words that follow a question."""
 
     schema: dict[str, Any]
-    use: str  # what to call it on
-    gives: str  # what then happens
+    usage: str  # what to call it on
+    effect: str  # what then happens
 
     @property
     def name(self) -> str:
@@ -65,12 +65,12 @@ CROP_VIDEO_SCHEMA = make_schema(
     start_time=("number", "Where the part begins, in seconds."),
     end_time=("number", "Where the part ends, in seconds."),
 )
-CROP_VIDEO_OFFER = Offer(
+CROP_VIDEO_SPEC = ToolSpec(
     CROP_VIDEO_SCHEMA,
-    use=f"{CROP_VIDEO} on the parts of the video that matter",
-    gives="each part is looked at closely and reported on",
+    usage=f"{CROP_VIDEO} on the parts of the video that matter",
+    effect="each part is looked at closely and reported on",
 )
-CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_OFFER.parameters}
+CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_SPEC.parameters}
 
 
 class BadCall(ValueError):

@@ -164,7 +164,7 @@ def test_any_text_is_searched_for_calls_and_scored(rounds):
 @example(said="\ud800", responses=[""], question="")
 def ledger_of_any_text(said, responses, question):
     chat = fuzz_chat()
-    ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.harmless(question)}]), chat.said(said)])
+    ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.escape(question)}]), chat.encode_turn(said)])
     after = chat.after_turn(ids, responses)
     text = chat.decode(after)
     assert text.count("<tool_response>") == text.count("</tool_response>") == len(responses)
@@ -189,10 +189,10 @@ def calls_of_any_tool(text, arguments):
     asked = [(call.name, call.arguments) for call in found if call.well_formed] + [(name, arguments) for name in tools]
     for name, asked_for in asked:
         with suppress(BadCall):
-            wanted = SHIPPED[name].check(asked_for, videos)
-            assert wanted.path == "/v.mp4"
-            assert wanted.window is None or 0 <= wanted.window.start_s <= wanted.window.end_s <= 60.0
-            assert wanted.box is None or min(wanted.box.size_px(48, 64)) >= 1
+            args = SHIPPED[name].check(asked_for, videos)
+            assert args.path == "/v.mp4"
+            assert args.window is None or 0 <= args.window.start_s <= args.window.end_s <= 60.0
+            assert args.box is None or min(args.box.size_px(48, 64)) >= 1
 
 
 def test_any_arguments_of_any_tool_are_checked(rounds):

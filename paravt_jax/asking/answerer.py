@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax.rewards.terms import find_prediction
-from rollout.episode import Agent, Episode, Turn, Watcher
+from rollout.episode import Agent, Episode, EpisodeCallbacks, Turn
 from rollout.prompter import Overview, Task
 
 
-class Listener(Watcher):
+class Listener(EpisodeCallbacks):
     """A watcher that is told of the overview as well."""
 
     def looked(self, overview: Overview, seconds: float) -> None:
@@ -95,9 +95,9 @@ class Answerer:
         """
         listener = listener or Listener()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
-        overview = await self.agent.look(task)
+        overview = await self.agent.overview(task)
         listener.looked(overview, overview.seconds)
-        episode = await self.agent.run(overview, seed=seed, watcher=listener, max_tokens=max_tokens)
+        episode = await self.agent.run(overview, seed=seed, callbacks=listener, max_tokens=max_tokens)
         return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
 

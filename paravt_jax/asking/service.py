@@ -212,13 +212,13 @@ class Service:
 class _Told(Listener):
     """What happens, as text."""
 
-    hears_words = True
+    wants_tokens = True
 
     def __init__(self, tell: Callable[[str], object]):
         self._tell = tell
         self._turn, self._said = 0, 0
 
-    def said(self, turn_number: int, text: str) -> None:
+    def on_text(self, turn_number: int, text: str) -> None:
         if turn_number != self._turn:
             self._turn, self._said = turn_number, 0
         words = spoken(text)
@@ -226,7 +226,7 @@ class _Told(Listener):
             self._tell(words[self._said :])
             self._said = len(words)
 
-    def answered(self, turn_number: int, number: int, call: Call) -> None:
+    def on_result(self, turn_number: int, number: int, call: Call) -> None:
         where = "" if call.window is None else f" {clock(call.window.start_s)} to {clock(call.window.end_s)}"
         self._tell(f"\n[{call.call.name or 'call'}{where}: {call.response}]\n")
 

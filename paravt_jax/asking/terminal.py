@@ -27,7 +27,7 @@ OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become one, or a character
 class Live(Listener):
     """Tells `write` what happens while a question is answered."""
 
-    hears_words = True
+    wants_tokens = True
 
     def __init__(self, write: Callable[[str], object]):
         self._write = write
@@ -43,7 +43,7 @@ class Live(Listener):
             )
         self._say("overview", f"{len(overview.pictures)} frames, {seconds:.1f} s")
 
-    def said(self, turn_number: int, text: str) -> None:
+    def on_text(self, turn_number: int, text: str) -> None:
         """Goes on with a turn's words where they ended; calls are shown when they are made."""
         if turn_number != self._turn:
             self._turn, self._said = turn_number, 0
@@ -52,12 +52,12 @@ class Live(Listener):
         self._write(words[self._said :].replace("\n", f"\n{'':{NAME_COLUMNS}}"))
         self._said = max(self._said, len(words))
 
-    def called(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
+    def on_calls(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
         self._write("\n")
         for number, call in enumerate(calls, 1):
             self._say(f"call {number}", self._drawn(call))
 
-    def answered(self, turn_number: int, number: int, call: Call) -> None:
+    def on_result(self, turn_number: int, number: int, call: Call) -> None:
         said = call.response if call.outcome == "ok" else f"{call.outcome}: {call.response}"
         self._say(f"report {number + 1}", f"({call.latency_s:.1f} s) {cut(' '.join(visible(said).split()))}")
 

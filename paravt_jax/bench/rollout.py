@@ -175,7 +175,7 @@ async def _turn(
     if config.dispatch == "sequential":
         turns = [f"I look.</think>{call}" for call in calls]
     agent = Agent(_Written(engine, chat, [*turns, ANSWER]), frames, chat, config)  # type: ignore[arg-type]
-    overview = await agent.look(Task(f"turn-{number}-{offset_s}", "What happens?", (video,), FRAME_BUDGET))
+    overview = await agent.overview(Task(f"turn-{number}-{offset_s}", "What happens?", (video,), FRAME_BUDGET))
     started_s = time.perf_counter()
     episode = await agent.run(overview)
     seconds = time.perf_counter() - started_s
@@ -201,7 +201,7 @@ async def _episodes(
 
     written = Rehearsed(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
     agent = Agent(written, frames, chat, config)  # type: ignore[arg-type]
-    overview = await agent.look(Task("group", "What happens?", (video,), FRAME_BUDGET))
+    overview = await agent.overview(Task("group", "What happens?", (video,), FRAME_BUDGET))
     started_s = time.perf_counter()
     episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(args.episodes)))
     seconds = time.perf_counter() - started_s

@@ -54,7 +54,7 @@ def provenance(
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},
         "hashes": {
             "prompt": digest([asdict(episode.prompts), episode.forced_prefix]),
-            "schema": digest([tool.offer.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
+            "schema": digest([tool.spec.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
             "scorer": scorer_digest(config),
         },
         "model": played[0]["model"] if played else {"path": config.model.path},

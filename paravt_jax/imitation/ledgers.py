@@ -100,9 +100,9 @@ class TraceRenderer:
     def _add_turn(self, ledger: Ledger, text: str) -> None:
         """The turn as it would have been sampled behind the forced prefix, which is learned like the rest."""
         prefix = self._config.forced_prefix
-        ids = [self._chat.said(text)]
+        ids = [self._chat.encode_turn(text)]
         if prefix and text.startswith(prefix):
-            ids = [self._forced, self._chat.said(text.removeprefix(prefix))]
+            ids = [self._forced, self._chat.encode_turn(text.removeprefix(prefix))]
         said = np.concatenate([*ids, [self._chat.turn_end_id]]).astype(np.int32)
         ledger.segments.append(Segment("sampled", said, (), np.zeros(len(said), np.float32), version=0))
 
@@ -119,7 +119,7 @@ class TraceRenderer:
             content: list[dict[str, Any]] = []
             for part in message.parts:
                 if isinstance(part, str):
-                    content.append(text_part(self._chat.harmless(part.replace(PLACEHOLDER, ""))))
+                    content.append(text_part(self._chat.escape(part.replace(PLACEHOLDER, ""))))
                 else:
                     shown, of_part = await self._shown(part)
                     content += shown

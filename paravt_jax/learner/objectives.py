@@ -18,7 +18,7 @@ from paravt_jax.learner.losses import ClassSums, LossSums, class_sums, policy_lo
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import LossConfig, check_names
 from paravt_jax.learner.variants import VARIANTS, StepCounts, Variant
-from rollout.own_code import contained, function_at
+from rollout.user_code import call_user_code, load_function
 
 Scalar = Float[Array, ""]
 # The loss, and sums to report, of log-probs and entropies.
@@ -29,7 +29,7 @@ def variant_of(loss: LossConfig) -> Variant:
     """The function of the loss that `loss.kind` names, shipped or the user's; what is wrong with that one is said."""
     if not loss.is_own:
         return VARIANTS[loss.kind]
-    function = function_at("loss.kind", loss.kind)
+    function = load_function("loss.kind", loss.kind)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     check_names(loss.kind, loss.numbers, [parameter.name for parameter in parameters])
     for parameter in parameters:
@@ -41,7 +41,7 @@ def variant_of(loss: LossConfig) -> Variant:
 @cache  # equal losses share a compiled program
 def _contained(function: Variant) -> Variant:
     """Without SystemExit and the like, which would end a run as if all were well."""
-    return wraps(function)(lambda *arguments, **numbers: contained(lambda: function(*arguments, **numbers)))
+    return wraps(function)(lambda *arguments, **numbers: call_user_code(lambda: function(*arguments, **numbers)))
 
 
 class Known(NamedTuple):

@@ -16,9 +16,9 @@ from paravt_jax.rewards.grammar import Place
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.episode import Episode
-from rollout.own_code import contained_async, function_at
-from rollout.threads import abandonable
+from rollout.threads import in_daemon_thread
 from rollout.tools import Outcome
+from rollout.user_code import await_user_code, load_function
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
 SHOWN_CHARS = 100  # of what a function gave, in an error
@@ -61,8 +61,8 @@ class Plugin:
         work = partial(self.function, **given)
         try:
             async with asyncio.timeout(self.deadline_s):
-                found = await contained_async(
-                    work() if inspect.iscoroutinefunction(self.function) else abandonable(work)
+                found = await await_user_code(
+                    work() if inspect.iscoroutinefunction(self.function) else in_daemon_thread(work)
                 )
             return _checked(found, turns)
         except PluginError:
@@ -78,7 +78,7 @@ def load_plugin(reward: RewardConfig) -> Plugin | None:
     place = reward.plugin
     if not place:
         return None
-    function = function_at("reward.plugin", place)
+    function = load_function("reward.plugin", place)
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as problem:

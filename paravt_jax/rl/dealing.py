@@ -29,7 +29,7 @@ RECORDS = (  # what the results of an episode consist of
 )
 FORMS = {
     Ledger: Form(lambda ledger: (ledger.segments,), Ledger),
-    Picture: Form(lambda it: (it.key, *it.size_px), lambda key, *size_px: Picture.elsewhere(key, size_px)),
+    Picture: Form(lambda it: (it.key, *it.size_px), lambda key, *size_px: Picture.without_pixels(key, size_px)),
     ToolCall: Form(lambda call: (call.span, call.name), ToolCall),  # arguments may be anything that a model wrote
 }
 

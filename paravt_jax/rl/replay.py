@@ -204,7 +204,7 @@ class Replay:
                 f"train.group_size={self._train.group_size}, and {asked} has {len(records)} episodes in "
                 f"{self.log.run_dir}; leave it as it was"
             )
-        overview = await self.player.agent.look(task) if any("segments" in record for record in records) else None
+        overview = await self.player.agent.overview(task) if any("segments" in record for record in records) else None
         members = [await self._member(record, visit.item, overview) for record in records]
         members = scored_together(members, self.player.reward)
         advantages = advantages_of(members, self.player.reward, self._advantage)

@@ -38,7 +38,7 @@ from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent, Episode, Overview, Task
-from rollout.own_code import contained_async
+from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError
 
 Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
@@ -101,8 +101,8 @@ class Player:
         """One episode of a prompt, all of it of one version if one is given. It is added to `begun` as it begins."""
         name = f"{overview.task.id}/{number}"
         try:
-            episode = await contained_async(self.agent.run(overview, number, self.seed, version, begun.append))
-            return await contained_async(self.scored(name, episode, prompt))
+            episode = await await_user_code(self.agent.run(overview, number, self.seed, version, begun.append))
+            return await await_user_code(self.scored(name, episode, prompt))
         except Exception as problem:  # whatever it is, it is this episode's
             said = f"{type(problem).__name__}: {problem}"
             num_lost = sum(episode.ledger.num_sampled for episode in begun if episode.id == name)
@@ -153,7 +153,7 @@ class Player:
             return member
 
         try:
-            overview = await contained_async(self.agent.look(task))
+            overview = await await_user_code(self.agent.overview(task))
         except Exception as problem:
             said = f"overview: {type(problem).__name__}: {problem}"
             return [Member(f"{task.id}/{n}", problem=said, reason=_reason(problem)) for n in range(num_episodes)]

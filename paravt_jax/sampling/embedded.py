@@ -50,14 +50,14 @@ class Running:
     number: int | None = None  # the sampler's, once it has the request
     order: int = 0  # by which several hosts know it
     num_prompt_tokens: int = 0
-    heard: Callable[[Sequence[int]], object] | None = None
+    on_tokens: Callable[[Sequence[int]], object] | None = None
     sampled: list[int] = field(default_factory=list)  # so far, for who is to hear of it
     changes: list[tuple[int, int]] = field(default_factory=list)
 
     def hear(self, ended: Completion | Exception | None) -> None:
         """Tells who waits how it ended, or how far it is."""
-        if self.heard is not None and not isinstance(ended, Exception):
-            self.heard(self.sampled if ended is None else ended.ids)
+        if self.on_tokens is not None and not isinstance(ended, Exception):
+            self.on_tokens(self.sampled if ended is None else ended.ids)
         if ended is None or self.done is None or self.done.done():
             return
         if isinstance(ended, Exception):
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         if self._pump is None:
             self._pump = asyncio.create_task(self._sample())
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        running = Running(request.episode, done, heard=request.heard)
+        running = Running(request.episode, done, on_tokens=request.on_tokens)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
@@ -185,7 +185,7 @@ class EmbeddedEngine:
         for number in finished:
             self._running.pop(number, None)
         for number, running in self._running.items():
-            if running.heard is not None:
+            if running.on_tokens is not None:
                 running.sampled = self._sampler.sampled(number)
         return [(running, finished.get(number)) for number, running in was_running.items()]
 

@@ -58,7 +58,7 @@ class SharedEngine(EmbeddedEngine):
         self._num_asked += 1
         running.order = self._num_asked
         self._asked[running.order] = running
-        self._orders.append(_Order(running.order, replace(request, heard=None)))
+        self._orders.append(_Order(running.order, replace(request, on_tokens=None)))
 
     def _stop(self, running: Running) -> Completion | None:
         """It ends at the next turn, with what it has by then."""
@@ -115,7 +115,7 @@ class SharedEngine(EmbeddedEngine):
             return picture.key, picture.pixels
 
         def make(key: str, there: Any) -> Picture:
-            return Picture.elsewhere(key, there) if isinstance(there, tuple) else Picture(key, there)
+            return Picture.without_pixels(key, there) if isinstance(there, tuple) else Picture(key, there)
 
         return Wire((_Order, Request, Sampling), {Picture: Form(take, make)})
 
@@ -126,5 +126,5 @@ class SharedEngine(EmbeddedEngine):
                 self._frames.move_to_end(key)
 
     def _frame(self, picture: Picture) -> Frame:
-        assert picture.key in self._frames or picture.is_here, "a frame was forgotten before it was shown"
+        assert picture.key in self._frames or picture.has_pixels, "a frame was forgotten before it was shown"
         return super()._frame(picture)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine.http import HttpClient, ServerUnavailable
-from rollout.engine.known import SGLangSettings
 from rollout.engine.protocol import EngineError
+from rollout.engine.settings import SGLangSettings
 
 MAX_CHARS = 200
 OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)

@@ -59,7 +59,7 @@ class Request:
     deadline_s: float | int
     version: int | None = None  # tokens of any other version are an error; None takes any, each token labelled
     affinity: str = ""  # equal ones go to one server, whose prefix cache knows them; by default the episode
-    heard: Callable[[Sequence[int]], object] | None = None  # gets the ids so far, whenever there are more
+    on_tokens: Callable[[Sequence[int]], object] | None = None  # gets the ids so far, whenever there are more
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@
 hosts see too, and read by every server. `tensors`: sent in buckets by a small process in the servers' own environment,
 since the servers take torch tensors and this package has none; on a GPU the bucket's memory is shared, so nothing
 crosses HTTP. Both leave the label of the weights on a server; `disk` in the same step of its scheduler. Neither touches
-the KV cache: `ServerPool` pauses and flushes before, and continues after.
+the KV cache: `Fleet` pauses and flushes before, and continues after.
 """
 
 import asyncio

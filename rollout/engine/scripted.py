@@ -49,9 +49,9 @@ class ScriptedEngine:
             raise DeadlineExceeded(f"the script gave no reply in {request.deadline_s} s")
         told = [] if reply.cancelled() else reply.result()
         ids = np.array(told[: request.sampling.max_new_tokens], np.int32)
-        if request.heard is not None:
+        if request.on_tokens is not None:
             for number in range(len(ids)):
-                request.heard(ids[: number + 1].tolist())
+                request.on_tokens(ids[: number + 1].tolist())
         stopped = len(ids) > 0 and int(ids[-1]) in request.sampling.stop_ids
         finish = "abort" if reply.cancelled() else "stop" if stopped else "length"
         return Generation(

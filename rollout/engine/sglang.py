@@ -2,7 +2,7 @@
 
 When a server is ejected, whatever it was computing is given to others. A request is sent again only after the server
 that had it is known not to answer it, and its first answer is the only one used, so nothing is lost or counted twice.
-Weights, health and owners of the servers are `rollout.engine.pool`.
+Weights, health and owners of the servers are `rollout.engine.fleet`.
 
 Behind an sglang-router the servers are those that it lists. Requests go to the router, everything else to each server,
 since a router passes on neither weights nor labels nor aborts.
@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.answers import Expected, answer_bytes, generation_of, ids_so_far
+from rollout.engine.discovery import listed_urls, router_among, urls_behind
+from rollout.engine.fleet import Fleet
 from rollout.engine.http import HttpClient, ServerUnavailable
-from rollout.engine.known import KnownServer, SGLangSettings
 from rollout.engine.labels import WrongLabel
-from rollout.engine.listing import listed_urls, router_among, urls_behind
-from rollout.engine.pool import ServerPool
 from rollout.engine.protocol import (
     DeadlineExceeded,
     EngineError,
@@ -38,6 +37,7 @@ from rollout.engine.protocol import (
     VersionMismatch,
     Weights,
 )
+from rollout.engine.settings import ServerState, SGLangSettings
 from rollout.picture import Picture
 from rollout.server import Server, ServerSettings
 
@@ -49,12 +49,12 @@ MAX_IMBALANCE = 8  # requests more than elsewhere, from which on computing a pre
 class SGLangEngine:
     """Use `await SGLangEngine.connect(urls)` or `.launch(settings)`, and `close` in the end."""
 
-    def __init__(self, servers: Sequence[KnownServer], settings: SGLangSettings, client: HttpClient, router: str = ""):
+    def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, client: HttpClient, router: str = ""):
         self.settings, self._client = settings, client
-        self.pool = ServerPool(servers, settings, client, behind_router=bool(router))
-        self._router = KnownServer(router, up=True) if router else None
-        self._asked = [self._router] if self._router else self.pool.servers  # for samples
-        self._homes: dict[str, KnownServer] = {}  # affinity -> the server whose cache knows the prefix
+        self.fleet = Fleet(servers, settings, client, behind_router=bool(router))
+        self._router = ServerState(router, up=True) if router else None
+        self._asked = [self._router] if self._router else self.fleet.servers  # for samples
+        self._homes: dict[str, ServerState] = {}  # affinity -> the server whose cache knows the prefix
 
     @classmethod
     async def connect(
@@ -72,9 +72,9 @@ class SGLangEngine:
             raise ValueError("engine.urls is empty; give the URL of at least one SGLang server")
         settings = settings or SGLangSettings()
         router, urls = await router_among(urls, settings.probe_deadline_s)
-        engine = await cls._begin([KnownServer(url) for url in urls], settings, on_progress, router)
+        engine = await cls._begin([ServerState(url) for url in urls], settings, on_progress, router)
         if router:
-            engine.pool.heed(router, lambda: urls_behind(engine._client, router, settings.control_deadline_s))
+            engine.fleet.heed(router, lambda: urls_behind(engine._client, router, settings.control_deadline_s))
         return engine
 
     @classmethod
@@ -89,8 +89,8 @@ class SGLangEngine:
         router, urls = await router_among(listed_urls(file), settings.probe_deadline_s)
         if router:
             raise ValueError(f"{file} lists {router}, which is an sglang-router; name it in engine.urls")
-        engine = await cls._begin([KnownServer(url) for url in urls], settings, on_progress)
-        engine.pool.heed(str(file), lambda: asyncio.to_thread(listed_urls, file))
+        engine = await cls._begin([ServerState(url) for url in urls], settings, on_progress)
+        engine.fleet.heed(str(file), lambda: asyncio.to_thread(listed_urls, file))
         return engine
 
     @classmethod
@@ -112,19 +112,19 @@ class SGLangEngine:
         if failures:
             await asyncio.gather(*(server.stop(settings.stop_grace_s) for server in up))
             raise failures[0]
-        return await cls._begin([KnownServer(server.url, server) for server in up], settings, on_progress)
+        return await cls._begin([ServerState(server.url, server) for server in up], settings, on_progress)
 
     @classmethod
     async def _begin(
         cls,
-        servers: Sequence[KnownServer],
+        servers: Sequence[ServerState],
         settings: SGLangSettings,
         on_progress: Callable[[str], None] = lambda text: None,
         router: str = "",
     ) -> "SGLangEngine":
         engine = cls(servers, settings, HttpClient.make(), router)
         try:
-            await engine.pool.open(on_progress)
+            await engine.fleet.open(on_progress)
         except BaseException:
             await engine.close()
             raise
@@ -132,12 +132,12 @@ class SGLangEngine:
 
     @property
     def urls(self) -> list[str]:
-        return [server.url for server in self.pool.servers]
+        return [server.url for server in self.fleet.servers]
 
     @property
     def version(self) -> int:
-        assert self.pool.version is not None, "no server had weights of this run, and none were published"
-        return self.pool.version
+        assert self.fleet.version is not None, "no server had weights of this run, and none were published"
+        return self.fleet.version
 
     async def generate(self, request: Request) -> Generation:
         started_s = time.monotonic()
@@ -147,11 +147,11 @@ class SGLangEngine:
         tried: set[str] = set()
         while True:
             server = await self._choose(request.affinity or request.episode, deadline_s, tried)
-            oldest = self.pool.oldest(self._behind(server))
+            oldest = self.fleet.oldest(self._behind(server))
             try:
                 answer = await self._ask(server, request, body, deadline_s)
                 latency_s = time.monotonic() - started_s
-                expected = Expected(self.pool.owner, oldest, self.pool.newest)
+                expected = Expected(self.fleet.owner, oldest, self.fleet.newest)
                 generation = generation_of(
                     answer, request.sampling, expected, self.settings.vocab_size, server.url, latency_s
                 )
@@ -162,7 +162,7 @@ class SGLangEngine:
                 for one in self._behind(server):
                     one.suspected.set()
                 if isinstance(problem, WrongLabel) and server is not self._router:
-                    self.pool.distrust(server, str(problem))
+                    self.fleet.distrust(server, str(problem))
             if len(problems) == self.settings.max_attempts:
                 raise EngineError(f"a request failed {len(problems)} times: {'; '.join(dict.fromkeys(problems))}")
             backoff_s = min(self.settings.backoff_s * 2 ** (len(problems) - 1), self.settings.max_backoff_s)
@@ -182,21 +182,21 @@ class SGLangEngine:
         Requests that are running go on with the new weights, their tokens labelled. `weights` must stay readable until
         the next call returns: a server that comes back later needs them.
         """
-        await self.pool.publish(weights, version)
+        await self.fleet.publish(weights, version)
 
     async def adopt(self, version: int) -> None:
         """Another process has published this version: whichever server has it is used, the others when they have."""
-        await self.pool.adopt(version)
+        await self.fleet.adopt(version)
 
     async def health(self) -> Health:
         return Health(
-            tuple(ServerHealth(server.url, server.up, server.version, server.problem) for server in self.pool.servers)
+            tuple(ServerHealth(server.url, server.up, server.version, server.problem) for server in self.fleet.servers)
         )
 
     async def abort(self, episode: str | None = None) -> None:
         await asyncio.gather(
             *(
-                self.pool.abort(
+                self.fleet.abort(
                     [one.url for one in self._behind(server)],
                     [rid for rid, of in server.running.items() if episode in (None, of)],
                 )
@@ -209,20 +209,20 @@ class SGLangEngine:
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await self.pool.close()
+        await self.fleet.close()
         await self._client.close()
-        await self.pool.stop_managed()
+        await self.fleet.stop_managed()
 
-    def _behind(self, server: KnownServer) -> list[KnownServer]:
+    def _behind(self, server: ServerState) -> list[ServerState]:
         """Those that may have had a request: a router says nobody where it sent it."""
-        return self.pool.servers if server is self._router else [server]
+        return self.fleet.servers if server is self._router else [server]
 
     # Requests
 
-    async def _choose(self, affinity: str, deadline_s: float, tried: set[str]) -> KnownServer:
+    async def _choose(self, affinity: str, deadline_s: float, tried: set[str]) -> ServerState:
         """The server that knows the prefix, or the one with the fewest requests; one not tried yet, if there is."""
-        self.pool.check_keepers()
-        await self.pool.wait_until_up(deadline_s)
+        self.fleet.check_keepers()
+        await self.fleet.wait_until_up(deadline_s)
         up = [server for server in self._asked if server.up]
         up = [server for server in up if server.url not in tried] or up
         idlest = min(up, key=lambda server: len(server.running))
@@ -234,7 +234,7 @@ class SGLangEngine:
             del self._homes[next(iter(self._homes))]
         return home if len(home.running) <= len(idlest.running) + MAX_IMBALANCE else idlest
 
-    async def _ask(self, server: KnownServer, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+    async def _ask(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
         """One attempt. Whatever ends it other than an answer also ends the computation on the server."""
         rid = uuid.uuid4().hex[:RID_CHARS]
         remaining_s = deadline_s - time.monotonic()
@@ -264,22 +264,22 @@ class SGLangEngine:
             if not answered:
                 self._abandon(server, rid)
 
-    async def _sample(self, server: KnownServer, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
-        url, heard, max_bytes = f"{server.url}/generate", request.heard, answer_bytes(request.sampling)
+    async def _sample(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
+        url, on_tokens, max_bytes = f"{server.url}/generate", request.on_tokens, answer_bytes(request.sampling)
         key = routing_key(request.affinity or request.episode)
-        if heard is None:
+        if on_tokens is None:
             return await self._client.post(url, body, deadline_s, max_bytes, key)
         answer, ids = None, []
         messages = self._client.stream(url, body | {"stream": True}, deadline_s, max_bytes, key)
         async with contextlib.aclosing(messages):
             async for answer in messages:
                 ids = ids_so_far(answer, ids, server.url)
-                heard(ids)
+                on_tokens(ids)
         return answer
 
-    def _abandon(self, server: KnownServer, rid: str) -> None:
+    def _abandon(self, server: ServerState, rid: str) -> None:
         if server.up or server.given_up:
-            self.pool.abort_later([one.url for one in self._behind(server)], [rid])
+            self.fleet.abort_later([one.url for one in self._behind(server)], [rid])
         else:
             server.abandoned.append(rid)
 

@@ -5,21 +5,21 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from rollout.own_code import object_at
 from rollout.toolbox.crop_video import CropVideo
 from rollout.toolbox.search_subtitles import SearchSubtitles
-from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
+from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.toolbox.zoom_frame import ZoomFrame
-from rollout.tools import Offer, Signatures
+from rollout.tools import Signatures, ToolSpec
+from rollout.user_code import load_object
 
-__all__ = ["Desk", "Tool", "Videos", "Wanted", "signatures", "tools_of"]
+__all__ = ["ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of"]
 
-SHIPPED: dict[str, Tool] = {tool.offer.name: tool for tool in (CropVideo(), ZoomFrame(), SearchSubtitles())}
+SHIPPED: dict[str, Tool] = {tool.spec.name: tool for tool in (CropVideo(), ZoomFrame(), SearchSubtitles())}
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def signatures(tools: Iterable[Tool]) -> Signatures:
-    return {tool.offer.name: tool.offer.parameters for tool in tools}
+    return {tool.spec.name: tool.spec.parameters for tool in tools}
 
 
 @cache
@@ -28,7 +28,7 @@ def tools_of(names: tuple[str, ...]) -> tuple[Tool, ...]:
     if not names:
         raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to offer no tool")
     tools = tuple(_own(name) if ":" in name else _shipped(name) for name in names)
-    called = [tool.offer.name for tool in tools]
+    called = [tool.spec.name for tool in tools]
     for name in called:
         if called.count(name) > 1:
             raise ValueError(f"rollout.tools={list(names)} has {called.count(name)} tools of the name {name}")
@@ -45,15 +45,15 @@ def _shipped(name: str) -> Tool:
 
 
 def _own(place: str) -> Tool:
-    found = object_at("rollout.tools", place)
+    found = load_object("rollout.tools", place)
     told = f"rollout.tools: {place}"
     try:
         tool = found() if isinstance(found, type) else found
-        good = isinstance(tool, Tool) and isinstance(tool.offer, Offer) and bool(NAME.fullmatch(tool.offer.name))
+        good = isinstance(tool, Tool) and isinstance(tool.spec, ToolSpec) and bool(NAME.fullmatch(tool.spec.name))
         if good:
-            json.dumps([tool.offer.schema, tool.offer.parameters])
+            json.dumps([tool.spec.schema, tool.spec.parameters])
     except (Exception, SystemExit) as problem:
         raise ValueError(f"{told} cannot be made: {type(problem).__name__}: {problem}") from problem
     if not good:
-        raise ValueError(f"{told} is no Tool with an offer whose name is a word; docs/rollouts.md has an example")
+        raise ValueError(f"{told} is not a Tool with a spec whose name is a word; docs/rollouts.md has an example")
     return tool

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.toolbox.subtitles import Cue, parse_srt
-from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
-from rollout.tools import VIDEO_PATH, BadCall, Offer, make_schema
+from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
+from rollout.tools import VIDEO_PATH, BadCall, ToolSpec, make_schema
 
 MAX_QUERY_CHARS = 200
 MAX_HITS = 20
@@ -17,22 +17,22 @@ MAX_LINE_CHARS = 200
 MAX_FILE_BYTES = 4 * 2**20  # a film has a twentieth of it
 WORD = re.compile(r"\w+")
 
-SEARCH_SUBTITLES_OFFER = Offer(
+SEARCH_SUBTITLES_SPEC = ToolSpec(
     make_schema(
         "search_subtitles",
         "Searches the subtitles of a video for words and lists the lines that have them, with their times.",
         video_path=VIDEO_PATH,
         query=("string", "The words to look for."),
     ),
-    use="search_subtitles for words that are spoken",
-    gives="the lines with the words are listed with their times",
+    usage="search_subtitles for words that are spoken",
+    effect="the lines with the words are listed with their times",
 )
 
 
 class SearchSubtitles(Tool):
-    offer = SEARCH_SUBTITLES_OFFER
+    spec = SEARCH_SUBTITLES_SPEC
 
-    def check(self, arguments: Mapping[str, Any], videos: Videos) -> Wanted:
+    def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
         path, query = videos.path_of(arguments), arguments.get("query")
         if not isinstance(query, str) or not words_of(query[: MAX_QUERY_CHARS + 1]):
             raise BadCall("query has no word to look for")
@@ -40,21 +40,21 @@ class SearchSubtitles(Tool):
             raise BadCall(f"query has more than {MAX_QUERY_CHARS} characters")
         if not videos.subtitles.get(path):
             raise BadCall("this video has no subtitles", "error")
-        return Wanted(path, words=query)
+        return ToolArgs(path, query=query)
 
-    def carry_out(self, wanted: Wanted, desk: Desk) -> str:
-        return found_in(parse_srt(subtitle_file(desk.videos.subtitles[wanted.path])), wanted.words)
+    def run(self, args: ToolArgs, context: ToolContext) -> str:
+        return found_in(parse_srt(subtitle_file(context.videos.subtitles[args.path])), args.query)
 
 
 def found_in(cues: Sequence[Cue], query: str) -> str:
     """The lines that have all the words, or else those that have some of them."""
-    wanted = set(words_of(query))
-    counts = [len(wanted.intersection(words_of(cue.text))) for cue in cues]
+    words = set(words_of(query))
+    counts = [len(words.intersection(words_of(cue.text))) for cue in cues]
     most = max(counts, default=0)
     if not most:
         return f"None of the {len(cues)} lines of the subtitles has these words."
     hits = [cue for cue, count in zip(cues, counts, strict=True) if count == most]
-    which = "all of these words" if most == len(wanted) else f"{most} of these {len(wanted)} words"
+    which = "all of these words" if most == len(words) else f"{most} of these {len(words)} words"
     lines = [f"Lines of the subtitles with {which}, {len(hits)} of {len(cues)}:", *map(_line, hits[:MAX_HITS])]
     return "\n".join([*lines, *([f"The first {MAX_HITS} are listed."] if len(hits) > MAX_HITS else [])])
 

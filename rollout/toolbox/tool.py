@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.prompter import Closeup, Prompter
-from rollout.tools import Offer, Window, video_of
+from rollout.tools import ToolSpec, Window, video_of
 from rollout.video.box import Box
 from rollout.video.reader import VideoInfo
 
@@ -31,17 +31,17 @@ class Videos:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ToolArgs:
     """What a call asks for, as far as it was checked."""
 
     path: str = ""  # of the video
     window: Window | None = None  # the part of it; of one frame, both ends are its time
     box: Box | None = None  # the part of that frame
-    words: str = ""
+    query: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Desk:
+class ToolContext:
     """What a tool has at hand while it carries out a call."""
 
     question: str
@@ -53,15 +53,15 @@ class Desk:
 class Tool:
     """One's own is a subclass in a file that `rollout.tools` names; docs/rollouts.md has an example."""
 
-    offer: Offer
+    spec: ToolSpec
     shows_details = False  # asks the prompter for parts of frames, which may have more pixels than a frame
-    late = "the call took too long"
-    failed = "the call could not be carried out"
+    timeout_message = "the call took too long"
+    failure_message = "the call could not be carried out"
 
-    def check(self, arguments: Mapping[str, Any], videos: Videos) -> Wanted:
+    def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
         """What the arguments ask for; a BadCall says what is wrong with them."""
         raise NotImplementedError
 
-    def carry_out(self, wanted: Wanted, desk: Desk) -> str | Awaitable[str]:
+    def run(self, args: ToolArgs, context: ToolContext) -> str | Awaitable[str]:
         """What the model is told. `async` where it waits; a plain function runs in a thread."""
         raise NotImplementedError

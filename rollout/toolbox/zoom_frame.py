@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.toolbox.tool import Desk, Tool, Videos, Wanted
-from rollout.tools import VIDEO_PATH, Offer, Window, box_of, make_schema, moment_of
+from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
+from rollout.tools import VIDEO_PATH, ToolSpec, Window, box_of, make_schema, moment_of
 
-ZOOM_FRAME_OFFER = Offer(
+ZOOM_FRAME_SPEC = ToolSpec(
     make_schema(
         "zoom_frame",
         "Enlarges one part of one frame of a video and reports what it shows, such as small objects or text.",
@@ -18,8 +18,8 @@ ZOOM_FRAME_OFFER = Offer(
         time=("number", "When the frame is shown, in seconds."),
         box=("array", "The part of it, [x0, y0, x1, y1], as fractions of its width and height from the top left."),
     ),
-    use="zoom_frame on a detail of one frame",
-    gives="each detail is enlarged and described",
+    usage="zoom_frame on a detail of one frame",
+    effect="each detail is enlarged and described",
 )
 
 
@@ -32,19 +32,19 @@ class ZoomFrame(Tool):
         "from {top:.0%} to {bottom:.0%} of its height:"
     )
     instruction: str = "Describe what this part of the frame shows, and read any text in it. Say only what is visible."
-    offer = ZOOM_FRAME_OFFER
+    spec = ZOOM_FRAME_SPEC
     shows_details = True
 
-    def check(self, arguments: Mapping[str, Any], videos: Videos) -> Wanted:
+    def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
         path = videos.path_of(arguments)
         time_s = moment_of(arguments, videos.duration_s(path))
-        return Wanted(path, Window(time_s, time_s), box_of(arguments))
+        return ToolArgs(path, Window(time_s, time_s), box_of(arguments))
 
-    async def carry_out(self, wanted: Wanted, desk: Desk) -> str:
-        assert wanted.window is not None
-        assert wanted.box is not None
-        time_s, box = wanted.window.start_s, wanted.box
-        frames = await desk.prompter.detail(wanted.path, time_s, box)
+    async def run(self, args: ToolArgs, context: ToolContext) -> str:
+        assert args.window is not None
+        assert args.box is not None
+        time_s, box = args.window.start_s, args.box
+        frames = await context.prompter.detail(args.path, time_s, box)
         intro = self.intro.format(time_s=time_s, **box._asdict())
-        closeup = desk.prompter.closeup_of(frames, intro, self.instruction)
-        return await desk.ask(closeup, f"{wanted.path} {time_s} {tuple(box)}")
+        closeup = context.prompter.closeup_of(frames, intro, self.instruction)
+        return await context.ask(closeup, f"{args.path} {time_s} {tuple(box)}")

@@ -55,13 +55,13 @@ def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, 
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
     for thought, starts, report in turns:
-        spoken = f"<think>\n{chat.harmless(thought)}\n</think>\n\n" + "\n".join(_call(start) for start in starts)
-        responses = [chat.harmless(f"{report} {start}") for start in starts]
+        spoken = f"<think>\n{chat.escape(thought)}\n</think>\n\n" + "\n".join(_call(start) for start in starts)
+        responses = [chat.escape(f"{report} {start}") for start in starts]
         messages.append({"role": "assistant", "content": spoken})
         messages += [{"role": "tool", "content": response} for response in responses]
         ids = np.concatenate([ids, chat.encode(spoken + "<|im_end|>")])
         ids = np.concatenate([ids, chat.after_turn(ids, responses)])
-    final = f"<think>\n{chat.harmless(answer)}</think><answer>B</answer>"
+    final = f"<think>\n{chat.escape(answer)}</think><answer>B</answer>"
     messages.append({"role": "assistant", "content": final})
     ids = np.concatenate([ids, chat.encode(final + "<|im_end|>"), chat.encode("\n")])
     np.testing.assert_array_equal(ids, of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA]))
@@ -116,11 +116,11 @@ names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</th
 @settings(deadline=None)
 def test_text_from_outside_never_becomes_an_added_token(chat, text):
     added = set(chat.tokenizer.get_added_tokens_decoder())
-    assert added.isdisjoint(chat.encode(chat.harmless(text)).tolist())
+    assert added.isdisjoint(chat.encode(chat.escape(text)).tolist())
     if not any(name in text for name in names[:5]) and not any(
         token.content in text for token in chat.tokenizer.get_added_tokens_decoder().values()
     ):
-        assert chat.harmless(text) == text
+        assert chat.escape(text) == text
 
 
 def test_ids_that_are_no_text_decode_without_an_error(chat):
@@ -152,7 +152,7 @@ def test_bytes_that_are_no_text_are_counted_as_python_replaces_them(data):
 @given(text=st.text(max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_spans_of_ordinary_text_spell_it(chat, text):
-    ids = chat.encode(chat.harmless(text)).tolist()
+    ids = chat.encode(chat.escape(text)).tolist()
     text = chat.decode(ids)
     for token, (start, end) in zip(ids, chat.spans(ids), strict=True):
         piece = chat.decode([token])

@@ -35,7 +35,7 @@ def play(engine, chat, frames=None, task=TASK, **config) -> Episode:
     agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
 
     async def run() -> Episode:
-        return await agent.run(await agent.look(task))
+        return await agent.run(await agent.overview(task))
 
     return asyncio.run(run())
 
@@ -298,7 +298,7 @@ def test_seeds_differ_between_turns_agents_and_members_and_repeat_in_a_rerun(cha
         agent = Agent(engine, FakeFrames(), chat)
 
         async def run():
-            await agent.run(await agent.look(TASK), number, seed)
+            await agent.run(await agent.overview(TASK), number, seed)
 
         asyncio.run(run())
         return [request.sampling.seed for request in engine.requests]

@@ -47,9 +47,9 @@ from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import ScoreRequest, check
-from rollout.engine.known import KnownServer
-from rollout.engine.pool import ServerPool
+from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
+from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
@@ -268,7 +268,7 @@ def play(engine, chat, frames, num_episodes, deadline_s=120):
     agent = Agent(engine, frames, chat, replace(CONFIG, turn_deadline_s=deadline_s, call_deadline_s=deadline_s))
 
     async def run():
-        overview = await agent.look(Task("t", "What is it?", ("/a.mp4",), 4))
+        overview = await agent.overview(Task("t", "What is it?", ("/a.mp4",), 4))
         return await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
 
     return run()
@@ -503,8 +503,8 @@ def scheduler_of(server) -> psutil.Process:
 async def all_up(engine, model) -> None:
     """Until all servers are up with the weights of `model`, whatever versions they came with."""
     async with asyncio.timeout(60):
-        while not all(one.up for one in engine.pool.servers):
-            if any("another server" in one.problem for one in engine.pool.servers):
+        while not all(one.up for one in engine.fleet.servers):
+            if any("another server" in one.problem for one in engine.fleet.servers):
                 await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
             await asyncio.sleep(0.1)
 
@@ -516,7 +516,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
         managed = await Server.start(
             ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
         )
-        servers = [KnownServer(managed.url, managed), KnownServer(server.url)]
+        servers = [ServerState(managed.url, managed), ServerState(server.url)]
         engine = await SGLangEngine._begin(servers, SGLangSettings(RUN, probe_every_s=1))
         try:
             await all_up(engine, model)
@@ -525,7 +525,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
             while sum(guided.answered.values()) < 8:
                 await asyncio.sleep(0.01)
-            victim = engine.pool.servers[0]
+            victim = engine.fleet.servers[0]
             os.kill(scheduler_of(managed).pid, signal.SIGKILL)
             episodes = await playing
             async with asyncio.timeout(150):
@@ -565,9 +565,9 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
             finally:
                 os.killpg(second.pid, signal.SIGCONT)
             async with asyncio.timeout(60):
-                while not engine.pool.servers[0].up:
+                while not engine.fleet.servers[0].up:
                     await asyncio.sleep(0.1)
-            versions = [one.version for one in engine.pool.servers]
+            versions = [one.version for one in engine.fleet.servers]
             await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
             return guided, episodes, lasted_s, versions, engine.version
         finally:
@@ -608,13 +608,13 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
 
 
 def train_and_find_servers_late(arguments: list[str]) -> None:
-    admit = ServerPool._admit
+    admit = Fleet._admit
 
-    async def late(pool: ServerPool, server: KnownServer) -> None:
+    async def late(pool: Fleet, server: ServerState) -> None:
         await asyncio.sleep(4 * ("hosts.index=1" in arguments))
         await admit(pool, server)
 
-    ServerPool._admit = late
+    Fleet._admit = late
     several.command("paravt_jax.train", arguments, {})
 
 

@@ -46,9 +46,9 @@ class NoWeights:
         (directory / "model.safetensors").write_bytes(b"12345678")
 
 
-def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, heard=None) -> Request:
+def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
     sampling = Sampling(num_tokens, stop_ids=(99,))
-    return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, heard=heard)
+    return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, on_tokens=on_tokens)
 
 
 def with_servers(num_servers, work, settings=QUICK):
@@ -56,7 +56,7 @@ def with_servers(num_servers, work, settings=QUICK):
         async with AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
             engine = await SGLangEngine.connect([server.url for server in servers], settings)
-            await until(lambda: all(server.up for server in engine.pool.servers))
+            await until(lambda: all(server.up for server in engine.fleet.servers))
             try:
                 return await work(engine, *servers)
             finally:
@@ -95,7 +95,7 @@ def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path, capsys):
             await asyncio.sleep(3 * QUICK.probe_every_s)
             assert engine.urls == [first.url]
             file.write_text(f"{second.url}\n")
-            await until(lambda: engine.urls == [second.url] and engine.pool.servers[0].up)
+            await until(lambda: engine.urls == [second.url] and engine.fleet.servers[0].up)
             found = await engine.generate(request(version=1))
             assert found.server == second.url and second.version == "t/1"
             assert f"{first.url} gets no more requests: {file} lists it no more" in capsys.readouterr().err
@@ -124,16 +124,16 @@ def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing
 def test_an_engine_adopts_what_another_one_has_published():
     async def work(engine, first, second):
         other = await SGLangEngine.connect(engine.urls, QUICK)
-        await until(lambda: all(server.up for server in other.pool.servers))
+        await until(lambda: all(server.up for server in other.fleet.servers))
         await engine.publish(NoWeights(), 1)
         second.version = "t/0"  # as a server that was started again in between
         await other.adopt(1)
-        assert [server.up for server in other.pool.servers] == [True, False]
-        assert "weights of version 0" in other.pool.servers[1].problem
+        assert [server.up for server in other.fleet.servers] == [True, False]
+        assert "weights of version 0" in other.fleet.servers[1].problem
         found = await other.generate(request(version=1))
         assert found.server == first.url and set(found.versions.tolist()) == {1}
         second.version = "t/1"  # the engine that publishes has given it the weights
-        await until(lambda: other.pool.servers[1].up)
+        await until(lambda: other.fleet.servers[1].up)
         await other.close()
 
     with_servers(2, work)
@@ -243,9 +243,9 @@ def test_a_password_in_the_url_of_a_server_is_refused_and_not_repeated(url):
 
 def test_who_wants_to_hears_of_every_token():
     async def work(engine, server):
-        heard = []
-        streamed = await engine.generate(request(heard=heard.append))
-        assert heard == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
+        chunks = []
+        streamed = await engine.generate(request(on_tokens=chunks.append))
+        assert chunks == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
         whole = await engine.generate(request())
         assert streamed.ids.tolist() == whole.ids.tolist() and streamed.finish == whole.finish
         assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
@@ -260,7 +260,7 @@ STREAMED = ["500", "drop", "garbage", "endless", "broken off", "pieces", *WRONG]
 def test_a_server_whose_stream_cannot_be_costs_only_another_attempt(mode):
     async def work(engine, bad, good):
         bad.mode = mode
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}", heard=len)) for n in range(4)))
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=len)) for n in range(4)))
         assert all(len(one.ids) == 4 and one.server == good.url for one in found)
         assert bad.asked["/generate"] >= 1 and bad.sent_bytes < 2**26
 
@@ -282,12 +282,12 @@ def test_a_server_that_answers_badly_costs_only_another_attempt(mode):
 def test_whatever_a_server_says_of_itself_the_others_are_kept():
     async def work(engine, bad, good):
         bad.healthy = False
-        await until(lambda: not engine.pool.servers[0].up)
+        await until(lambda: not engine.fleet.servers[0].up)
         bad.version, bad.healthy = "9" * 5000, True
-        await until(lambda: "ValueError" in engine.pool.servers[0].problem)
+        await until(lambda: "ValueError" in engine.fleet.servers[0].problem)
         assert (await engine.generate(request())).server == good.url
         bad.version = "t/0"
-        await until(lambda: engine.pool.servers[0].up)
+        await until(lambda: engine.fleet.servers[0].up)
 
     with_servers(2, work)
 
@@ -295,13 +295,13 @@ def test_whatever_a_server_says_of_itself_the_others_are_kept():
 def test_another_model_at_the_address_of_a_server_gets_nothing_to_do():
     async def work(engine, swapped, good):
         swapped.healthy = False
-        await until(lambda: not engine.pool.servers[0].up)
+        await until(lambda: not engine.fleet.servers[0].up)
         swapped.model, swapped.healthy = 1.0, True
-        await until(lambda: "another model than version 0" in engine.pool.servers[0].problem)
+        await until(lambda: "another model than version 0" in engine.fleet.servers[0].problem)
         found = [await engine.generate(request(f"e{n}")) for n in range(4)]
         assert {one.server for one in found} == {good.url}
         swapped.model = 0.0
-        await until(lambda: engine.pool.servers[0].up)
+        await until(lambda: engine.fleet.servers[0].up)
 
     with_servers(2, work)
 
@@ -310,7 +310,7 @@ def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_p
     async def work(engine, first, second):
         second.model = 1.0
         await engine.publish(NoWeights(), 1)
-        assert [server.up for server in engine.pool.servers] == [True, False]
+        assert [server.up for server in engine.fleet.servers] == [True, False]
 
     with_servers(2, work)
 
@@ -375,7 +375,7 @@ def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once()
         health = await engine.health()
         assert [server.alive for server in health.servers] == [False, True]
         first.mode = "ok"
-        await until(lambda: engine.pool.servers[0].up)
+        await until(lambda: engine.fleet.servers[0].up)
         assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
 
     with_servers(2, work)
@@ -409,7 +409,7 @@ def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do():
 def test_without_any_server_a_request_ends_with_the_reasons():
     async def work(engine, server):
         server.healthy = False
-        await until(lambda: not engine.pool.servers[0].up)
+        await until(lambda: not engine.fleet.servers[0].up)
         with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
             await engine.generate(request(deadline_s=0.2))
         server.healthy = True
@@ -448,7 +448,7 @@ def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(path)
         found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(4)))
         assert {one.server for one in found} == {good.url}
         bad.fail_paths = set()
-        await until(lambda: engine.pool.servers[0].up)
+        await until(lambda: engine.fleet.servers[0].up)
         assert bad.version == "t/3"
 
     with_servers(2, work)
@@ -473,7 +473,7 @@ def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_req
         publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
         await until(lambda: server.paused)
         while server.paused:
-            assert engine.pool.servers[0].up
+            assert engine.fleet.servers[0].up
             await asyncio.sleep(0.01)
         assert server.version == "t/3" and server.asked["/continue_generation"] == 1
         await publishing
@@ -495,7 +495,7 @@ def test_a_publish_waits_for_a_server_that_comes_back():
     async def work(engine, server):
         server.healthy, server.fail_paths = False, {"/pause_generation"}
         publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
-        await until(lambda: not engine.pool.servers[0].up)
+        await until(lambda: not engine.fleet.servers[0].up)
         server.healthy, server.fail_paths = True, set()
         await publishing
         assert server.version == "t/3"
@@ -541,9 +541,9 @@ def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests(
     async def work(engine, first, second):
         await engine.publish(NoWeights(), 3)
         first.healthy = False
-        await until(lambda: not engine.pool.servers[0].up)
+        await until(lambda: not engine.fleet.servers[0].up)
         first.version, first.healthy = "default", True  # a new process at the same place
-        await until(lambda: engine.pool.servers[0].up)
+        await until(lambda: engine.fleet.servers[0].up)
         assert first.version == "t/3"
         assert first.asked["/update_weights_from_disk"] == 2
         assert second.asked["/update_weights_from_disk"] == 1
@@ -582,7 +582,7 @@ def test_a_label_that_was_not_given_is_seen_without_a_request(label):
     async def work(engine, first, second):
         await engine.publish(NoWeights(), 3)
         first.version = label
-        await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.pool.servers[0].up)
+        await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
         assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
 
     with_servers(2, work)
@@ -631,8 +631,8 @@ def test_a_host_that_does_not_publish_waits_for_the_one_that_does():
 OTHER = replace(QUICK, run="u")
 
 
-def connected(server, settings=OTHER, heard=None):
-    return SGLangEngine.connect([server.url], settings, ([] if heard is None else heard).append)
+def connected(server, settings=OTHER, progress=None):
+    return SGLangEngine.connect([server.url], settings, ([] if progress is None else progress).append)
 
 
 def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_and_left_alone():
@@ -669,10 +669,10 @@ def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too()
 def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_only_after_a_publish():
     async def body():
         async with FakeServer() as server:
-            server.version, heard = "t/12", []
-            engine = await connected(server, OTHER, heard)
-            assert "has weights of another run, t: waiting up to" in heard[0]
-            assert server.version == "u/" and not engine.pool.servers[0].up
+            server.version, progress = "t/12", []
+            engine = await connected(server, OTHER, progress)
+            assert "has weights of another run, t: waiting up to" in progress[0]
+            assert server.version == "u/" and not engine.fleet.servers[0].up
             await engine.publish(NoWeights(), 1)
             assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
             await engine.close()
@@ -747,8 +747,8 @@ def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(tmp_path)
             other = await SGLangEngine.follow(file, OTHER)
             await other.publish(NoWeights(), 1)
             file.write_text(f"{own.url}\n{theirs.url}")
-            await until(lambda: other.pool.servers[-1].given_up)
-            assert "another one that is alive, t, publishes to it" in other.pool.servers[-1].problem
+            await until(lambda: other.fleet.servers[-1].given_up)
+            assert "another one that is alive, t, publishes to it" in other.fleet.servers[-1].problem
             await other.publish(NoWeights(), 2)
             assert (own.version, theirs.version) == ("u/2", "t/3")
             await other.close()
@@ -835,8 +835,8 @@ def test_servers_of_different_versions_are_not_mixed():
         async with FakeServer() as first, FakeServer() as second:
             first.version, second.version = "t/4", "t/5"
             engine = await SGLangEngine.connect([first.url, second.url], QUICK)
-            await until(lambda: any("another server" in s.problem for s in engine.pool.servers))
-            assert sum(server.up for server in engine.pool.servers) == 1
+            await until(lambda: any("another server" in s.problem for s in engine.fleet.servers))
+            assert sum(server.up for server in engine.fleet.servers) == 1
             await engine.close()
 
     asyncio.run(body())

@@ -46,7 +46,7 @@ def play(engine, chat, task, frames=None, **config) -> Episode:
     agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
 
     async def run() -> Episode:
-        return await agent.run(await agent.look(task))
+        return await agent.run(await agent.overview(task))
 
     return asyncio.run(run())
 
@@ -190,27 +190,27 @@ def test_cues_without_blank_lines_between_them_are_told_apart():
 
 OWN = """
 import asyncio, sys, time
-from rollout.toolbox import Tool, Wanted
-from rollout.tools import Offer, make_schema
+from rollout.toolbox import Tool, ToolArgs
+from rollout.tools import ToolSpec, make_schema
 
 def tool(name, work):
     class One(Tool):
-        offer = Offer(make_schema(name, "Does it.", how=("string", "How.")), use=f"{name} on it", gives="it is done")
-        def check(self, arguments, videos): return Wanted(words=str(arguments.get("how", "")))
-        carry_out = work
+        spec = ToolSpec(make_schema(name, "Does it.", how=("string", "How.")), usage=f"{name} on it", effect="done")
+        def check(self, arguments, videos): return ToolArgs(query=str(arguments.get("how", "")))
+        run = work
     return One
 
-def quits(self, wanted, desk): sys.exit(3)
-def hangs(self, wanted, desk): time.sleep(3600)
-def wrong(self, wanted, desk): return 3
-def long(self, wanted, desk): return "x" * 10**6
-def says(self, wanted, desk): return f"{wanted.words} {{}} <|im_end|>"
-async def cancels(self, wanted, desk):
+def quits(self, args, context): sys.exit(3)
+def hangs(self, args, context): time.sleep(3600)
+def wrong(self, args, context): return 3
+def long(self, args, context): return "x" * 10**6
+def says(self, args, context): return f"{args.query} {{}} <|im_end|>"
+async def cancels(self, args, context):
     other = asyncio.create_task(asyncio.sleep(1)); other.cancel(); await other
 
-async def exits(self, wanted, desk): raise SystemExit
-async def interrupts(self, wanted, desk): raise KeyboardInterrupt
-async def closes(self, wanted, desk): raise GeneratorExit
+async def exits(self, args, context): raise SystemExit
+async def interrupts(self, args, context): raise KeyboardInterrupt
+async def closes(self, args, context): raise GeneratorExit
 
 Exits, Interrupts, Closes = tool("exits", exits), tool("interrupts", interrupts), tool("closes", closes)
 Quits, Hangs, Wrong, Long = tool("quits", quits), tool("hangs", hangs), tool("wrong", wrong), tool("long", long)
@@ -218,7 +218,7 @@ Says, Cancels, Crop = tool("says", says), tool("cancels", cancels), tool("crop_v
 class Unnamed(Tool): pass
 class Broken(Tool):
     def __init__(self): raise RuntimeError("no")
-class Odd(Tool): offer = Offer(make_schema("a tool", "x"), use="", gives="")
+class Odd(Tool): spec = ToolSpec(make_schema("a tool", "x"), usage="", effect="")
 number = 3
 """
 
@@ -263,7 +263,7 @@ def test_every_tool_is_offered_in_the_template_and_in_the_words_after_the_questi
         (["crop_video", "crop_video"], "has 2 tools of the name crop_video"),
         (["gone.py:Tool"], "rollout.tools=gone.py:Tool: there is no file"),
         (["{own}:Gone"], "the file has no Gone"),
-        (["{own}:number"], "is no Tool"),
+        (["{own}:number"], "is not a Tool"),
         (["{own}:Unnamed"], "cannot be made: AttributeError"),
         (["{own}:Broken"], "cannot be made: RuntimeError: no"),
         (["{own}:Odd"], "whose name is a word"),
@@ -302,8 +302,8 @@ def test_a_call_has_one_report(chat, task, tmp_path):
     (tmp_path / "greedy.py").write_text(
         "from rollout.toolbox.crop_video import CropVideo\n"
         "class Greedy(CropVideo):\n"
-        "    async def carry_out(self, wanted, desk):\n"
-        "        return [await CropVideo.carry_out(self, wanted, desk) for _ in range(2)][0]\n"
+        "    async def run(self, args, context):\n"
+        "        return [await CropVideo.run(self, args, context) for _ in range(2)][0]\n"
     )
     assert answers(chat, task, call(5, 9), tools=[f"{tmp_path / 'greedy.py'}:Greedy"])[0][0] == "error"
 

@@ -42,7 +42,7 @@ def trace_of(*said: tuple[str, tuple[str | Media, ...]]) -> Trace:
 def test_a_demonstrated_dialogue_has_the_ids_of_the_episode_that_it_shows(tiny_hf, chat):
     async def play():
         agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, CONFIG)
-        return await agent.run(await agent.look(Task("t", QUESTION, ("/a.mp4",), 4)))
+        return await agent.run(await agent.overview(Task("t", QUESTION, ("/a.mp4",), 4)))
 
     episode = asyncio.run(play())
     trace = trace_of(

@@ -31,7 +31,7 @@ def play(chat, turns=TURNS, **config):
     agent = Agent(script(chat, turns), FakeFrames(size_px=(64, 96)), chat, EpisodeConfig(**config))
 
     async def run():
-        return await agent.run(await agent.look(Task("t", "What colour?", ("/a.mp4",), 4)))
+        return await agent.run(await agent.overview(Task("t", "What colour?", ("/a.mp4",), 4)))
 
     episode = asyncio.run(run())
     terms = reward_terms([turn.text for turn in episode.turns], episode.outcomes, "A", "mcq")

@@ -84,7 +84,7 @@ def cold_start(tiny_hf):
             return chat.encode(f"I look at it.</think><answer>{next(said)}</answer><|im_end|>").tolist()
 
         agent = Agent(ScriptedEngine(reply), frames, chat, ROLLOUT)
-        overview = await agent.look(Task("sft", PROMPT.question, PROMPT.videos, number_of_frames))
+        overview = await agent.overview(Task("sft", PROMPT.question, PROMPT.videos, number_of_frames))
         return [await agent.run(overview, number) for number in range(4)]
 
     batches = []

@@ -12,8 +12,8 @@ from paravt_jax.rewards import OwnTerm, Place, RewardConfig
 from paravt_jax.rewards.plugin import PlayedCall, Plugin, PluginError, load_plugin
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger
-from rollout.own_code import contained_async
 from rollout.tools import find_calls
+from rollout.user_code import await_user_code
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs" / "examples" / "own_reward.py"
@@ -172,13 +172,13 @@ def test_whoever_cancels_a_run_does_not_wait_for_its_functions(function):
 
 def test_a_coroutine_that_is_closed_is_not_held_up_by_a_function():
     running = Plugin(slowly, 5.0).function()
-    contained = contained_async(running)
+    call_user_code = await_user_code(running)
 
     async def begin():
-        contained.send(None)
+        call_user_code.send(None)
 
     asyncio.run(begin())
-    contained.close()  # raises where it is not the end
+    call_user_code.close()  # raises where it is not the end
     assert running.cr_frame is None
 
 

@@ -162,7 +162,7 @@ def test_a_picture_that_is_sent_keeps_its_name_and_size_and_nothing_else():
     picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
     (again,) = there_and_back([picture])
     assert (again.key, again.size_px) == (picture.key, (64, 96)) and len(Wire((), FORMS).encode([picture])) < 300
-    assert picture.is_here and not again.is_here
+    assert picture.has_pixels and not again.has_pixels
 
 
 def test_groups_arrive_as_they_were_played(tiny_hf):

@@ -129,7 +129,7 @@ def test_who_wants_to_hears_of_the_tokens_while_they_are_sampled(model, contract
     heard = []
 
     async def work(engine):
-        streamed = await engine.generate(request(chat, "h", seed=5, heard=heard.append))
+        streamed = await engine.generate(request(chat, "h", seed=5, on_tokens=heard.append))
         return streamed, await engine.generate(request(chat, "h", seed=5))
 
     streamed, unheard = run(model, contract, work)

@@ -15,21 +15,21 @@ from typing import Any
 
 from rollout.engine.answers import Fingerprint, probe_body
 from rollout.engine.http import HttpClient, ServerUnreachable
-from rollout.engine.known import KnownServer, SGLangSettings
 from rollout.engine.labels import Claim, Label, Labels, ServerOwned, taken_over
 from rollout.engine.protocol import EngineError, Weights
 from rollout.engine.publishing import DiskRoute, Route, TensorRoute, each
+from rollout.engine.settings import ServerState, SGLangSettings
 from rollout.server import Server, ServerSettings, sidecar_python
 from rollout.terminal import say
 
 ANY_VERSION = 2**31 - 1
 
 
-class ServerPool:
+class Fleet:
     """Use `await open()`, and `close` in the end."""
 
     def __init__(
-        self, servers: Sequence[KnownServer], settings: SGLangSettings, client: HttpClient, behind_router: bool
+        self, servers: Sequence[ServerState], settings: SGLangSettings, client: HttpClient, behind_router: bool
     ):
         self.servers = list(servers)
         self.settings, self._client = settings, client
@@ -72,7 +72,7 @@ class ServerPool:
         return ANY_VERSION if self._adopted else self.version or 0
 
     @staticmethod
-    def oldest(servers: Sequence[KnownServer]) -> int:
+    def oldest(servers: Sequence[ServerState]) -> int:
         """The version below which none of them samples a request that is sent now."""
         return min((one.version for one in servers if one.up and one.version is not None), default=0)
 
@@ -114,7 +114,7 @@ class ServerPool:
             except TimeoutError:
                 raise EngineError(f"no server answers: {self._problems()}") from None
 
-    def distrust(self, server: KnownServer, problem: str) -> None:
+    def distrust(self, server: ServerState, problem: str) -> None:
         """Ejects a server that has other weights than this engine gave it; it gets them again before it plays."""
         server.version = None
         self._eject(server, problem)
@@ -157,7 +157,7 @@ class ServerPool:
             self.servers.remove(server)
             self._give_up(server, f"{name} lists it no more")
         known = {server.url for server in self.servers}
-        for server in [KnownServer(url) for url in urls if url not in known]:
+        for server in [ServerState(url) for url in urls if url not in known]:
             self.servers.append(server)
             self._keepers.append(asyncio.create_task(self._keep(server)))
 
@@ -174,7 +174,7 @@ class ServerPool:
                 raise problem
 
     async def _claim(
-        self, server: KnownServer, take_over: bool = False, on_progress: Callable[[str], None] = lambda text: None
+        self, server: ServerState, take_over: bool = False, on_progress: Callable[[str], None] = lambda text: None
     ) -> None:
         """Raises ServerOwned where another run has it that is alive, or has taken it from this one."""
         first = self._published is None and not self._adopted
@@ -182,7 +182,7 @@ class ServerPool:
         await self._labels.claim(claim, on_progress)
         server.ours = True
 
-    async def _check_label(self, server: KnownServer) -> None:
+    async def _check_label(self, server: ServerState) -> None:
         """Ejects a server that has other weights than it was given, and answers a run that asks for it."""
         version = server.version
         try:
@@ -198,13 +198,13 @@ class ServerPool:
         except EngineError:  # the probe says what is wrong
             return
 
-    async def _answer(self, server: KnownServer, version: int | None) -> None:
+    async def _answer(self, server: ServerState, version: int | None) -> None:
         if self.settings.run and not self._adopted:
             async with self._publishing:
                 if server.version == version:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
-    async def _was_taken(self, server: KnownServer) -> bool:
+    async def _was_taken(self, server: ServerState) -> bool:
         """Whether another run has taken a server over, which then gets no weights of this one."""
         try:
             label = await self._labels.fetch(server.url)
@@ -216,7 +216,7 @@ class ServerPool:
 
     # Weights
 
-    def _is_asked(self, server: KnownServer) -> bool:
+    def _is_asked(self, server: ServerState) -> bool:
         """A router asks also those of which this engine knows nothing yet."""
         return self._behind_router and server.ours and not server.missed_probes and not server.given_up
 
@@ -227,7 +227,7 @@ class ServerPool:
         local = managed.settings if managed is not None else ServerSettings(Path(), self.settings.device)
         return TensorRoute(self._client, local.python or sidecar_python(), local.environment())
 
-    async def _load(self, servers: Sequence[KnownServer]) -> None:
+    async def _load(self, servers: Sequence[ServerState]) -> None:
         """Gives servers the published weights, all at the same time; those that fail are ejected."""
         assert self._published is not None
         assert self.version is not None
@@ -263,7 +263,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _paused(
-        self, servers: Sequence[KnownServer], left: Callable[[], list[str]], post: Any, failed: dict[str, str]
+        self, servers: Sequence[ServerState], left: Callable[[], list[str]], post: Any, failed: dict[str, str]
     ) -> AsyncIterator[None]:
         """Running requests wait, and their keys and values are computed anew afterwards."""
         try:
@@ -278,7 +278,7 @@ class ServerPool:
 
     # Health
 
-    async def _keep(self, server: KnownServer) -> None:
+    async def _keep(self, server: ServerState) -> None:
         """Looks after one server for as long as the engine lives."""
         while not server.given_up:
             server.suspected.clear()
@@ -290,7 +290,7 @@ class ServerPool:
                 async with asyncio.timeout(self.settings.probe_every_s):
                     await server.suspected.wait()
 
-    async def _look_after(self, server: KnownServer) -> None:
+    async def _look_after(self, server: ServerState) -> None:
         if server.up and not server.loading:
             await self._check_label(server)
         problem = await self._probe(server)
@@ -311,7 +311,7 @@ class ServerPool:
         elif not server.given_up:
             await self._admit(server)
 
-    async def _probe(self, server: KnownServer) -> str:
+    async def _probe(self, server: ServerState) -> str:
         """What is wrong with a server, or nothing. It generates a token unless it is already generating."""
         if server.managed is not None and not server.managed.running:
             server.missed_probes = self.settings.max_missed_probes
@@ -325,7 +325,7 @@ class ServerPool:
             return str(problem)
         return ""
 
-    async def _let_go_on(self, server: KnownServer) -> str:
+    async def _let_go_on(self, server: ServerState) -> str:
         """A paused server answers no probe either. What is wrong with one that cannot be told, or nothing."""
         try:
             await self._client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
@@ -333,7 +333,7 @@ class ServerPool:
             return str(problem)
         return ""
 
-    async def _admit(self, server: KnownServer) -> None:
+    async def _admit(self, server: ServerState) -> None:
         """Takes a server that answers into service, with the current weights."""
         try:
             await self.abort([server.url], server.abandoned)
@@ -349,18 +349,18 @@ class ServerPool:
         except EngineError as problem:
             server.problem = str(problem)
 
-    async def _adopt(self, server: KnownServer) -> None:
+    async def _adopt(self, server: ServerState) -> None:
         try:
             await self._settle_version(server)
         except EngineError as problem:
             self._eject(server, str(problem))
 
-    async def _identify_all(self, servers: Sequence[KnownServer]) -> None:
+    async def _identify_all(self, servers: Sequence[ServerState]) -> None:
         """All at the same time, but for the one that they are held to."""
         for some in (servers[:1], servers[1:]):
             await asyncio.gather(*map(self._identify, some))
 
-    async def _identify(self, server: KnownServer) -> None:
+    async def _identify(self, server: ServerState) -> None:
         """Takes a server into service if it computes what the others did with the weights of this version.
 
         The first one asked after a publish is what the others, and whoever comes back at its address, are held to.
@@ -380,7 +380,7 @@ class ServerPool:
         server.awaits_weights = False
         self._changed.set()
 
-    async def _settle_version(self, server: KnownServer) -> None:
+    async def _settle_version(self, server: ServerState) -> None:
         """Gives a server what was published; before the first publish, learns what it has."""
         label = await self._labels.fetch(server.url)
         self.owner = self.owner or label.owner
@@ -399,18 +399,18 @@ class ServerPool:
             raise EngineError(f"{server.url} has {has}, {should}; publish, or restart them")
         server.version = self.version
 
-    def _eject(self, server: KnownServer, problem: str) -> None:
+    def _eject(self, server: ServerState, problem: str) -> None:
         server.up, server.problem, server.awaits_weights = False, problem, False
         for call in server.calls:
             call.cancel()
         self._changed.set()
 
-    def _give_up(self, server: KnownServer, problem: str) -> None:
+    def _give_up(self, server: ServerState, problem: str) -> None:
         server.given_up, server.version = True, None
         self._eject(server, problem)
         say(f"{server.url} gets no more requests: {problem}")
 
-    async def _restart(self, server: KnownServer) -> None:
+    async def _restart(self, server: ServerState) -> None:
         assert server.managed is not None
         if server.num_restarts == self.settings.max_restarts:
             server.given_up = True

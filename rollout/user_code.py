@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-def contained(work: Callable[[], Result]) -> Result:
+def call_user_code(work: Callable[[], Result]) -> Result:
     """Calls user code, whose errors are then Exceptions."""
     try:
         return work()
@@ -29,7 +29,7 @@ def contained(work: Callable[[], Result]) -> Result:
         raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
 
 
-async def contained_async(work: Awaitable[Result]) -> Result:
+async def await_user_code(work: Awaitable[Result]) -> Result:
     """Awaits user code, whose errors are then Exceptions. A cancellation of the task that awaits it stays one."""
     task = asyncio.current_task()
     num_cancelled = task.cancelling() if task is not None else 0
@@ -51,7 +51,7 @@ def _running() -> asyncio.Task[Any] | None:
         return None
 
 
-def object_at(setting: str, place: str) -> Any:
+def load_object(setting: str, place: str) -> Any:
     path, _, name = place.rpartition(":")
     module = _module_at(setting, place, path)
     if not hasattr(module, name):
@@ -59,7 +59,7 @@ def object_at(setting: str, place: str) -> Any:
     return getattr(module, name)
 
 
-def function_at(setting: str, place: str) -> Callable[..., Any]:
+def load_function(setting: str, place: str) -> Callable[..., Any]:
     path, _, name = place.rpartition(":")
     found = getattr(_module_at(setting, place, path), name, None)
     if not callable(found):

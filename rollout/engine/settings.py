@@ -30,7 +30,7 @@ class SGLangSettings:
 
 
 @dataclass(eq=False)
-class KnownServer:
+class ServerState:
     """One server as this engine knows it."""
 
     url: str
