@@ -1,1 +1,1 @@
-"""Rows as published, made ready and read; prompts, in what order they are visited, and with how many frames."""
+"""Published data: preparing and reading rows, the order of prompts and their frame budgets, public splits."""

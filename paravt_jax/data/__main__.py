@@ -9,20 +9,17 @@ from model_port.terminal import say
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.data"), description="Prepares and looks at data.")
+    parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.data"), description="Prepare and inspect data.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|split")
-    summaries = {
-        "materialize": "joins the published sentinel paths to a local directory, as file:// URIs",
-        "inspect": "what a file of rows holds: columns, questions or calls, bad rows, missing files, lengths",
-        "split": "holds rows out for validation, by video: none is in both files",
-    }
-    by_name = {name: commands.add_parser(name, help=text, description=text) for name, text in summaries.items()}
-    _materialize_arguments(by_name["materialize"])
-    _inspect_arguments(by_name["inspect"])
-    _split_arguments(by_name["split"])
-    for name, command in by_name.items():
+    for name, text, add_arguments in (
+        ("materialize", "join the published sentinel paths to a local directory, as file:// URIs", _materialize),
+        ("inspect", "count columns, question types or calls, bad rows, missing files and lengths", _inspect),
+        ("split", "hold rows out for validation by video, so that no video is in both files", _split),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
         if name != "split":
-            command.add_argument("--force", action="store_true", help="replace files also if this did not write them")
+            command.add_argument("--force", action="store_true", help="replace files that this command did not write")
         add_debug_flag(command)
     args = parser.parse_args()
     exit_on_sigterm()
@@ -45,40 +42,34 @@ def main() -> None:
         print(split.split(args.src, args.train, args.validation, args.num_rows, args.seed))
 
 
-def _materialize_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, metavar="R", help="where the archives of videos were unpacked")
-    parser.add_argument("--parquet-dir", required=True, metavar="P", help="the published *.parquet files")
-    parser.add_argument("--output-dir", required=True, metavar="O", help="gets a file of the same name for each")
-    parser.add_argument(
-        "--report", metavar="FILE", help="what was rewritten and what is missing (default O/report.json)"
-    )
-    parser.add_argument(
-        "--num-workers", type=int, default=8, metavar="N", help="threads that look for files (default 8)"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 when a file is missing; all is written before"
-    )
+def _materialize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, metavar="R", help="directory of the unpacked video archives")
+    parser.add_argument("--parquet-dir", required=True, metavar="P", help="directory of the published *.parquet files")
+    parser.add_argument("--output-dir", required=True, metavar="O", help="directory for the output, same file names")
+    parser.add_argument("--report", metavar="FILE", help="JSON report of rewritten and missing paths (O/report.json)")
+    parser.add_argument("--num-workers", type=int, default=8, metavar="N", help="threads that check files (default 8)")
+    parser.add_argument("--strict", action="store_true", help="write everything, but exit with 1 if a file is missing")
 
 
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a .parquet or .jsonl file, a directory, or OWNER/NAME on the hub")
     parser.add_argument(
         "--tokenizer",
         default="tiny",
         metavar="HF_DIR_OR_ID",
-        help="what lengths are counted with (default: that of the tiny model, whose numbers mean little)",
+        help="tokenizer for the lengths (default: the tiny model's, whose counts say little about real models)",
     )
-    parser.add_argument("--png", metavar="FILE", help="also draw the lengths there")
-    parser.add_argument("--video-root", default="", metavar="R", help="what relative paths begin from (default: PATH)")
-    parser.add_argument("--json", metavar="FILE", help="also write everything there")
+    parser.add_argument("--png", metavar="FILE", help="also plot the lengths as a PNG")
+    parser.add_argument("--video-root", default="", metavar="R", help="directory of relative paths (default: PATH's)")
+    parser.add_argument("--json", metavar="FILE", help="also write all counts as JSON")
 
 
-def _split_arguments(parser: argparse.ArgumentParser) -> None:
+def _split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--src", required=True, metavar="S", help="rows: a file, a directory, or OWNER/NAME on the hub")
-    parser.add_argument("--train", required=True, metavar="T", help="gets the rows to train on; must not exist")
-    parser.add_argument("--validation", required=True, metavar="V", help="gets the rows held out; must not exist")
-    parser.add_argument("--num-rows", type=int, default=256, metavar="N", help="held out, about (default 256)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones are held out (default 0)")
+    parser.add_argument("--train", required=True, metavar="T", help="output for training; must not exist")
+    parser.add_argument("--validation", required=True, metavar="V", help="output for validation; must not exist")
+    parser.add_argument("--num-rows", type=int, default=256, metavar="N", help="rows to hold out, about (default 256)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the choice (default 0)")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Data sets on the hub, wherever a path to rows is: OWNER/NAME, OWNER/NAME/SUB/DIR, and either with @REVISION.
+"""Resolves paths of rows that name a data set on the hub: OWNER/NAME or OWNER/NAME/SUB/DIR, either with @REVISION.
 
-What exists locally always wins. A name is local where its first folder exists, or is called `data`: that is where our
-configs have what `materialize` makes. With a revision, as `data/sft@main`, it is the hub's. Only the parquet and
-JSON-lines files of the directory that was asked for are downloaded, not those of the whole repository, into the cache
-of the hub's client; videos are not rows and stay there.
+An existing local path always wins. A name is also local if its first folder exists or is called `data`, where the
+configs expect the output of `materialize`. With a revision, for example `data/sft@main`, the name is the hub's. Only
+the parquet and JSON-lines files of the named directory are downloaded, to the cache of huggingface_hub. Videos are not.
 """
 
 import glob
@@ -27,7 +26,7 @@ TOKENIZER_FILE = "tokenizer.json"
 @dataclass(frozen=True)
 class HubName:
     repo: str  # OWNER/NAME
-    inside: str  # a directory or file of it; empty: its top
+    inside: str  # a directory or file in it; empty: its root
     revision: str | None  # a branch, a tag or a commit
 
     def __str__(self) -> str:
@@ -36,10 +35,7 @@ class HubName:
 
 
 def hub_name(path: str) -> HubName | None:
-    """What a path means on the hub, or None where it can only be local.
-
-    `data/train.parquet` is a file that is not there, whatever may be called so on the hub.
-    """
+    """Parses a path as a name on the hub, or returns None if it can only be local, for example data/train.parquet."""
     match = HUB_NAME.fullmatch(path)
     if match is None:
         return None
@@ -53,44 +49,43 @@ def hub_name(path: str) -> HubName | None:
 
 
 def local_source(path: str | Path) -> Path:
-    """The path itself, or where the rows of that data set lie after a download; a path that exists always wins."""
+    """The path itself if it exists, otherwise the rows of the data set on the hub, downloaded."""
     if is_address(path):
         return downloaded(path, lambda name: name.endswith((*ROW_SUFFIXES, ".json")))
     name = hub_name(str(path))
     check_local(path)
     if Path(path).exists() or name is None:
-        return Path(path)  # whoever reads it says what is wrong with it
+        return Path(path)  # the reader of the file reports errors
     folder = Path(path).parts[0]
     if name.revision is None and (folder == LOCAL_FOLDER or Path(folder).is_dir()):
         raise ValueError(
-            f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} makes it from "
-            f"published rows); if the data set {name.repo} of the hub is meant, write {path}@main"
+            f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "
+            f"published rows); for the data set {name.repo} on the hub, write {path}@main"
         )
     inside = glob.escape(f"{name.inside}/") if name.inside else ""
-    wanted = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
+    patterns = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
     if name.inside.endswith(ROW_SUFFIXES):
-        wanted = [glob.escape(name.inside)]
-    # In patterns of the hub's client a `*` also stands for slashes.
-    found = _snapshot(name, wanted, [f"{inside}*/*"]) / name.inside
-    if found.is_file() or any(found.glob("*.parquet")):
-        return found
-    lines = sorted(found.glob("*.jsonl"))
-    if len(lines) == 1:
-        return lines[0]
-    raise ValueError(_no_rows(name, [file.name for file in lines]))
+        patterns = [glob.escape(name.inside)]
+    # In huggingface_hub's patterns `*` also matches slashes.
+    rows = _snapshot(name, patterns, [f"{inside}*/*"]) / name.inside
+    if rows.is_file() or any(rows.glob("*.parquet")):
+        return rows
+    json_lines = sorted(rows.glob("*.jsonl"))
+    if len(json_lines) == 1:
+        return json_lines[0]
+    raise ValueError(_no_rows(name, [file.name for file in json_lines]))
 
 
 def downloaded_files(name: HubName, pattern: str) -> list[Path]:
-    """The files of a data set that a pattern names, downloaded; in the pattern a `*` stands for no slash."""
-    root = _snapshot(name, [pattern], [])
-    found = sorted(root.glob(pattern))
-    if not found:
-        raise ValueError(f"the data set {name} of the hub has no {pattern}; it is laid out differently than was known")
-    return found
+    """Downloads the files of a data set that match a pattern, in which `*` does not match slashes."""
+    files = sorted(_snapshot(name, [pattern], []).glob(pattern))
+    if not files:
+        raise ValueError(f"the data set {name} on the hub has no {pattern}; its layout differs from the expected one")
+    return files
 
 
-def _snapshot(name: HubName, wanted: list[str], unwanted: list[str]) -> Path:
-    """Where a data set lies, once the files that are wanted of it are there."""
+def _snapshot(name: HubName, patterns: list[str], ignored: list[str]) -> Path:
+    """Downloads the matching files of a data set and returns its directory."""
     try:
         with transferring(f"downloading {name}"):
             return Path(
@@ -98,18 +93,18 @@ def _snapshot(name: HubName, wanted: list[str], unwanted: list[str]) -> Path:
                     name.repo,
                     repo_type="dataset",
                     revision=name.revision,
-                    allow_patterns=wanted,
-                    ignore_patterns=unwanted,
+                    allow_patterns=patterns,
+                    ignore_patterns=ignored,
                 )
             )
-    except Exception as problem:  # hf_xet raises types that it does not document
+    except Exception as problem:  # hf_xet raises undocumented types
         raise RuntimeError(_not_downloaded(name, problem)) from problem
 
 
 def row_files(source: Path) -> list[Path]:
-    """A file itself; of a directory all .parquet files in it and below, except in folders that begin with a dot.
+    """The file itself, or all .parquet files below a directory except in hidden folders.
 
-    Of what was downloaded only the directory itself: what lies deeper there was asked for by another name.
+    In the hub's cache, subfolders are skipped: they belong to downloads under other names.
     """
     if not source.is_dir():
         return [source]
@@ -119,28 +114,28 @@ def row_files(source: Path) -> list[Path]:
 
 
 def tokenizer_file(source: str) -> Path:
-    """tokenizer.json of a Hugging Face directory, or of a model on the hub."""
+    """tokenizer.json from a Hugging Face directory or a model on the hub."""
     local = Path(source)
     if local.exists() or not HUB_NAME.fullmatch(source):
         file = local / TOKENIZER_FILE if local.is_dir() else local
         if file.name != TOKENIZER_FILE or not file.is_file():
-            raise ValueError(f"{source} has no {TOKENIZER_FILE}; give the directory of a model, or its id on the hub")
+            raise ValueError(f"{source} has no {TOKENIZER_FILE}; name the directory of a model, or its id on the hub")
         return file
     try:
         with transferring(f"downloading {source}"):
             return Path(hf_hub_download(source, TOKENIZER_FILE))
     except Exception as problem:
         raise RuntimeError(
-            f"{source} is no directory here, and its {TOKENIZER_FILE} could not be downloaded from the hub "
-            f"({_reason(problem)}); check the name and the network, or give the directory of a model"
+            f"{source} is not a directory here, and its {TOKENIZER_FILE} could not be downloaded from the hub "
+            f"({_reason(problem)}); check the name and the network, or name the directory of a model"
         ) from problem
 
 
 def _not_downloaded(name: HubName, problem: Exception) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
     by_hand = (
-        f"run `hf download --repo-type dataset {name.repo}{revision} --local-dir DIR` on a machine that is online and "
-        f"give {f'DIR/{name.inside}' if name.inside else 'DIR'} instead"
+        f"run `hf download --repo-type dataset {name.repo}{revision} --local-dir DIR` on a machine with network access "
+        f"and name {f'DIR/{name.inside}' if name.inside else 'DIR'} instead"
     )
     if constants.HF_HUB_OFFLINE:
         advice = f"unset HF_HUB_OFFLINE, or {by_hand}"
@@ -159,15 +154,12 @@ def _reason(problem: Exception) -> str:
 
 def _no_rows(name: HubName, lines: list[str]) -> str:
     if lines:
-        return (
-            f"the data set {name} has {len(lines)} JSON-lines files; give one of them, such as {name.repo}/{lines[0]}"
-        )
+        return f"the data set {name} has {len(lines)} JSON-lines files; name one, for example {name.repo}/{lines[0]}"
     try:
         tree = get_cached_repo_tree(name.repo, repo_type="dataset", revision=name.revision)
     except CachedRepoTreeNotFoundError:
         tree = []
-    places = sorted({str(Path(file.path).parent) for file in tree if file.path.endswith(ROW_SUFFIXES)})
-    hint = (
-        f"; it has some in {', '.join(f'{name.repo}/{place}'.removesuffix('/.') for place in places)}" if places else ""
-    )
+    folders = sorted({str(Path(file.path).parent) for file in tree if file.path.endswith(ROW_SUFFIXES)})
+    paths = ", ".join(f"{name.repo}/{folder}".removesuffix("/.") for folder in folders)
+    hint = f"; it has some in {paths}" if paths else ""
     return f"the data set {name} has no parquet or JSON-lines files there{hint}"

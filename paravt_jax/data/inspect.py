@@ -1,8 +1,8 @@
-"""What a file of rows holds, before a run is paid for: columns, kinds of questions or calls, bad rows, lengths.
+"""Counts the contents of a data file before you train on it: columns, question types or tool calls, bad rows, lengths.
 
-Nothing is refused here: a row that a run would leave out is counted by its reason, and one whose only fault is a file
-that is not there is counted as such and read all the same. Lengths are those of the text alone, in tokens: pictures and
-videos are not counted (a run decides how many frames are shown and how large), and neither is the chat template.
+Nothing is rejected. A row that training would drop is counted by its reason. A row with nothing wrong except a missing
+file is counted as such, and its other contents are counted too. Lengths are tokens of text: pictures, videos and the
+chat template are not counted, because frame counts and sizes depend on the run's settings.
 """
 
 import json
@@ -21,34 +21,39 @@ from tokenizers import Tokenizer
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
-from paravt_jax.data.rows import BadRow, file_finder, parquet_file, rows_of
+from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, parquet_file, rows_of
 from rollout.output_file import OutputFile
 from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
 
-COUNTED = "text alone: pictures, videos and the chat template are not counted"
+COUNTED = "text only: pictures, videos and the chat template are not counted"
 MISSING = "missing file"
 TINY = "tiny"
 MAX_BINS = 12
 MAX_PLOTTED_BINS = 40
-TAIL_FRAC = 0.99  # of the rows, what the bins are made for; the last one holds all that is longer
+TAIL_FRAC = 0.99  # bins cover this share of the rows; the last bin holds all longer ones
 BAR_CHARS = 40
-BATCH_ROWS = 256
-SHOWN_EXAMPLES = 5
+MAX_LISTED_FILES = 5
 
 Kind = Literal["RL", "SFT"]
+QUESTION_TYPES, TURNS, CALLS = "question_types", "turns_per_row", "calls_per_turn"
+TITLES = {
+    QUESTION_TYPES: "question types (rows)",
+    TURNS: "assistant turns per row (rows)",
+    CALLS: "calls per tool turn (turns)",
+}
 
 
 @dataclass(frozen=True)
 class Bin:
     start: int
-    end: int | None  # without it; None: no end
+    end: int | None  # exclusive; None: open-ended
     count: int
 
 
 @dataclass
 class Findings:
-    """What a look at a file of rows has counted."""
+    """Statistics for a data file or directory."""
 
     path: str
     kind: Kind
@@ -56,22 +61,22 @@ class Findings:
     tokenizer: str
     num_rows: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> where, and what
-    missing: set[str] = field(default_factory=set)  # as the rows spell them
-    question_types: Counter[str] = field(default_factory=Counter)
-    videos: Counter[int] = field(default_factory=Counter)  # of a row -> rows
-    turns: Counter[int] = field(default_factory=Counter)  # of the assistant in a row -> rows
-    calls_of_row: Counter[int] = field(default_factory=Counter)
-    calls_of_turn: Counter[int] = field(default_factory=Counter)  # of a turn with calls -> turns
-    num_faulty_calls: int = 0  # that cannot be carried out as they are written
-    lengths: list[int] = field(default_factory=list)  # tokens of every row that was read
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first such row
+    missing: set[str] = field(default_factory=set)  # file names as written in the rows
+    counts: dict[str, Counter[Any]] = field(default_factory=dict)  # name in the JSON -> value -> rows (or turns)
+    num_faulty_calls: int = 0  # calls that could not be executed as written
+    lengths: list[int] = field(default_factory=list)  # tokens of every readable row
 
     @property
     def num_rows_with_calls(self) -> int:
-        return sum(rows for calls, rows in self.calls_of_row.items() if calls)
+        return sum(rows for calls, rows in self.counts["calls_per_row"].items() if calls)
 
     def to_record(self) -> dict[str, Any]:
-        record: dict[str, Any] = {
+        calls = {}
+        if self.kind == "SFT":
+            calls = {"rows_with_calls": self.num_rows_with_calls, "faulty_calls": self.num_faulty_calls}
+        histogram = [[bin.start, bin.end, bin.count] for bin in bins(self.lengths, MAX_BINS)]
+        return {
             "path": self.path,
             "kind": self.kind,
             "columns": self.columns,
@@ -80,39 +85,28 @@ class Findings:
                 reason: {"rows": count, "example": self.examples[reason]} for reason, count in self.bad.most_common()
             },
             "missing_files": sorted(self.missing),
-            "videos_per_row": _sorted(self.videos),
-        }
-        if self.kind == "RL":
-            record["question_types"] = dict(self.question_types.most_common())
-        else:
-            record |= {
-                "rows_with_calls": self.num_rows_with_calls,
-                "turns_per_row": _sorted(self.turns),
-                "calls_per_row": _sorted(self.calls_of_row),
-                "calls_per_turn": _sorted(self.calls_of_turn),
-                "faulty_calls": self.num_faulty_calls,
-            }
-        histogram = [[bin.start, bin.end, bin.count] for bin in bins(self.lengths, MAX_BINS)]
-        return record | {
+            **{name: dict(ordered(counts)) for name, counts in self.counts.items()},
+            **calls,
             "tokens": {
                 "tokenizer": self.tokenizer,
                 "counted": COUNTED,
                 **summary(self.lengths),
                 "histogram": histogram,
-            }
+            },
         }
 
 
 def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findings:
     source = local_source(path)
-    encode = _encoder(tokenizer)
+    count_tokens = _token_counter(tokenizer)
     columns = columns_of(source)
-    kind, wanted = kind_of(source, columns)
-    findings = Findings(str(path), kind, columns, tokenizer)
-    texts = _texts(findings, rows_of(source, wanted), file_finder(source, video_root, allow_outside=False))
+    kind, required = kind_of(source, columns)
+    names = (QUESTION_TYPES, "videos_per_row") if kind == "RL" else ("videos_per_row", TURNS, "calls_per_row", CALLS)
+    findings = Findings(str(path), kind, columns, tokenizer, counts={name: Counter() for name in names})
+    texts = _texts(findings, rows_of(source, required), file_finder(source, video_root, allow_outside=False))
     with Meter("inspecting", _num_rows(source), "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
-            findings.lengths += encode([text for text in batch if text is not None])
+            findings.lengths += count_tokens([text for text in batch if text is not None])
             meter.update(len(batch))
     if not findings.num_rows:
         raise ValueError(f"{source} has no rows")
@@ -122,9 +116,9 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
 def _texts(
     findings: Findings, rows: Iterator[tuple[str, Any]], find_file: Callable[[str], str]
 ) -> Iterator[str | None]:
-    """The text of every row, None where it cannot be read; what else it holds is counted."""
+    """Yields the text of every row, None for an unreadable one, and updates all counts except lengths."""
     read = _read_prompt if findings.kind == "RL" else _read_trace
-    for place, row in rows:
+    for location, row in rows:
         findings.num_rows += 1
         missing: list[str] = []
 
@@ -144,15 +138,15 @@ def _texts(
                 raise BadRow(MISSING, missing[0])
         except BadRow as problem:
             findings.bad[problem.reason] += 1
-            findings.examples.setdefault(problem.reason, f"{place}: {problem}")
+            findings.examples.setdefault(problem.reason, f"{location}: {problem}")
         findings.missing.update(missing)
         yield text
 
 
 def _read_prompt(findings: Findings, row: Any, find: Callable[[str], str]) -> str:
     prompt = prompts.read_prompt(row, find)
-    findings.question_types[prompt.question_type] += 1
-    findings.videos[len(prompt.videos)] += 1
+    findings.counts[QUESTION_TYPES][prompt.question_type] += 1
+    findings.counts["videos_per_row"][len(prompt.videos)] += 1
     return prompt.question
 
 
@@ -160,34 +154,31 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
     trace = traces.read_trace(row, find)
     turns = [message.text for message in trace.messages if message.role == "assistant"]
     calls = [find_calls(turn, signatures(SHIPPED.values())) for turn in turns]
-    findings.videos[len(trace.videos)] += 1
-    findings.turns[len(turns)] += 1
-    findings.calls_of_row[sum(map(len, calls))] += 1
-    findings.calls_of_turn.update(len(of_turn) for of_turn in calls if of_turn)
+    counts = findings.counts
+    counts["videos_per_row"][len(trace.videos)] += 1
+    counts[TURNS][len(turns)] += 1
+    counts["calls_per_row"][sum(map(len, calls))] += 1
+    counts[CALLS].update(len(of_turn) for of_turn in calls if of_turn)
     findings.num_faulty_calls += sum(not call.well_formed for of_turn in calls for call in of_turn)
     return "\n".join(message.text for message in trace.messages)
 
 
 def columns_of(source: Path) -> dict[str, str]:
-    """Names and types of the columns; those of JSON lines as they come up, with how many lines have them."""
+    """Column names and types; for JSON lines the types that occur, and how many lines lack the key."""
     if source.is_file() and source.suffix in (".jsonl", ".json"):
         return _line_columns(source)
-    columns: dict[str, str] = {}
+    types: dict[str, dict[str, None]] = {}
     for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
-            break  # the reader of rows says what is wrong
+            break  # rows_of raises the error
         with parquet_file(file) as table:
-            schema = table.schema_arrow
-        for column in schema:
-            text = str(column.type)
-            known = columns.setdefault(column.name, text)
-            if text not in known.split(" or "):
-                columns[column.name] = f"{known} or {text}"
-    return columns
+            for column in table.schema_arrow:
+                types.setdefault(column.name, {})[str(column.type)] = None
+    return {name: " or ".join(of_column) for name, of_column in types.items()}
 
 
 def _line_columns(source: Path) -> dict[str, str]:
-    kinds: dict[str, Counter[str]] = {}
+    types: dict[str, Counter[str]] = {}
     num_lines = 0
     for _, line in rows_of(source, ()):
         num_lines += 1
@@ -196,11 +187,11 @@ def _line_columns(source: Path) -> dict[str, str]:
         except (ValueError, RecursionError):
             continue
         for name, value in row.items() if isinstance(row, dict) else ():
-            kinds.setdefault(name, Counter())[_json_type(value)] += 1
-    missing = {name: num_lines - counts.total() for name, counts in kinds.items()}
+            types.setdefault(name, Counter())[_json_type(value)] += 1
+    missing = {name: num_lines - counts.total() for name, counts in types.items()}
     return {
         name: " or ".join(sorted(counts)) + (f", absent in {missing[name]} rows" if missing[name] else "")
-        for name, counts in kinds.items()
+        for name, counts in types.items()
     }
 
 
@@ -210,13 +201,14 @@ def _json_type(value: Any) -> str:
 
 
 def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
-    known: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
-    for kind, wanted in known:
-        if all(name in columns for name in wanted):
-            return kind, wanted
-    next(rows_of(source, ()), None)  # raises what keeps the rows from being read, if something does
+    """The kind of rows and the columns they need."""
+    kinds: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
+    for kind, required in kinds:
+        if all(name in columns for name in required):
+            return kind, required
+    next(rows_of(source, ()), None)  # an unreadable source raises its own error here
     raise ValueError(
-        f"{source} holds neither RL rows ({', '.join(prompts.COLUMNS)}) nor SFT rows ({', '.join(traces.COLUMNS)}); "
+        f"{source} has neither RL rows ({', '.join(prompts.COLUMNS)}) nor SFT rows ({', '.join(traces.COLUMNS)}); "
         f"its columns are {', '.join(columns) or 'none'}"
     )
 
@@ -227,35 +219,29 @@ def _num_rows(source: Path) -> int | None:
     return sum(pq.read_metadata(file).num_rows for file in row_files(source))
 
 
-def _encoder(source: str) -> Callable[[list[str]], list[int]]:
+def _token_counter(source: str) -> Callable[[list[str]], list[int]]:
     if source == TINY:
-        from model_port.tiny import tiny_tokenizer  # with it comes jax, which nothing else here needs
+        from model_port.tiny import tiny_tokenizer  # imports jax, which nothing else here needs
 
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = Tokenizer.from_file(str(tokenizer_file(source)))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return lambda texts: [len(one.ids) for one in tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-
-# What is shown
+    return lambda texts: [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def bins(lengths: Sequence[int], max_bins: int) -> list[Bin]:
-    """Bins of a round width; where a few rows are far longer than the others, the last has no end."""
+    """Bins of a round width. If a few rows are far longer than the rest, the last bin is open-ended."""
     if not lengths:
         return []
     reach = int(np.quantile(lengths, TAIL_FRAC, method="inverted_cdf"))
     width = _round_width((reach + 1) / max_bins)
     num_bins = reach // width + 1
     counts = Counter(min(length // width, num_bins) for length in lengths)
-    columns = [Bin(n * width, (n + 1) * width, counts[n]) for n in range(num_bins)]
-    while columns and not columns[0].count:
-        del columns[0]
-    if counts[num_bins]:
-        columns.append(Bin(num_bins * width, None, counts[num_bins]))
-    return columns
+    first = min(counts)
+    regular = [Bin(n * width, (n + 1) * width, counts[n]) for n in range(first, num_bins)]
+    return regular + ([Bin(num_bins * width, None, counts[num_bins])] if counts[num_bins] else [])
 
 
 def _round_width(at_least: float) -> int:
@@ -278,119 +264,96 @@ def summary(lengths: Sequence[int]) -> dict[str, float | int]:
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> list[str]:
-    """One line a row: its name, a bar, its count."""
-    names = max((len(name) for name, _ in rows), default=0)
-    most = max((count for _, count in rows), default=0)
-    numbers = len(f"{most:,}")
-    return [f"  {name:>{names}}  {count:>{numbers},}  {_bar(count, most)}".rstrip() for name, count in rows]
+    """One line per row: name, count and a bar. A count above 0 has a visible bar."""
+    name_width = max((len(name) for name, _ in rows), default=0)
+    largest = max((count for _, count in rows), default=0)
+    lines = []
+    for name, count in rows:
+        eighths = max(round(8 * BAR_CHARS * count / largest), 1) if count else 0
+        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+        lines.append(f"  {name:>{name_width}}  {count:>{len(f'{largest:,}')},}  {bar}".rstrip())
+    return lines
 
 
-def _bar(count: int, most: int) -> str:
-    eighths = round(8 * BAR_CHARS * count / most) if most else 0
-    eighths = max(eighths, 1) if count else 0  # what is there can be seen
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def name_of(bin: Bin) -> str:
+def _label(bin: Bin) -> str:
     return f"{bin.start:,} – {bin.end - 1:,}" if bin.end is not None else f"{bin.start:,} and more"
 
 
+def ordered(counts: Counter[Any]) -> list[tuple[str, int]]:
+    """Numbers in ascending order, names by descending count."""
+    if all(isinstance(value, int) for value in counts):
+        return [(str(value), counts[value]) for value in sorted(counts)]
+    return counts.most_common()
+
+
 def text(findings: Findings) -> str:
-    seen = findings
-    lines = [f"{seen.path}: {seen.num_rows:,} {seen.kind} rows", "", "columns"]
-    width = max(map(len, seen.columns))
-    lines += [f"  {name:<{width}}  {kind}" for name, kind in seen.columns.items()]
-    if seen.kind == "RL":
-        lines += ["", "question types, rows", *bars(seen.question_types.most_common())]
-    else:
-        read = sum(seen.turns.values())
-        lines += ["", f"rows with tool calls: {seen.num_rows_with_calls:,} of {read:,} that can be read"]
-        if seen.num_faulty_calls:
-            lines.append(f"calls that cannot be carried out as written: {seen.num_faulty_calls:,}")
-        lines += ["", "turns of the assistant in a row, rows", *bars(_named(seen.turns))]
-        if seen.calls_of_turn:
-            lines += ["", "calls in a turn that has some, turns", *bars(_named(seen.calls_of_turn))]
-    lines += ["", f"bad rows: {seen.bad.total():,}"]
-    lines += [f"  {reason}: {count:,}, such as {seen.examples[reason]}" for reason, count in seen.bad.most_common()]
-    lines.append(f"missing files: {len(seen.missing):,}")
-    lines += [f"  {name}" for name in sorted(seen.missing)[:SHOWN_EXAMPLES]]
-    if len(seen.missing) > SHOWN_EXAMPLES:
-        lines.append(f"  … and {len(seen.missing) - SHOWN_EXAMPLES:,} more")
-    lines += ["", f"tokens of a row ({seen.tokenizer} tokenizer; {COUNTED}), rows"]
-    lines += bars([(name_of(bin), bin.count) for bin in bins(seen.lengths, MAX_BINS)])
-    totals = summary(seen.lengths)
-    if totals:
+    lines = [f"{findings.path}: {findings.num_rows:,} {findings.kind} rows", "", "columns"]
+    width = max(map(len, findings.columns))
+    lines += [f"  {name:<{width}}  {kind}" for name, kind in findings.columns.items()]
+    if findings.kind == "SFT":
+        num_readable = findings.counts[TURNS].total()
+        lines += ["", f"rows with tool calls: {findings.num_rows_with_calls:,} of {num_readable:,} readable rows"]
+        lines += [f"faulty calls: {findings.num_faulty_calls:,}"] if findings.num_faulty_calls else []
+    for name, title in TITLES.items():
+        if findings.counts.get(name):
+            lines += ["", title, *bars(ordered(findings.counts[name]))]
+    lines += ["", f"bad rows: {findings.bad.total():,}"]
+    lines += [f"  {reason}: {n:,}, for example {findings.examples[reason]}" for reason, n in findings.bad.most_common()]
+    lines.append(f"missing files: {len(findings.missing):,}")
+    lines += [f"  {name}" for name in sorted(findings.missing)[:MAX_LISTED_FILES]]
+    if len(findings.missing) > MAX_LISTED_FILES:
+        lines.append(f"  … and {len(findings.missing) - MAX_LISTED_FILES:,} more")
+    lines += ["", f"tokens per row ({findings.tokenizer} tokenizer; {COUNTED})"]
+    lines += bars([(_label(bin), bin.count) for bin in bins(findings.lengths, MAX_BINS)])
+    if totals := summary(findings.lengths):
         lines.append("  " + ", ".join(f"{name} {value:,}" for name, value in totals.items()))
     return "\n".join(lines)
 
 
-def _named(counts: Counter[int]) -> list[tuple[str, int]]:
-    return [(str(number), counts[number]) for number in sorted(counts)]
-
-
-def _sorted(counts: Counter[int]) -> dict[str, int]:
-    return dict(_named(counts))
-
-
 def plot(findings: Findings, path: Path) -> None:
-    """Lengths, and beside them kinds of questions or turns and calls, as a PNG."""
-    import matplotlib  # takes longer to import than a small file to read
+    """Draws the histogram of lengths, and beside it question types, or turns and calls, as a PNG."""
+    import matplotlib  # importing it takes longer than reading a small file
     from matplotlib.figure import Figure
 
-    from paravt_jax.run.plots import BLUE, GREEN, ORANGE, STYLE
+    from paravt_jax.run.plots import BLUE, GREEN, STYLE
 
-    if findings.kind == "RL":
-        sides = [("question types", "rows", findings.question_types.most_common(), GREEN)]
-    else:
-        sides = [
-            ("turns of a row", "rows", _named(findings.turns), GREEN),
-            ("calls of a turn", "turns", _named(findings.calls_of_turn), ORANGE),
-        ]
+    charts = {title: findings.counts[name] for name, title in TITLES.items() if name in findings.counts}
     with matplotlib.rc_context(STYLE):
-        widths = [2.4, *[1.0] * len(sides)]
+        widths = [2.4, *[1.0] * len(charts)]
         figure = Figure(figsize=(2.6 * sum(widths), 4))
-        axes, *others = figure.subplots(1, len(widths), width_ratios=widths)
-        bars = bins(findings.lengths, MAX_PLOTTED_BINS)
-        width = bars[0].end - bars[0].start if bars and bars[0].end is not None else 1
-        axes.bar([bin.start for bin in bars], [bin.count for bin in bars], width, align="edge", color=BLUE, ec="white")
-        if bars and bars[-1].end is None:
-            axes.annotate(
-                f"{bars[-1].start:,} and more",
-                (bars[-1].start + width / 2, bars[-1].count),
-                (0, 4),
-                textcoords="offset points",
-                ha="right",
-                va="bottom",
-            )
-        axes.set_title("tokens of a row, text alone")
+        axes, *side_axes = figure.subplots(1, len(widths), width_ratios=widths)
+        columns = bins(findings.lengths, MAX_PLOTTED_BINS)
+        width = columns[0].end - columns[0].start if columns and columns[0].end is not None else 1
+        counts = [bin.count for bin in columns]
+        axes.bar([bin.start for bin in columns], counts, width, align="edge", color=BLUE, ec="white")
+        last = f"; last bar: {_label(columns[-1])}" if columns and columns[-1].end is None else ""
+        axes.set_title(f"tokens per row, text only{last}")
         axes.set_xlabel(f"tokens ({Path(findings.tokenizer).name} tokenizer)")
         axes.set_ylabel("rows")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.grid(axis="x", visible=False)
-        for side, (title, unit, counts, colour) in zip(others, sides, strict=True):
-            side.bar([name for name, _ in counts], [count for _, count in counts], color=colour)
+        for side, (title, values) in zip(side_axes, charts.items(), strict=True):
+            side.bar([name for name, _ in ordered(values)], [n for _, n in ordered(values)], color=GREEN)
             side.set_title(title)
-            side.set_ylabel(unit)
-            side.yaxis.set_major_formatter("{x:,.0f}")
-            side.grid(axis="x", visible=False)
+        for each in (axes, *side_axes):
+            each.yaxis.set_major_formatter("{x:,.0f}")
+            each.grid(axis="x", visible=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         figure.suptitle(f"{Path(findings.path).name}: {findings.num_rows:,} {findings.kind} rows", x=0.01, ha="left")
         figure.savefig(path, format="png")
 
 
 def run(args: Any) -> None:
-    """The command."""
+    """Runs the command."""
     inputs = [*row_files(local_source(args.path)), args.tokenizer]
-    written = {
+    outputs = {
         flag: OutputFile(path, f"data inspect {flag}", inputs=inputs, force=args.force)
         for flag, path in (("--json", args.json), ("--png", args.png))
         if path
     }
     findings = inspect(args.path, video_root=args.video_root, tokenizer=args.tokenizer)
     print(text(findings))
-    if "--json" in written:
-        written["--json"].write(json.dumps(findings.to_record(), indent=2) + "\n")
-    if "--png" in written:
-        with written["--png"].partial() as partial:
+    if "--json" in outputs:
+        outputs["--json"].write(json.dumps(findings.to_record(), indent=2) + "\n")
+    if "--png" in outputs:
+        with outputs["--png"].partial() as partial:
             plot(findings, partial)
         print(f"\n{args.png}")

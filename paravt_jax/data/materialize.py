@@ -1,9 +1,9 @@
-"""Published rows name their files by sentinel paths; here they are joined to the directory where the files really lie.
+"""Joins the sentinel paths of the published rows to the directory that has the files.
 
-`longvt_source/…`, `museg/charades/…`, `museg/et_instruct_164k/…` and `selfqa/…` become `file://ROOT/…`, in the url of
-every picture and video of `messages`, and in `videos`. Whatever else a row says stays as it is, to the spelling of its
-JSON. A path that is absolute already, or of another kind, is left alone and only looked for. As in the release, what
-follows file:// is the path as it stands, not quoted.
+`longvt_source/…`, `museg/charades/…`, `museg/et_instruct_164k/…` and `selfqa/…` become `file://ROOT/…`, in every image
+and video URL of `messages`, and in `videos`. Everything else in a row stays the same, including how its JSON is
+spelled. Absolute paths and other paths stay as they are, but their files are checked too. As in the release, the path
+after file:// is not percent-encoded.
 """
 
 import json
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data.hub import row_files
-from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, found_file, from_json, parquet_file
+from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, existing_file, from_json, parquet_file
 from rollout.output_file import OutputFile
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
@@ -37,9 +37,9 @@ Rewrite = Callable[[str], str]
 
 
 class LocalPath(NamedTuple):
-    """What a path of a row means, by its spelling alone."""
+    """A path of a row, interpreted without looking at the file system."""
 
-    uri: str  # what it becomes
+    uri: str  # the path in the output
     bucket: str
     bad: bool = False  # escapes the root, or no file can have this name
     remote: bool = False
@@ -47,19 +47,29 @@ class LocalPath(NamedTuple):
 
 @dataclass
 class FileReport:
-    """What was found in one parquet file. Files that are missing are counted once each, however many rows show them."""
+    """Counts for one parquet file, or for all. A missing file counts once, however many rows name it."""
 
     num_rows: int = 0
     num_rewritten_paths: int = 0
-    num_other_paths: int = 0  # absolute already, or of a kind that is left alone
-    num_unreadable_rows: int = 0  # whose messages or videos are no JSON: left as they are
+    num_other_paths: int = 0  # already absolute, or not a sentinel path
+    num_unreadable_rows: int = 0  # messages or videos are not JSON; the row stays as it is
     num_rows_with_missing_files: int = 0
-    missing: dict[str, set[str]] = field(default_factory=dict)  # bucket -> paths as the rows have them
+    missing: dict[str, set[str]] = field(default_factory=dict)  # bucket -> paths as written in the rows
     bad: set[str] = field(default_factory=set)
 
     @property
     def num_missing(self) -> int:
         return sum(map(len, self.missing.values()))
+
+    def add(self, other: "FileReport") -> None:
+        self.num_rows += other.num_rows
+        self.num_rewritten_paths += other.num_rewritten_paths
+        self.num_other_paths += other.num_other_paths
+        self.num_unreadable_rows += other.num_unreadable_rows
+        self.num_rows_with_missing_files += other.num_rows_with_missing_files
+        self.bad |= other.bad
+        for bucket, names in other.missing.items():
+            self.missing.setdefault(bucket, set()).update(names)
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -69,64 +79,60 @@ class FileReport:
             "unreadable_rows": self.num_unreadable_rows,
             "rows_with_missing_files": self.num_rows_with_missing_files,
             "missing": {bucket: len(names) for bucket, names in sorted(self.missing.items())},
-            "missing_files": sorted(name for names in self.missing.values() for name in names),
-            "bad_paths": sorted(self.bad),
         }
+
+    def lists(self) -> dict[str, list[str]]:
+        missing = sorted(name for names in self.missing.values() for name in names)
+        return {"missing_files": missing, "bad_paths": sorted(self.bad)}
 
 
 @dataclass
 class MaterializeReport:
     root: Path
-    files: dict[str, FileReport]  # in the order of their names
-    written: dict[str, bool]  # False: was up to date
+    files: dict[str, FileReport] = field(default_factory=dict)  # by file name, in order
+    written: dict[str, bool] = field(default_factory=dict)  # False: the output was up to date
 
     @property
     def total(self) -> FileReport:
         total = FileReport()
         for file in self.files.values():
-            total.num_rows += file.num_rows
-            total.num_rewritten_paths += file.num_rewritten_paths
-            total.num_other_paths += file.num_other_paths
-            total.num_unreadable_rows += file.num_unreadable_rows
-            total.num_rows_with_missing_files += file.num_rows_with_missing_files
-            total.bad |= file.bad
-            for bucket, names in file.missing.items():
-                total.missing.setdefault(bucket, set()).update(names)
+            total.add(file)
         return total
 
     def to_json(self) -> str:
-        """The same for the same rows and files, whatever was written: running again changes nothing."""
-        total = self.total.to_record()
-        del total["missing_files"], total["bad_paths"]  # they are listed file by file
-        files = {name: file.to_record() for name, file in self.files.items()}
-        return json.dumps({"root": str(self.root), "total": total, "files": files}, indent=2) + "\n"
+        """Depends only on rows and files, so a second run produces the same report."""
+        files = {name: file.to_record() | file.lists() for name, file in self.files.items()}
+        record = {"root": str(self.root), "total": self.total.to_record(), "files": files}
+        return json.dumps(record, indent=2) + "\n"
 
     def table(self) -> str:
-        rows: list[tuple[str, ...]] = [("file", "rows", "rewritten", "missing", "bad", "")]
+        lines: list[tuple[str, ...]] = [("file", "rows", "rewritten", "missing", "bad", "")]
         for name, file in [*self.files.items(), ("total", self.total)]:
             state = {None: "", True: "written", False: "up to date"}[self.written.get(name)]
             counts = (file.num_rows, file.num_rewritten_paths, file.num_missing, len(file.bad))
-            rows.append((name, *map(str, counts), state))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:5]), row[5]]).rstrip()
-            for row in rows
-        ]
+            lines.append((name, *map(str, counts), state))
         missing = ", ".join(f"{bucket} {len(names)}" for bucket, names in sorted(self.total.missing.items()))
-        return "\n".join([*lines, f"missing files by bucket: {missing or 'none'}"])
+        return f"{aligned(lines)}\nmissing files by bucket: {missing or 'none'}"
 
 
-def place_of(name: str, root: str) -> LocalPath:
-    """Where a path of a row leads. `root` is absolute and without `..`; nothing is looked up."""
+def aligned(lines: list[tuple[str, ...]]) -> str:
+    """A text table: the first column is left-aligned, the others are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+    )
+
+
+def local_path(name: str, root: str) -> LocalPath:
+    """Resolves a path of a row by its spelling. `root` is absolute and has no `..`."""
     if REMOTE.match(name):
         return LocalPath(name, OTHER, remote=True)
     path = name.removeprefix(FILE_URI)
     if not path or "\0" in path:
         return LocalPath(name, OTHER, bad=True)
     if path.startswith("/"):
-        inside = posixpath.normpath(path).removeprefix(f"{root}/")
-        return LocalPath(name, _bucket(inside))
-    # By its spelling, not by links: a root may hold links to other disks. As no `..` is left, none is followed later.
+        return LocalPath(name, _bucket(posixpath.normpath(path).removeprefix(f"{root}/")))
+    # Links are not resolved, because a root may have links to other disks. Without `..`, none can be exploited later.
     plain = posixpath.normpath(path)
     if plain == ".." or plain.startswith("../"):
         return LocalPath(name, OTHER, bad=True)
@@ -139,7 +145,7 @@ def _bucket(path: str) -> str:
 
 
 def rewritten_messages(value: Any, rewrite: Rewrite) -> Any:
-    """`messages` of a row, a list or the JSON of one, with every url of a picture or video rewritten."""
+    """Rewrites every image and video URL of `messages`, a list or its JSON."""
     if isinstance(value, str):
         return _rewritten_json(value, lambda read: rewritten_messages(read, rewrite))
     if isinstance(value, list):
@@ -150,7 +156,7 @@ def rewritten_messages(value: Any, rewrite: Rewrite) -> Any:
 
 
 def rewritten_videos(value: Any, rewrite: Rewrite) -> Any:
-    """`videos` of a row: [{"video": path}], its JSON, or paths alone."""
+    """Rewrites `videos`: [{"video": path}], its JSON, or a list of paths."""
     if isinstance(value, str):
         return _rewritten_json(value, lambda read: rewritten_videos(read, rewrite))
     if isinstance(value, list):
@@ -193,43 +199,35 @@ def _has(value: Any, key: str) -> TypeGuard[dict[str, Any]]:
 
 
 def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
-    """Untouched where nothing changes, or else with the same spaces and the same characters beyond ASCII."""
-    before = from_json(text, "a column")
-    return respelled(text, before, rewritten(before))
+    """Rewrites JSON and keeps its spaces and its escapes; returns the same text if nothing changes."""
+    value = from_json(text, "a column")
+    result = rewritten(value)
+    if result == value:
+        return text
+    for only_ascii, separators in SPELLINGS:
+        if json.dumps(value, ensure_ascii=only_ascii, separators=separators) == text:
+            return json.dumps(result, ensure_ascii=only_ascii, separators=separators)
+    separators = None if '": ' in text else SPELLINGS[-1][1]  # a mixed spelling: keep as much of it as possible
+    spelled = json.dumps(result, ensure_ascii=text.isascii(), separators=separators)
+    is_encodable = spelled.encode(errors="ignore").decode() == spelled  # false for lone surrogates outside ASCII
+    return spelled if is_encodable else json.dumps(result, separators=separators)
 
 
 def _rewritten_inner(text: str, rewritten: Callable[[Any], Any]) -> str:
-    """Of a text within `messages`, which may be JSON again; where it is not, it holds no path."""
+    """Rewrites a text inside `messages` if it is JSON; otherwise it holds no path."""
     try:
         return _rewritten_json(text, rewritten)
     except BadRow:
         return text
 
 
-def respelled(text: str, before: Any, after: Any) -> str:
-    """`after` as JSON, in the spelling of `text`, the JSON of `before`."""
-    if after == before:
-        return text
-    for only_ascii, separators in SPELLINGS:
-        if json.dumps(before, ensure_ascii=only_ascii, separators=separators) == text:
-            return json.dumps(after, ensure_ascii=only_ascii, separators=separators)
-    separators = None if '": ' in text else SPELLINGS[-1][1]  # as far as can be told
-    spelled = json.dumps(after, ensure_ascii=text.isascii(), separators=separators)
-    return spelled if _is_encodable(spelled) else json.dumps(after, separators=separators)
-
-
-def _is_encodable(text: str) -> bool:
-    """JSON can spell halves of characters as ASCII that stand for nothing without it."""
-    return text.encode(errors="ignore").decode() == text
-
-
 def materialize(
     root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8, *, force: bool = False
 ) -> MaterializeReport:
-    """Writes every parquet file of `parquet_dir`, its paths joined to `root`, under its name in `output_dir`.
+    """Writes every parquet file of `parquet_dir` to `output_dir` under the same name, its paths joined to `root`.
 
-    Files appear whole, and one whose content would not change is not touched. `num_workers` threads look for files.
-    `force` also replaces files that were not made of the same source before.
+    Files are written atomically, and an unchanged file is not touched. `num_workers` threads check which files exist.
+    `force` also replaces files that this command did not write from the same source.
     """
     for path in (root, parquet_dir, output_dir):
         check_local(path)
@@ -240,9 +238,7 @@ def materialize(
     if num_workers < 1:
         raise ValueError(f"--num-workers {num_workers} must be at least 1")
     if output_dir.resolve() == parquet_dir.resolve():
-        raise ValueError(
-            f"--output-dir {output_dir} is --parquet-dir itself, whose files are kept; choose another place"
-        )
+        raise ValueError(f"--output-dir {output_dir} is also --parquet-dir; choose another directory")
     sources = [path for path in row_files(parquet_dir) if output_dir not in path.parents]
     if not sources:
         raise ValueError(f"--parquet-dir {parquet_dir} has no *.parquet files")
@@ -256,11 +252,8 @@ def materialize(
         for source in sources
     }
     num_rows = sum(map(_num_rows, sources))
-    report = MaterializeReport(root, {}, {})
-    with (
-        ThreadPoolExecutor(num_workers) as pool,
-        Meter("materializing", num_rows, "row") as meter,
-    ):
+    report = MaterializeReport(root)
+    with ThreadPoolExecutor(num_workers) as pool, Meter("materializing", num_rows, "row") as meter:
         for source, output in outputs.items():
             name = source.relative_to(parquet_dir).as_posix()
             report.files[name] = _materialize_file(source, output, root, pool, meter)
@@ -269,7 +262,7 @@ def materialize(
 
 
 def _absolute(path: str | Path) -> Path:
-    """Links are kept, as they may mean to be, except where a `..` depends on them."""
+    """Keeps links, unless the path has a `..` that depends on them."""
     path = Path(path)
     return path.resolve() if ".." in path.parts else path.absolute()
 
@@ -288,73 +281,75 @@ def _materialize_file(
         codec = "NONE" if codec == "UNCOMPRESSED" else codec
         with pq.ParquetWriter(partial, table.schema_arrow, compression=codec) as writer:
             for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
-                writer.write_batch(_materialized(batch, root, report, pool))
+                writer.write_batch(_rewritten_batch(batch, root, report, pool))
                 meter.update(batch.num_rows)
     return report
 
 
-def _materialized(batch: pa.RecordBatch, root: Path, report: FileReport, pool: ThreadPoolExecutor) -> pa.RecordBatch:
-    shown: list[set[str]] = [set() for _ in range(batch.num_rows)]  # paths of every row
+def _rewritten_batch(batch: pa.RecordBatch, root: Path, report: FileReport, pool: ThreadPoolExecutor) -> pa.RecordBatch:
+    paths_of_rows: list[set[str]] = [set() for _ in range(batch.num_rows)]
     unreadable: set[int] = set()
     for name, rewritten in COLUMNS.items():
-        place = batch.schema.get_field_index(name)
-        if place < 0:
+        column = batch.schema.get_field_index(name)
+        if column < 0:
             continue
-        before = batch.column(place).to_pylist()
-        after = list(before)
-        for number, value in enumerate(before):
+        values = batch.column(column).to_pylist()
+        rewritten_values = list(values)
+        for number, value in enumerate(values):
             paths: list[str] = []
 
             def rewrite(path: str, paths: list[str] = paths) -> str:
                 paths.append(path)
-                return place_of(path, str(root)).uri
+                return local_path(path, str(root)).uri
 
             try:
-                after[number] = rewritten(value, rewrite)
+                rewritten_values[number] = rewritten(value, rewrite)
             except BadRow:
                 unreadable.add(number)
                 continue
-            num_rewritten = sum(place_of(path, str(root)).uri != path for path in paths)
+            num_rewritten = sum(local_path(path, str(root)).uri != path for path in paths)
             report.num_rewritten_paths += num_rewritten
             report.num_other_paths += len(paths) - num_rewritten
-            shown[number].update(paths)
-        if after != before:
-            batch = batch.set_column(place, batch.schema.field(place), pa.array(after, batch.schema.field(place).type))
+            paths_of_rows[number].update(paths)
+        if rewritten_values != values:
+            field = batch.schema.field(column)
+            batch = batch.set_column(column, field, pa.array(rewritten_values, field.type))
     report.num_rows += batch.num_rows
     report.num_unreadable_rows += len(unreadable)
-    _look_for(shown, root, report, pool)
+    _check_files(paths_of_rows, root, report, pool)
     return batch
 
 
-def _look_for(shown: list[set[str]], root: Path, report: FileReport, pool: ThreadPoolExecutor) -> None:
-    places = {path: place_of(path, str(root)) for paths in shown for path in paths}
-    local = [path for path, place in places.items() if not (place.bad or place.remote)]
+def _check_files(paths_of_rows: list[set[str]], root: Path, report: FileReport, pool: ThreadPoolExecutor) -> None:
+    resolved = {path: local_path(path, str(root)) for paths in paths_of_rows for path in paths}
+    local = [path for path, where in resolved.items() if not (where.bad or where.remote)]
     exists = dict(zip(local, pool.map(lambda path: _exists(path, root), local), strict=True))
-    for path, place in places.items():
-        if place.bad:
+    for path, where in resolved.items():
+        if where.bad:
             report.bad.add(path)
         elif not exists.get(path, True):
-            report.missing.setdefault(place.bucket, set()).add(path)
-    report.num_rows_with_missing_files += sum(not all(exists.get(path, True) for path in paths) for paths in shown)
+            report.missing.setdefault(where.bucket, set()).add(path)
+    num_missing = sum(not all(exists.get(path, True) for path in paths) for paths in paths_of_rows)
+    report.num_rows_with_missing_files += num_missing
 
 
 def _exists(path: str, root: Path) -> bool:
     with suppress(BadRow):
-        found_file(path, root)
+        existing_file(path, root)
         return True
     return False
 
 
 def run(args: Any) -> str | None:
-    """The command: prints the table, and returns what is to be warned of."""
+    """Runs the command: prints the table and returns the warning, if there is one."""
     path = Path(args.report) if args.report else Path(args.output_dir) / REPORT_FILE
     inputs = [*row_files(Path(args.parquet_dir)), args.root]
-    written = OutputFile(path, "data materialize --report", inputs=inputs, force=args.force)
+    output = OutputFile(path, "data materialize --report", inputs=inputs, force=args.force)
     report = materialize(args.root, args.parquet_dir, args.output_dir, args.num_workers, force=args.force)
-    written.write(report.to_json())
+    output.write(report.to_json())
     print(report.table())
     total = report.total
     problems = [f"{total.num_missing} files are missing"] if total.num_missing else []
-    problems += [f"{len(total.bad)} paths lead out of the root or are no paths"] if total.bad else []
-    problems += [f"{total.num_unreadable_rows} rows cannot be read"] if total.num_unreadable_rows else []
+    problems += [f"{len(total.bad)} paths leave the root or are invalid"] if total.bad else []
+    problems += [f"{total.num_unreadable_rows} rows are unreadable"] if total.num_unreadable_rows else []
     return f"{', '.join(problems)}; {path} lists them" if problems else None

@@ -1,14 +1,14 @@
-"""Prompts for RL, read from rows as they are published: a question about videos, and what its answer is scored against.
+"""Reads prompts for RL: a question about videos and its ground truth.
 
 A row of a parquet or JSON-lines file has
 
     prompt      [{role, content}], with a `<video>` in the text where a video belongs
-    videos      [{"video": path}]: absolute, relative, or a file:// URI; "subtitles" beside it, the path of its SRT
-                file, where that is not the video's with .srt in place of its ending
+    videos      [{"video": path}]: absolute, relative, or a file:// URI; optionally "subtitles": the path of an SRT
+                file, by default the video's path with the suffix .srt
     extra_info  {answer, question_type}, as an object or as its JSON
 
-The question is the text of the last user message, with its `<video>`s, which the agent takes out. Other messages are
-not read: the agent has a system prompt of its own.
+The question is the text of the last user message, including its `<video>` placeholders, which the agent removes. Other
+messages are ignored, because the agent has its own system prompt.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ from paravt_jax.data.rows import (
     own_id,
     read_rows,
     reader,
+    rows_of,
     unique_id,
 )
 from paravt_jax.rewards.terms import check_ground_truth
@@ -40,12 +41,12 @@ PLACEHOLDER = "<video>"
 
 @dataclass(frozen=True)
 class Prompt:
-    id: str  # the same in every run and on every host, and no other prompt's
+    id: str  # unique, and the same in every run and on every host
     question: str
     videos: tuple[str, ...]  # absolute paths
     answer: str
     question_type: str  # mcq, tvg or oe
-    subtitles: tuple[str, ...] = ()  # absolute paths, of each video; empty where it has none
+    subtitles: tuple[str, ...] = ()  # an absolute path for each video, or ""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -54,32 +55,32 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    prompts: tuple[Prompt, ...]  # in the order of the rows
-    bad: dict[str, int]  # reason -> rows that were left out for it
+    prompts: tuple[Prompt, ...]  # in row order
+    bad: dict[str, int]  # reason -> number of dropped rows
 
 
 def load_prompts(
     path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
 ) -> PromptSet:
-    """The prompts of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
+    """Loads a .parquet or .jsonl file, or all .parquet files of a directory in path order.
 
-    `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative video paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
-    a `video_root` is refused, unless `allow_outside`.
+    `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], if no local path has that name. Relative
+    video paths start from `video_root`, or if that is empty, from the rows' directory. Files outside of a `video_root`
+    are rejected unless `allow_outside`.
     """
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
-    loaded, bad = read_rows(source, COLUMNS, lambda row: read_prompt(row, find), max_bad_frac)
+    prompts, bad = read_rows(rows_of(source, COLUMNS), lambda row: read_prompt(row, find), max_bad_frac, str(source))
     ids: dict[str, int] = {}
-    prompts = tuple(
-        replace(prompt, id=unique_id(prompt.id, ids), subtitles=_all_subtitles(prompt, find)) for prompt in loaded
+    return PromptSet(
+        tuple(replace(prompt, id=unique_id(prompt.id, ids), subtitles=_subtitles(prompt, find)) for prompt in prompts),
+        bad,
     )
-    return PromptSet(prompts, bad)
 
 
 @reader
 def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
-    """The prompt of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
+    """Reads one row. `find` resolves a path of the row, or raises BadRow."""
     row = object_of(row, "the row")
     question, names = _question(row.get("prompt")), _video_names(row.get("videos"))
     if question.count(PLACEHOLDER) > len(names):
@@ -103,14 +104,14 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
 
 def _question(messages: Any) -> str:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadRow("wrong schema", "prompt is no list of messages {role, content}")
-    said = [message.get("content") for message in messages if message.get("role") == "user"]
-    if not said or not isinstance(said[-1], str):
+        raise BadRow("wrong schema", "prompt is not a list of messages {role, content}")
+    texts = [message.get("content") for message in messages if message.get("role") == "user"]
+    if not texts or not isinstance(texts[-1], str):
         raise BadRow("wrong schema", "prompt has no user message whose content is text")
-    check_text(said[-1], "the question")
-    if not said[-1].replace(PLACEHOLDER, "").strip():
-        raise BadRow("empty question", repr(said[-1]))
-    return encodable(said[-1], "prompt")
+    check_text(texts[-1], "the question")
+    if not texts[-1].replace(PLACEHOLDER, "").strip():
+        raise BadRow("empty question", repr(texts[-1]))
+    return encodable(texts[-1], "prompt")
 
 
 def _video_names(videos: Any) -> list[str]:
@@ -118,27 +119,27 @@ def _video_names(videos: Any) -> list[str]:
         raise BadRow("no video", "videos is empty")
     check_frames(len(videos) if isinstance(videos, list) else 0)
     if not isinstance(videos, list) or not all(isinstance(video, dict) for video in videos):
-        raise BadRow("wrong schema", 'videos is no list of {"video": path}')
+        raise BadRow("wrong schema", 'videos is not a list of {"video": path}')
     names = [video.get("video") for video in videos]
     if not all(isinstance(name, str) and name for name in names):
-        raise BadRow("wrong schema", f"videos has a path that is no text: {names}")
+        raise BadRow("wrong schema", f"a path in videos is not text: {names}")
     return names
 
 
 def _named_subtitles(video: dict[str, Any], find: Callable[[str], str]) -> str:
-    named = video.get("subtitles")
-    if not isinstance(named, str | None):
-        raise BadRow("wrong schema", f"subtitles of a video is {type(named).__name__}, expected a path")
-    return find(named) if named else ""
+    name = video.get("subtitles")
+    if not isinstance(name, str | None):
+        raise BadRow("wrong schema", f"subtitles of a video is {type(name).__name__}, expected a path")
+    return find(name) if name else ""
 
 
-def _all_subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
-    """Those that the row names, and for other videos those beside them, if they may be read."""
+def _subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
+    """The files that the row names; for other videos the file next to the video, if it exists and may be read."""
     pairs = zip(prompt.videos, prompt.subtitles, strict=True)
-    return tuple(named or _beside(video, find) for video, named in pairs)
+    return tuple(named or _next_to(video, find) for video, named in pairs)
 
 
-def _beside(video: str, find: Callable[[str], str]) -> str:
+def _next_to(video: str, find: Callable[[str], str]) -> str:
     try:
         return find(str(Path(video).with_suffix(".srt")))
     except BadRow:
@@ -157,7 +158,6 @@ def _answer(value: Any) -> str:
 
 
 def _content_id(question: str, videos: list[str], answer: str, question_type: str) -> str:
-    """Of the videos only the file names count: where they lie differs between hosts."""
-    names = [Path(video).name for video in videos]
-    content = json.dumps([question, names, answer, question_type])
+    """A hash with the videos' file names only, because their directories differ between hosts."""
+    content = json.dumps([question, [Path(video).name for video in videos], answer, question_type])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

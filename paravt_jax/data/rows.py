@@ -1,6 +1,6 @@
-"""Rows as they are published, from parquet or JSON lines, and what to do with those that cannot be used.
+"""Reads published rows from parquet or JSON lines.
 
-A row that cannot be used is counted by its reason, never skipped in silence; too many of them refuse to start.
+Every unusable row is counted by its reason. Too many of them stop the run.
 """
 
 import json
@@ -23,33 +23,35 @@ from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
-Given = ParamSpec("Given")
-OWN_IDS = ("id", "index")  # columns that name a row, where there are such
+Arguments = ParamSpec("Arguments")
+ID_COLUMNS = ("id", "index")  # optional columns that name a row
 FILE_URI = "file://"
 BATCH_ROWS = 256  # read from parquet at a time
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
-# What one row may cost everything else: a text is tokenised in the event loop, where ten megabytes take 16 s, and all
-# frames of a row are in memory at the same time, where a thousand of the recipe's size take 150 MB.
-MAX_TEXT_CHARS = 100_000  # of a question, of an answer, of a message of a dialogue
-MAX_ID_CHARS = 256  # it is repeated in logs, pages and names of files
-MAX_MESSAGES = 4096  # of a dialogue
-MAX_NAME_BYTES = 255  # of one part of a path, on every common file system
-MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for an ending
-SHOWN_CHARS = 60  # of a value that is refused
-MAX_FRAMES = 4096  # of all that is shown; a picture, or a video that does not say how many, counts as one
+# Limits on one row. Text is tokenized in the event loop, where 10 MB take 16 s. All frames of a row are in memory at
+# the same time, where 1,000 frames of the recipe's size take 150 MB.
+MAX_TEXT_CHARS = 100_000  # a question, an answer, or a message of a dialogue
+MAX_ID_CHARS = 256  # ids appear in logs, pages and file names
+MAX_MESSAGES = 4096  # messages of a dialogue
+MAX_NAME_BYTES = 255  # one component of a path, on every common file system
+MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for a suffix
+MAX_SHOWN_CHARS = 60  # of a rejected value, in errors
+MAX_FRAMES = 4096  # an image counts as one, and so does a video without a frame count
 
 
 class BadRow(ValueError):
+    """A row that cannot be used. Rows are counted by `reason`."""
+
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason = reason
 
 
-def reader(read: Callable[Given, Read]) -> Callable[Given, Read]:
-    """Of rows. What is just shallow enough to be parsed may be too deep to be shown or written: that is a BadRow."""
+def reader(read: Callable[Arguments, Read]) -> Callable[Arguments, Read]:
+    """Decorates a function that reads a row: nesting too deep to process becomes a BadRow."""
 
     @wraps(read)
-    def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Read:
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Read:
         try:
             return read(*args, **kwargs)
         except RecursionError:
@@ -59,58 +61,51 @@ def reader(read: Callable[Given, Read]) -> Callable[Given, Read]:
 
 
 def read_rows(
-    source: Path, columns: Sequence[str], read: Callable[[Any], Read], max_bad_frac: float | int
-) -> tuple[list[Read], dict[str, int]]:
-    """What `read` makes of every row that it does not refuse with a BadRow, and how many it refused for what reason.
-
-    `source` is a .parquet or .jsonl file, or a directory, whose .parquet files are read in the order of their paths.
-    """
-    return kept_rows(rows_of(source, columns), read, max_bad_frac, str(source))
-
-
-def kept_rows(
     rows: Iterable[tuple[str, Any]], read: Callable[[Any], Read], max_bad_frac: float | int, source: str
 ) -> tuple[list[Read], dict[str, int]]:
-    """The same of rows that come with the place where they stand; `source` is what they are called together."""
-    kept: list[Read] = []
+    """Applies `read` to rows, which come with their locations. Returns the results, and the bad rows by reason."""
+    results: list[Read] = []
     bad: Counter[str] = Counter()
     examples: dict[str, str] = {}
     with Meter(f"reading {source}", unit="row") as meter:
-        for place, row in rows:
+        for location, row in rows:
             try:
-                kept.append(read(row))
+                results.append(read(row))
             except BadRow as problem:
                 bad[problem.reason] += 1
-                examples.setdefault(problem.reason, f"{place}: {problem}")
+                examples.setdefault(problem.reason, f"{location}: {problem}")
             meter.update()
-    num_bad, num_rows = bad.total(), bad.total() + len(kept)
+    num_bad, num_rows = bad.total(), bad.total() + len(results)
     if not num_rows:
         raise ValueError(f"{source} has no rows")
-    reasons = "; ".join(f"{reason}: {bad[reason]}, such as {examples[reason]}" for reason in bad)
+    reasons = "; ".join(f"{reason}: {bad[reason]}, for example {examples[reason]}" for reason in bad)
     if num_bad / num_rows > max_bad_frac:
         raise ValueError(
             f"{source}: {num_bad} of {num_rows} rows cannot be used, more than data.max_bad_frac={max_bad_frac} "
             f"allows ({reasons})"
         )
-    if not kept:
-        raise ValueError(f"{source}: not one of {num_rows} rows can be used ({reasons})")
+    if not results:
+        raise ValueError(f"{source}: none of {num_rows} rows can be used ({reasons})")
     if bad:
-        logger.warning("%s: %d of %d rows are left out (%s)", source, num_bad, num_rows, visible(reasons))
-    return kept, dict(bad)
+        logger.warning("%s: %d of %d rows are dropped (%s)", source, num_bad, num_rows, visible(reasons))
+    return results, dict(bad)
 
 
-def left_out(source: str | Path, bad: dict[str, int]) -> list[str]:
-    """A line for every reason, for the log of a run."""
-    return [f"{source}: {count} rows left out: {reason}" for reason, count in bad.items()]
+def dropped_rows(source: str | Path, bad: dict[str, int]) -> list[str]:
+    """A log line for every reason."""
+    return [f"{source}: {count} rows dropped: {reason}" for reason, count in bad.items()]
 
 
 def root_of(source: Path, video_root: str) -> Path:
-    """What relative paths of a row begin from: `video_root`, or where that is empty the place of the rows."""
+    """The directory that relative paths of rows start from: `video_root`, or if that is empty, the rows' directory."""
     return Path(video_root or (source if source.is_dir() else source.parent)).absolute()
 
 
 def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Every row, a JSON line still as its bytes, and where it stands."""
+    """Yields the location and content of every row; a JSON line as its bytes.
+
+    `source` is a .parquet or .jsonl file, or a directory with .parquet files, read in path order.
+    """
     if source.is_dir():
         files = row_files(source)
         if not files:
@@ -137,8 +132,8 @@ def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tup
         if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
         number = 0
-        wanted = [name for name in (*columns, *OWN_IDS) if name in names]
-        for batch in table.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False):
+        to_read = [name for name in (*columns, *ID_COLUMNS) if name in names]
+        for batch in table.iter_batches(BATCH_ROWS, columns=to_read, use_threads=False):
             for row in batch.to_pylist():
                 yield f"{name} row {number}", row
                 number += 1
@@ -146,7 +141,7 @@ def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tup
 
 @contextmanager
 def parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
-    """Opens a parquet file; whatever fails while it is read becomes a ValueError that names the file."""
+    """Opens a parquet file. Errors while reading it become a ValueError that names the file."""
     try:
         with pq.ParquetFile(path) as file:
             yield file
@@ -157,16 +152,25 @@ def parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
 def from_json(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as problem:  # a text may be nested as deep as it is long
-        raise BadRow("wrong schema", f"{name} is no JSON: {problem}") from None
+    except (ValueError, RecursionError) as problem:
+        raise BadRow("wrong schema", f"{name} is not JSON: {problem}") from None
+
+
+def object_of(value: Any, name: str) -> dict[str, Any]:
+    """A JSON object, parsed or still as text."""
+    if isinstance(value, str | bytes):
+        value = from_json(value, name)
+    if not isinstance(value, dict):
+        raise BadRow("wrong schema", f"{name} is {type(value).__name__}, expected an object")
+    return value
 
 
 def encodable(text: str, name: str) -> str:
-    """The text, if a tokenizer can read it: JSON can spell halves of characters that no encoding has."""
+    """The same text, or a BadRow if it has lone surrogates, which JSON can spell and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise BadRow("wrong schema", f"{name} is no Unicode text: {problem}") from None
+        raise BadRow("wrong schema", f"{name} is not valid Unicode: {problem}") from None
     return text
 
 
@@ -177,52 +181,43 @@ def check_text(text: str, name: str) -> None:
 
 def check_frames(num_frames: int) -> None:
     if num_frames > MAX_FRAMES:
-        raise BadRow("too many frames", f"the row shows {num_frames} frames or more, more than {MAX_FRAMES}")
-
-
-def object_of(value: Any, name: str) -> dict[str, Any]:
-    """A JSON object, whether it was already read or not."""
-    if isinstance(value, str | bytes):
-        value = from_json(value, name)
-    if not isinstance(value, dict):
-        raise BadRow("wrong schema", f"{name} is {type(value).__name__}, expected an object")
-    return value
+        raise BadRow("too many frames", f"the row shows at least {num_frames} frames, more than {MAX_FRAMES}")
 
 
 def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[[str], str]:
-    """Where the file is that a path of a row names.
+    """Returns a function from a path in a row to an absolute path, which raises BadRow if there is no such file.
 
-    Where there is a `video_root`, only files in it are found, links followed, unless others are allowed.
+    With a `video_root`, a file outside of it, links resolved, is a BadRow too unless `allow_outside`.
     """
     root = root_of(source, video_root)
-    inside = _whole(root.resolve()) if video_root and not allow_outside else None
+    inside = _link_root(root.resolve()) if video_root and not allow_outside else None
 
     @cache  # thousands of rows name the same few hundred videos
-    def looked_for(name: str) -> str | BadRow:
+    def lookup(name: str) -> str | BadRow:
         try:
-            return found_file(name, root, inside)
+            return existing_file(name, root, inside)
         except BadRow as problem:
             return problem
 
     def find(name: str) -> str:
-        found = looked_for(name)
-        if isinstance(found, BadRow):
-            raise BadRow(found.reason, str(found))
-        return found
+        result = lookup(name)
+        if isinstance(result, BadRow):
+            raise BadRow(result.reason, str(result))
+        return result
 
     return find
 
 
-def _whole(root: Path) -> Path:
-    """The directory itself; of a snapshot in the hub's cache the repository, whose blobs its files are links to."""
+def _link_root(root: Path) -> Path:
+    """The root itself; for a snapshot in the hub's cache the repository's folder, which has the linked blobs."""
     cached = HUB_SNAPSHOT.match(f"{root}/")
     return Path(cached[1]) if cached else root
 
 
-def found_file(name: str, root: Path, inside: Path | None = None) -> str:
-    """What follows file:// is taken as it stands, which is how the release writes it, and else as a quoted URI.
+def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
+    """The absolute path. After file:// the name is tried as it is, as the release writes it, then percent-decoded.
 
-    A file that does not really lie `inside` is refused.
+    With `inside`, a file outside of that directory is a BadRow.
     """
     path = possible_path(name).removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
@@ -231,48 +226,49 @@ def found_file(name: str, root: Path, inside: Path | None = None) -> str:
         if inside is not None and not candidate.resolve().is_relative_to(inside):
             raise BadRow(
                 "file outside of data.video_root",
-                f"{candidate}, while data.video_root={root}; if it may be read, set data.allow_outside=true",
+                f"{candidate}, while data.video_root={root}; to read it, set data.allow_outside=true",
             )
         return str(candidate)
     raise BadRow("missing file", str(root / path))
 
 
 def possible_path(name: str) -> str:
-    """The path, if a file can have it."""
+    """The same path, or a BadRow if no file can have it."""
     parts = encodable(name, "a path").split("/")
     if (
         "\0" in name
         or len(name.encode()) > MAX_PATH_BYTES
         or max(len(part.encode()) for part in parts) > MAX_NAME_BYTES
     ):
-        raise BadRow("impossible path", f"no file can be called {name[:SHOWN_CHARS]!r}…, of {len(name)} characters")
+        raise BadRow("impossible path", f"invalid file name {name[:MAX_SHOWN_CHARS]!r}…, of {len(name)} characters")
     return name
 
 
 def is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have, or a directory that is not ours
+    except (OSError, ValueError):  # an invalid name, or a directory without permission
         return False
 
 
 def own_id(row: dict[str, Any]) -> str | None:
-    """What the row calls itself, if it does."""
-    given = next((str(row[name]) for name in OWN_IDS if isinstance(row.get(name), str | int) and row[name] != ""), None)
-    if given is not None and len(given) > MAX_ID_CHARS:
-        raise BadRow("id too long", f"it has {len(given)} characters, more than {MAX_ID_CHARS}")
-    return given
+    """The row's own id, if it has one."""
+    ids = (str(row[name]) for name in ID_COLUMNS if isinstance(row.get(name), str | int) and row[name] != "")
+    row_id = next(ids, None)
+    if row_id is not None and len(row_id) > MAX_ID_CHARS:
+        raise BadRow("id too long", f"it has {len(row_id)} characters, more than {MAX_ID_CHARS}")
+    return row_id
 
 
-def unique_id(name: str, taken: dict[str, int]) -> str:
-    """The name, with a number where it is taken already; it is taken from then on.
+def unique_id(name: str, used: dict[str, int]) -> str:
+    """The name, with a number if it is used already; records it in `used`.
 
-    `taken` has the last number that was tried for each name: counting from 1 again would be quadratic in equal names.
+    `used` has the last number tried for each name: counting from 1 again would be quadratic in equal names.
     """
-    unique, number = name, taken.get(name, 1)
-    while unique in taken:
+    unique, number = name, used.get(name, 1)
+    while unique in used:
         number += 1
         unique = f"{name}-{number}"
-    taken[name] = number
-    taken.setdefault(unique, 1)
+    used[name] = number
+    used.setdefault(unique, 1)
     return unique

@@ -1,9 +1,9 @@
-"""Holds rows out for validation, by video: no video is in both files, also where a row shows several.
+"""Holds rows out for validation by video: no video is in both files, even if a row has several.
 
-Rows that share a video form a cluster, and so do those that share one with any of these. Clusters are taken whole, in
-an order that the seed and their videos give, until every kind of row has about its share among those held out: question
-types of RL rows, with or without calls of traces. Rows are copied as they stand. One that a run could not use stays in
-the training file, where the run will count it.
+Rows that share a video form a cluster, directly or through other rows. Whole clusters are held out, in a random order
+that depends on the seed and their videos, until every kind of row has about its share. Kinds are the question types of
+RL rows, and traces with and without calls. Rows are copied unchanged. Unusable rows stay in the training file, and
+the run counts them.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.inspect import columns_of, kind_of
-from paravt_jax.data.materialize import REMOTE
+from paravt_jax.data.materialize import REMOTE, aligned
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, parquet_file, root_of, rows_of
 from rollout.seeds import derived_seed
 from rollout.tools import find_calls
@@ -35,13 +35,13 @@ UNUSABLE = "cannot be used"
 @dataclass(frozen=True)
 class Row:
     kind: str
-    videos: frozenset[str]  # equal for two rows: the same file, however it is file_of
+    videos: frozenset[str]  # normalized paths: the same file has the same path
 
 
 @dataclass(frozen=True)
 class Split:
     rows: Sequence[Row]
-    held_out: Sequence[bool]  # of every row
+    held_out: Sequence[bool]  # for every row
     quotas: dict[str, float]
 
     @property
@@ -55,7 +55,7 @@ class Split:
     def table(self) -> str:
         of_kind = Counter(row.kind for row in self.rows)
         held_out = Counter(row.kind for row, out in zip(self.rows, self.held_out, strict=True) if out)
-        lines = [("", "rows", "held out", "wanted")]
+        lines: list[tuple[str, ...]] = [("", "rows", "held out", "target")]
         lines += [
             (kind, f"{count:,}", f"{held_out[kind]:,}", f"{self.quotas.get(kind, 0):.1f}")
             for kind, count in sorted(of_kind.items())
@@ -63,24 +63,19 @@ class Split:
         lines.append(("rows", f"{len(self.rows):,}", f"{self.num_held_out:,}", f"{sum(self.quotas.values()):.1f}"))
         num_videos = len(self.videos(True)), len(self.videos(False))
         lines.append(("videos", f"{sum(num_videos):,}", f"{num_videos[0]:,}", ""))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-        )
+        return aligned(lines)
 
 
 def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
-    """Which rows are held out: about `num_rows`, of every kind its share, of a video all or none."""
+    """Holds out about `num_rows` rows: a proportional share of every kind, and all or none of a video's rows."""
     usable = Counter(row.kind for row in rows if row.kind != UNUSABLE)
     if not 0 < num_rows < usable.total():
-        raise ValueError(
-            f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} rows that can be used"
-        )
+        raise ValueError(f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} usable rows")
     quotas = {kind: num_rows * count / usable.total() for kind, count in usable.items()}
     held_out = [False] * len(rows)
     held = Counter[str]()
 
-    def far_off(counts: Counter[str]) -> float:
+    def error(counts: Counter[str]) -> float:
         return abs(counts.total() - num_rows) + sum(abs(counts[kind] - quota) for kind, quota in quotas.items())
 
     def take(cluster: Sequence[int], counts: Counter[str]) -> None:
@@ -90,27 +85,27 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
 
     clusters = _clusters(rows)
     clusters.sort(key=lambda cluster: derived_seed("held out", seed, sorted(rows[cluster[0]].videos), cluster[0]))
-    left: list[tuple[list[int], Counter[str]]] = []
-    for cluster in clusters:  # first what fits, then what brings the counts nearer
+    too_large: list[tuple[list[int], Counter[str]]] = []
+    for cluster in clusters:  # first clusters within the quotas, then those that reduce the error
         counts = Counter(rows[number].kind for number in cluster)
         if all(held[kind] + count <= quotas[kind] for kind, count in counts.items()):
             take(cluster, counts)
         else:
-            left.append((cluster, counts))
-    for cluster, counts in left:
-        if far_off(held + counts) < far_off(held) and held.total() + counts.total() < usable.total():
+            too_large.append((cluster, counts))
+    for cluster, counts in too_large:
+        if error(held + counts) < error(held) and held.total() + counts.total() < usable.total():
             take(cluster, counts)
     if not any(held_out):
-        smallest = min(counts.total() for _, counts in left)
+        smallest = min(counts.total() for _, counts in too_large)
         raise ValueError(
-            f"--num-rows {num_rows}: nothing can be held out: rows that share a video stay together, and the smallest "
-            f"such set has {smallest} of {usable.total()} rows; ask for about as many, or bring rows of other videos"
+            f"--num-rows {num_rows}: nothing can be held out, because rows that share a video stay together, and the "
+            f"smallest such set has {smallest} of {usable.total()} rows; set --num-rows near that, or add other videos"
         )
     return Split(rows, held_out, quotas)
 
 
 def _clusters(rows: Sequence[Row]) -> list[list[int]]:
-    """Numbers of the usable rows, together where they share a video directly or through others."""
+    """Row numbers of the usable rows, grouped if they share a video directly or through other rows."""
     leader = list(range(len(rows)))
 
     def lead(number: int) -> int:
@@ -130,68 +125,64 @@ def _clusters(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def read(source: Path) -> tuple[list[Row], bool]:
-    """What matters of every row, and whether the path of some video is relative."""
+    """Kind and videos of every row, and whether any video path is relative."""
     kind, columns = kind_of(source, columns_of(source))
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
     root, rows, names = root_of(source, ""), [], set[str]()
 
-    def file_of(name: str) -> str:
+    def normalized(name: str) -> str:
+        """The same for every spelling of a path; the file need not exist."""
         names.add(name)
-        return _file_of(name, root)
+        return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
 
     with Meter(f"reading {source}", unit="row") as meter:
         for _, row in rows_of(source, columns):
             try:
-                rows.append(row_of(row, file_of))
+                rows.append(row_of(row, normalized))
             except BadRow:
                 rows.append(Row(UNUSABLE, frozenset()))
             meter.update()
     return rows, any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
 
 
-def _file_of(name: str, root: Path) -> str:
-    """The same for every spelling of one path; nothing is looked up."""
-    return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
-
-
-def _question(row: Any, file_of: Callable[[str], str]) -> Row:
-    prompt = prompts.read_prompt(row, file_of)
+def _question(row: Any, find: Callable[[str], str]) -> Row:
+    prompt = prompts.read_prompt(row, find)
     return Row(prompt.question_type, frozenset(prompt.videos))
 
 
-def _trace(row: Any, file_of: Callable[[str], str]) -> Row:
-    messages = traces.read_trace(row, file_of).messages
+def _trace(row: Any, find: Callable[[str], str]) -> Row:
+    messages = traces.read_trace(row, find).messages
     calls = any(find_calls(message.text) for message in messages if message.role == "assistant")
-    shown = frozenset(media.path for message in messages for media in message.media)
-    return Row("with calls" if calls else "without calls", shown)
+    videos = frozenset(media.path for message in messages for media in message.media)
+    return Row("with calls" if calls else "without calls", videos)
 
 
 def split(src: str, train: str | Path, validation: str | Path, num_rows: int, seed: int) -> str:
-    """Writes both files, and says what is in them. Neither may be there; both appear whole, `train` last."""
+    """Writes both files atomically, `train` last, and returns a summary. Neither file may exist."""
     source, outputs = local_source(src), (Path(train), Path(validation))
     suffix = ".jsonl" if source.suffix in (".jsonl", ".json") else ".parquet"
     for name, path in zip(("--train", "--validation"), outputs, strict=True):
         check_local(path)
         if path.suffix != suffix:
-            raise ValueError(f"{name} {path} must end with {suffix}, as rows are copied as they stand")
+            raise ValueError(f"{name} {path} must end with {suffix}, because rows are copied unchanged")
         if path.exists():
-            raise ValueError(f"{name} {path} is there already; remove it, or choose another place")
+            raise ValueError(f"{name} {path} already exists; remove it, or choose another path")
     if outputs[0].absolute() == outputs[1].absolute():
-        raise ValueError(f"--train and --validation are both {train}; give two files")
+        raise ValueError(f"--train and --validation are both {train}; name two files")
     rows, relative = read(source)
     if not rows:
         raise ValueError(f"{source} has no rows")
     chosen = choose(rows, num_rows, seed)
     _write(source, outputs, chosen.held_out)
     root = root_of(source, "")
-    said = [chosen.table(), *(str(path) for path in outputs)]
+    summary = [chosen.table(), *(str(path) for path in outputs)]
     if relative and any(path.absolute().parent != root for path in outputs):
-        said.append(f"paths of videos are relative to {root}; give a run data.video_root")
-    return "\n".join(said)
+        summary.append(f"video paths are relative to {root}; set data.video_root={root} in a run")
+    return "\n".join(summary)
 
 
 def _write(source: Path, outputs: tuple[Path, Path], held_out: Sequence[bool]) -> None:
-    """Rows in their order, those held out to the second path."""
+    """Keeps the row order; rows held out go to the second path."""
     partials = [path.with_name(f".{path.name}.partial") for path in outputs]
     write = _write_lines if outputs[0].suffix == ".jsonl" else _write_tables
     for path in outputs:
@@ -226,5 +217,5 @@ def _write_tables(source: Path, partials: Sequence[Path], held_out: Iterator[boo
             with parquet_file(file) as table:
                 for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
                     mask = list(islice(held_out, batch.num_rows))
-                    for writer, wanted in zip(writers, (False, True), strict=True):
-                        writer.write_batch(batch.filter(pa.array([out == wanted for out in mask])))
+                    for writer, is_validation in zip(writers, (False, True), strict=True):
+                        writer.write_batch(batch.filter(pa.array([out == is_validation for out in mask])))

@@ -1,8 +1,8 @@
-"""A small world to try a run on: grey noise, and once in every video a coloured square, for two seconds.
+"""A small synthetic data set: videos of grey noise in which a coloured square appears once, for two seconds.
 
-Sparse frames miss the square of a long video, a close look at the right window finds it. Each video is asked about in
-the three ways of the published data; the last quarter of the videos is held out. What is shown and asked follows from
-the seed and the video's number alone.
+Sparse frames miss the square in a long video; a crop of the right window shows it. Each video has one question of every
+published type. The last quarter of the videos is for validation. Videos and questions depend only on the seed and the
+video's number.
 """
 
 import json
@@ -19,7 +19,7 @@ from rollout.video.encode import write_video
 
 FPS = 2
 HEIGHT_PX, WIDTH_PX = 64, 96
-CELL_PX = 8  # of the noise: finer grain would only cost bytes
+CELL_PX = 8  # grain of the noise; a finer one only costs bytes
 MIN_DURATION_S, MAX_DURATION_S = 8, 64
 EVENT_S = 2
 COLOURS = {"red": (210, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "yellow": (225, 205, 40)}
@@ -40,15 +40,14 @@ class Clip:
 
     @property
     def video(self) -> str:
-        """Beside the questions. The seed is in the name: a video of another seed is another video."""
+        """Path relative to the questions. It has the seed, because videos of different seeds differ."""
         return f"videos/seed{self.seed}_{self.number:03}.mp4"
 
 
 def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
-    """Writes the videos, validation.jsonl and at last train.jsonl, whose path it returns.
+    """Writes the videos, validation.jsonl and, last, train.jsonl, and returns its path.
 
-    Every file appears whole, by a rename. So one that is there is right, and after an interruption only what is missing
-    is made.
+    Every file is written atomically, so existing files are kept and an interrupted run creates only missing ones.
     """
     if num_videos < 2:
         raise ValueError(f"num_videos={num_videos} must be at least 2: one to train on, one held out")
@@ -56,7 +55,7 @@ def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
     (directory / "videos").mkdir(parents=True, exist_ok=True)
     for clip in clips:
         if not (directory / clip.video).exists():
-            appear(directory / clip.video, lambda path, clip=clip: write_video(path, frames(clip), FPS))
+            write_atomic(directory / clip.video, lambda path, clip=clip: write_video(path, frames(clip), FPS))
     num_train = num_videos - max(1, num_videos // 4)
     _write_rows(directory / "validation.jsonl", clips[num_train:])
     return _write_rows(directory / "train.jsonl", clips[:num_train])
@@ -66,11 +65,11 @@ def make_clip(seed: int, number: int) -> Clip:
     rng = np.random.default_rng((seed, number))
     duration_s = int(rng.integers(MIN_DURATION_S, MAX_DURATION_S, endpoint=True))
     start_s = int(rng.integers(0, duration_s - EVENT_S, endpoint=True))
-    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # as often as another
+    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # colours are balanced
 
 
 def frames(clip: Clip) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-    """Frame n is shown from n / FPS seconds on."""
+    """Yields the frames; frame n is at n / FPS seconds."""
     rng = np.random.default_rng((clip.seed, clip.number, 1))
     for number in range(clip.duration_s * FPS):
         cells = rng.integers(90, 166, (HEIGHT_PX // CELL_PX, WIDTH_PX // CELL_PX, 1), np.uint8)
@@ -81,12 +80,15 @@ def frames(clip: Clip) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
 
 
 def questions(clip: Clip) -> Iterator[tuple[str, str, str]]:
-    """Question type, question and answer."""
+    """Yields question type, question and answer."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
     at_s = clip.start_s + EVENT_S // 2
     yield "mcq", f"Which colour is shown at {at_s} seconds?\n{options}", LETTERS[clip.colour]
-    asked = f"When is the {clip.colour} square shown? Answer with [start, end] in seconds."
-    yield "tvg", asked, f"[{clip.start_s}, {clip.end_s}]"
+    yield (
+        "tvg",
+        f"When is the {clip.colour} square shown? Answer with [start, end] in seconds.",
+        f"[{clip.start_s}, {clip.end_s}]",
+    )
     yield "oe", "Name the colour of the square that is shown in the video.", clip.colour
 
 
@@ -102,11 +104,11 @@ def _write_rows(path: Path, clips: Sequence[Clip]) -> Path:
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:
-        appear(path, lambda partial: partial.write_text(text))
+        write_atomic(path, lambda partial: partial.write_text(text))
     return path
 
 
-def appear(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with named(partial):
         write(partial)

@@ -1,12 +1,12 @@
-"""Dialogues to imitate, read from rows as they are published: what was shown, said and answered, turn by turn.
+"""Reads dialogues for SFT, turn by turn.
 
 A row of a parquet or JSON-lines file has
 
     messages    [{role, content}], as a list or as its JSON; content is text, or parts of it:
-                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url likewise
+                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url alike
 
-A video may have more beside its url: "start_time" and "end_time", then the dialogue is a sub-agent's, about that part
-of it; or "nframes", the number of frames in its overview, for traces that are true only of so many.
+A video may have, next to its url, "start_time" and "end_time": the dialogue is then a sub-agent's, about that window.
+Or it may have "nframes", the number of overview frames, for a trace that is only correct with that many.
 """
 
 import hashlib
@@ -31,12 +31,13 @@ from paravt_jax.data.rows import (
     own_id,
     read_rows,
     reader,
+    rows_of,
     unique_id,
 )
 
 COLUMNS = ("messages",)
 MEDIA = ("video", "image")
-MAX_TIME_S = 1e9  # a JSON integer can be too large for a float
+MAX_TIME_S = 1e9  # JSON integers can be too large for a float
 ROLES = ("system", "user", "assistant", "tool")
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -46,8 +47,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 class Media:
     kind: Literal["video", "image"]
     path: str  # absolute
-    window_s: tuple[float, float] | None = None  # the part of a video that is shown
-    num_frames: int | None = None  # of a video's overview; None: as many as the run says
+    window_s: tuple[float, float] | None = None  # of a video; None: its overview
+    num_frames: int | None = None  # of the overview; None: the run's frame budget
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Trace:
-    """One dialogue: an optional system message, a user's, then turns of the assistant, whose answer comes last."""
+    """One dialogue: an optional system message, a user message, then turns; the last is the assistant's answer."""
 
-    id: str  # the same in every run and on every host, and no other trace's
+    id: str  # unique, and the same in every run and on every host
     messages: tuple[Message, ...]
 
     @property
     def videos(self) -> tuple[str, ...]:
-        """Those of which an overview is shown, each once."""
+        """The distinct videos with an overview."""
         overviews = (part for part in self._media if part.kind == "video" and part.window_s is None)
         return tuple(dict.fromkeys(part.path for part in overviews))
 
@@ -88,90 +89,84 @@ class Trace:
 
 @dataclass(frozen=True)
 class TraceSet:
-    traces: tuple[Trace, ...]  # in the order of the rows
-    bad: dict[str, int]  # reason -> rows that were left out for it
+    traces: tuple[Trace, ...]  # in row order
+    bad: dict[str, int]  # reason -> number of dropped rows
 
 
 def load_traces(
     path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
 ) -> TraceSet:
-    """The traces of a .parquet or .jsonl file, or of all .parquet files below a directory, in the order of the paths.
-
-    `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], where nothing local has that name.
-    Relative paths begin from `video_root`, or where that is empty from where the rows are. A file outside of
-    a `video_root` is refused, unless `allow_outside`.
-    """
+    """Takes the same arguments as `load_prompts`."""
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
-    traces, bad = read_rows(source, COLUMNS, lambda row: read_trace(row, find), max_bad_frac)
+    traces, bad = read_rows(rows_of(source, COLUMNS), lambda row: read_trace(row, find), max_bad_frac, str(source))
     ids: dict[str, int] = {}
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 
 
 @reader
 def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
-    """The trace of a row; `find` says where the file is that a path of the row names, or raises a BadRow."""
+    """Reads one row. `find` resolves a path of the row, or raises BadRow."""
     row = object_of(row, "the row")
-    messages = tuple(_message(message, find) for message in said_in(row))
+    messages = tuple(_message(message, find) for message in _messages(row))
     check_frames(sum(part.num_frames or 1 for message in messages for part in message.media))
     _check_turns(messages)
     return Trace(own_id(row) or _content_id(messages), messages)
 
 
-def said_in(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row as it has them, whether they were already read or not."""
-    said = row.get("messages")
-    if isinstance(said, str | bytes):
-        said = from_json(said, "messages")
-    if not isinstance(said, list):
-        raise BadRow("wrong schema", f"messages is {type(said).__name__}, expected a list of {{role, content}}")
-    if len(said) > MAX_MESSAGES:
-        raise BadRow("too many messages", f"the dialogue has {len(said)}, more than {MAX_MESSAGES}")
-    return [object_of(message, "a message") for message in said]
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = row.get("messages")
+    if isinstance(messages, str | bytes):
+        messages = from_json(messages, "messages")
+    if not isinstance(messages, list):
+        raise BadRow("wrong schema", f"messages is {type(messages).__name__}, expected a list of {{role, content}}")
+    if len(messages) > MAX_MESSAGES:
+        raise BadRow("too many messages", f"the dialogue has {len(messages)}, more than {MAX_MESSAGES}")
+    return [object_of(message, "a message") for message in messages]
 
 
 def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise BadRow("wrong schema", f"the role {role!r} is none of {', '.join(ROLES)}")
+        raise BadRow("wrong schema", f"the role is {role!r}, expected {', '.join(ROLES)}")
     if message.get("tool_calls"):
-        raise BadRow("wrong schema", "calls stand in tool_calls, expected <tool_call> in the text")
+        raise BadRow("wrong schema", "calls are in tool_calls, expected <tool_call> in the text")
     if not isinstance(content, str | list):
         raise BadRow("wrong schema", f"the content of a message is {type(content).__name__}, expected text or parts")
     parts = tuple(_parts([{"type": "text", "text": content}] if isinstance(content, str) else content, find))
-    read = Message(role, parts)
-    check_text(read.text, f"a message of the {role}")
-    num_videos = sum(part.kind == "video" for part in read.media)
-    if read.text.count(PLACEHOLDER) > num_videos:
-        raise BadRow(f"more {PLACEHOLDER} than videos", f"{read.text.count(PLACEHOLDER)} in a message, {num_videos}")
-    if role in ("system", "assistant") and read.media:
-        raise BadRow("wrong schema", f"a message of the {role} shows a {read.media[0].kind}")
-    if role == "assistant" and not read.text.strip():
-        raise BadRow("empty answer", "a turn of the assistant says nothing")
-    return read
+    parsed = Message(role, parts)
+    check_text(parsed.text, f"a message of the {role}")
+    num_placeholders, num_videos = parsed.text.count(PLACEHOLDER), sum(part.kind == "video" for part in parsed.media)
+    if num_placeholders > num_videos:
+        raise BadRow(f"more {PLACEHOLDER} than videos", f"{num_placeholders} in a message with {num_videos} videos")
+    if role in ("system", "assistant") and parsed.media:
+        raise BadRow("wrong schema", f"a message of the {role} has a {parsed.media[0].kind}")
+    if role == "assistant" and not parsed.text.strip():
+        raise BadRow("empty answer", "a turn of the assistant is empty")
+    return parsed
 
 
 def _parts(parts: list[Any], find: Callable[[str], str]) -> Iterator[str | Media]:
     for part in parts:
         part = object_of(part, "a part of a message")
-        named = str(part.get("type"))
-        kind, value = named.removesuffix("_url"), part.get(named)
-        if named == "text" and isinstance(value, str):
+        part_type = str(part.get("type"))
+        kind, value = part_type.removesuffix("_url"), part.get(part_type)
+        if part_type == "text" and isinstance(value, str):
             yield encodable(value, "a part of a message")
         elif kind in MEDIA:
-            where = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
-            if not isinstance(where.get("url"), str) or not where["url"]:
+            reference = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
+            if not isinstance(reference.get("url"), str) or not reference["url"]:
                 raise BadRow("wrong schema", f"a {kind} has no url")
             if kind == "image":
-                yield Media(kind, find(where["url"]))
+                yield Media(kind, find(reference["url"]))
             else:
-                yield Media(kind, find(where["url"]), _window(where), _num_frames(where))
+                yield Media(kind, find(reference["url"]), _window(reference), _num_frames(reference))
         else:
-            raise BadRow("wrong schema", f"a part of type {part.get('type')!r} cannot be read")
+            raise BadRow("wrong schema", f"a message has a part of unknown type {part.get('type')!r}")
 
 
-def _window(where: dict[str, Any]) -> tuple[float, float] | None:
-    times: list[Any] = [where.get("start_time"), where.get("end_time")]
+def _window(reference: dict[str, Any]) -> tuple[float, float] | None:
+    times: list[Any] = [reference.get("start_time"), reference.get("end_time")]
     if times == [None, None]:
         return None
     if not all(isinstance(time, int | float) and not isinstance(time, bool) for time in times) or not (
@@ -181,8 +176,8 @@ def _window(where: dict[str, Any]) -> tuple[float, float] | None:
     return float(times[0]), float(times[1])
 
 
-def _num_frames(where: dict[str, Any]) -> int | None:
-    count: Any = where.get("nframes")
+def _num_frames(reference: dict[str, Any]) -> int | None:
+    count: Any = reference.get("nframes")
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise BadRow("wrong schema", f"nframes of a video is {count!r}, expected a number of at least 1")
     return count
@@ -192,22 +187,22 @@ def _check_turns(messages: tuple[Message, ...]) -> None:
     """system? user assistant ((tool+ | user) assistant)*"""
     roles = [message.role for message in messages]
     if "assistant" not in roles:
-        raise BadRow("no answer", f"the messages are of {', '.join(roles) or 'nobody'}")
+        raise BadRow("no answer", f"there is no assistant message (roles: {', '.join(roles) or 'none'})")
     if "system" in roles[1:]:
-        raise BadRow("wrong order", "a message of the system comes later than the first")
+        raise BadRow("wrong order", "a system message is not the first")
     turns = roles[roles[0] == "system" :]
     if turns[0] != "user":
-        raise BadRow("wrong order", f"the {turns[0]} speaks first, expected the user")
+        raise BadRow("wrong order", f"the first turn is the {turns[0]}'s, expected the user's")
     if turns[-1] != "assistant":
-        raise BadRow("no answer", f"the {turns[-1]} speaks last, expected the assistant")
-    for before, role in pairwise(turns):
-        allowed = {"user": ("assistant",), "tool": ("assistant", "tool"), "assistant": ("tool", "user")}[before]
+        raise BadRow("no answer", f"the last turn is the {turns[-1]}'s, expected the assistant's")
+    for previous, role in pairwise(turns):
+        allowed = {"user": ("assistant",), "tool": ("assistant", "tool"), "assistant": ("tool", "user")}[previous]
         if role not in allowed:
-            raise BadRow("wrong order", f"the {role} speaks after the {before}")
+            raise BadRow("wrong order", f"a {role} message follows a {previous} message")
 
 
 def _content_id(messages: tuple[Message, ...]) -> str:
-    """Of files only the names count: where they lie differs between hosts."""
+    """A hash with file names only, because directories differ between hosts."""
     content = [
         [
             message.role,

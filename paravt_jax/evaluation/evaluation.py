@@ -9,7 +9,7 @@ from typing import Any
 
 from model_port.terminal import say
 from paravt_jax.config import EvalConfig, computed_on, to_record
-from paravt_jax.data.rows import left_out
+from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
@@ -177,7 +177,7 @@ def _load(config: EvalConfig) -> SampleSet:
         max_bad_frac=data.max_bad_frac,
         allow_outside=data.allow_outside,
     )
-    for remark in left_out(data.validation or data.split, loaded.bad):
+    for remark in dropped_rows(data.validation or data.split, loaded.bad):
         say(remark)
     return loaded
 

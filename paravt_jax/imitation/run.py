@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from paravt_jax.config import DataConfig, SftConfig, computed_on, to_record
-from paravt_jax.data.rows import left_out
+from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.data.visits import Visits
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
@@ -192,5 +192,5 @@ def _traces(data: DataConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
     loaded = load_traces(
         path, video_root=data.video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside
     )
-    remarks.extend(left_out(path, loaded.bad))
+    remarks.extend(dropped_rows(path, loaded.bad))
     return loaded.traces

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from model_port.progress import counted
-from paravt_jax.data.synthetic import COLOURS, LETTERS, appear
+from paravt_jax.data.synthetic import COLOURS, LETTERS, write_atomic
 from rollout.video.encode import write_video
 
 FRAME_PX = 32  # one token of the model
@@ -125,14 +125,14 @@ def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int
     scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
     undone = [scene for scene in scenes if not (directory / scene.video).exists()]
     for scene in counted(undone, "making videos", "video"):
-        appear(directory / scene.video, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
+        write_atomic(directory / scene.video, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
     return scenes
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:
-        appear(path, lambda partial: partial.write_text(text))
+        write_atomic(path, lambda partial: partial.write_text(text))
     return path
 
 

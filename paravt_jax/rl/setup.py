@@ -9,7 +9,7 @@ from pathlib import Path
 from model_port.bucket import is_address
 from paravt_jax.config import SYNTHETIC, Config, computed_on, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
-from paravt_jax.data.rows import left_out
+from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
@@ -280,7 +280,7 @@ def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequenc
         root = "" if path == SYNTHETIC else data.video_root
         path = str(of_synthetic) if path == SYNTHETIC else path
         loaded = load_prompts(path, video_root=root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
-        remarks.extend(left_out(path, loaded.bad))
+        remarks.extend(dropped_rows(path, loaded.bad))
         return loaded.prompts
 
     train = load(config.data.train, made)

@@ -1,4 +1,4 @@
-"""The public evaluation splits, one file each; `data.split` names one. Where it has two forms, both are here."""
+"""The public evaluation splits, one file each; `data.split` names one."""
 
 from paravt_jax.data.splits import charades, longvideobench, lvbench, mlvu, mmvu, videomme
 from paravt_jax.data.splits.public import PublicSplit, Sample
@@ -21,5 +21,5 @@ SPLITS: dict[str, PublicSplit] = {
 
 def split_named(name: str) -> PublicSplit:
     if name not in SPLITS:
-        raise ValueError(f"data.split={name} is no split; there are {', '.join(SPLITS)}")
+        raise ValueError(f"data.split={name} is unknown, expected {', '.join(SPLITS)}")
     return SPLITS[name]

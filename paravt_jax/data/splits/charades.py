@@ -1,7 +1,7 @@
-"""Charades-STA, test: when in a video of half a minute a sentence comes true. Times are rounded to 0.1 s.
+"""Charades-STA, test: when a sentence is true in a video of half a minute. Times are rounded to 0.1 s.
 
-The hub's file keeps them as half-precision numbers, 24.296875 for 24.3. It names no row, and has equal ones: all count.
-DIFFERS from lmms-eval, which keeps replies by video, sentence and window, so that equal rows become one.
+The hub's file stores them in half precision, for example 24.296875 for 24.3. Its rows have no ids and some are equal;
+all count. DIFFERS from lmms-eval, which stores replies by video, sentence and window, so that equal rows become one.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""LongVideoBench, validation: options in columns of their own, of which unused ones say N/A; the answer is a number.
+"""LongVideoBench, validation: one column per option, N/A if unused; the answer is a number.
 
-Subtitles, which the authors put between the frames, are not shown: neither does the release.
+The authors insert subtitles between the frames. Like the release, this project does not.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,9 @@ def sample(row: Mapping[str, Any]) -> Sample:
     options = [row[name] for name in OPTIONS if row[name] != UNUSED]
     number, name = row["correct_choice"], row["id"]
     if not 0 <= number < len(options):
-        raise BadRow("answer outside of the options", f"correct_choice of {name} is {number}, of {len(options)}")
+        raise BadRow(
+            "answer outside of the options", f"correct_choice of {name} is {number}, it has {len(options)} options"
+        )
     groups = {group: (str(row[group]),) for group in GROUPS}
     return choice(name, row["question"], options, LETTERS[number], f"videos/{row['video_path']}", groups)
 

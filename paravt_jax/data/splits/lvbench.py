@@ -1,6 +1,6 @@
-"""LVBench: videos of an hour and more. Options stand inside the question, and a question may be of several types.
+"""LVBench: videos of an hour and more. The question text includes the options, and may have several types.
 
-`time_reference` says where in the video the answer is; it is not read, so that it cannot be shown.
+`time_reference`, the position of the answer in the video, is not read, so it cannot leak into the prompt.
 """
 
 from collections.abc import Mapping

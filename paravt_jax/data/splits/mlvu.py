@@ -1,7 +1,7 @@
-"""MLVU, dev: seven tasks, of which the official score is the mean, so that a small task weighs as much as a large one.
+"""MLVU, dev: seven tasks. The official score is the mean over tasks, so a small task weighs as much as a large one.
 
-Options stand inside the question and, without letters, in `candidates`; the answer is a letter. A row in which it is
-the text of an option, as in the authors' own files, is read so if it is that of one option only.
+The question text includes the options, and `candidates` has them without letters. The answer is a letter, or the text
+of exactly one option, as in the authors' own files.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ def sample(row: Mapping[str, Any]) -> Sample:
 
 
 def letter_of(answer: str, options: list[str]) -> str:
-    same = [letter for letter, option in zip(LETTERS, options, strict=False) if option.strip() == answer]
-    return same[0] if len(same) == 1 else answer
+    matches = [letter for letter, option in zip(LETTERS, options, strict=False) if option.strip() == answer]
+    return matches[0] if len(matches) == 1 else answer
 
 
 def file_name(video: str) -> str:

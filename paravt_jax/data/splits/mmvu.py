@@ -1,6 +1,6 @@
-"""MMVU, validation: 625 questions with options and 375 open ones, on 27 subjects of four disciplines.
+"""MMVU, validation: 625 multiple-choice and 375 open questions, on 27 subjects of four disciplines.
 
-Open answers are scored as `reward.oe_mode` says; the authors have GPT-4o read both kinds.
+`reward.oe_mode` chooses how open answers are scored. The authors use GPT-4o for both kinds.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,15 @@ from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, 
 from paravt_jax.rewards.official import mmvu
 
 KINDS = ("multiple-choice", "open-ended")
-IN_REPO = "/resolve/main/"  # what follows it in the URL of a video is its path
+IN_REPO = "/resolve/main/"  # a video's URL has its path after this
 
 
 def sample(row: Mapping[str, Any]) -> Sample:
     subject, kind = row["metadata"].get("subject"), row["question_type"]
     if not isinstance(subject, str) or kind not in KINDS:
-        raise BadRow("wrong schema", f"{row['id']} is {kind!r} of {subject!r}, expected {' or '.join(KINDS)} of one")
+        raise BadRow(
+            "wrong schema", f"{row['id']} is {kind!r} on {subject!r}, expected {' or '.join(KINDS)} on a subject"
+        )
     groups = {"question_type": (kind,), "subject": (subject,)}
     video = row["video"].partition(IN_REPO)[2] or row["video"]
     if kind == "open-ended":
@@ -31,15 +33,8 @@ VALIDATION = PublicSplit(
     title="MMVU",
     repo="yale-nlp/MMVU",
     rows="validation.json",
-    columns={
-        "id": str,
-        "video": str,
-        "question_type": str,
-        "metadata": dict,
-        "question": str,
-        "choices": dict[str, str],
-    }
-    | {"answer": str},
+    columns=dict.fromkeys(("id", "video", "question_type", "question", "answer"), str)
+    | {"metadata": dict, "choices": dict[str, str]},
     sample=sample,
     num_samples=1000,
     official=mmvu,

@@ -1,7 +1,7 @@
-"""Video-MME: three questions on each of 900 videos, of three classes of duration; options come with their letters.
+"""Video-MME: three questions on each of 900 videos in three duration classes; options include their letters.
 
-744 of the videos have subtitles. Their lines that are on screen with the frames are shown before the question, as the
-benchmark's own page describes it. DIFFERS from the release, which shows all of a file whatever the frames.
+744 of the videos have subtitles. The prompt has the lines that are on screen in the sampled frames, as the benchmark's
+page describes. DIFFERS from the release, which includes the whole subtitle file.
 """
 
 from collections.abc import Mapping

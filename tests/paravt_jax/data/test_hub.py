@@ -91,7 +91,7 @@ def test_a_data_set_is_downloaded_and_read_as_if_it_were_here(questions):
     assert answer_of(REPO) == "A"
     assert questions.count(f"GET /api/datasets/{REPO}") > 0 and questions.count("GET /api/models") == 0
     assert downloaded(questions) == {"train.jsonl"}  # nothing of what lies deeper, and no video
-    assert inspect(REPO).question_types == {"mcq": 1}
+    assert inspect(REPO).counts["question_types"] == {"mcq": 1}
 
 
 def test_a_directory_or_a_file_within_is_found(questions):
@@ -119,7 +119,7 @@ def test_the_rows_of_a_split_are_downloaded_with_their_revision_and_no_video(hub
     found = load_samples(SPLITS["videomme"], "", video_root=str(root), max_bad_frac=0.0)
     assert len(found.samples) == 3 and downloaded(hub) == {"videomme/test-00000-of-00001.parquet"}
     assert found.revision == hub.repos["lmms-lab/Video-MME"].branches["main"]
-    with pytest.raises(ValueError, match=r"has not one video of data\.split=videomme"):
+    with pytest.raises(ValueError, match=r"has no video of data\.split=videomme"):
         load_samples(SPLITS["videomme"], "", video_root="", max_bad_frac=0.0)
 
 
@@ -156,8 +156,8 @@ def test_what_exists_here_always_wins(questions):
 def test_a_name_whose_first_folder_is_here_or_ours_is_local_unless_it_has_a_revision(questions, name):
     Path("ada").mkdir()
     assert message(name) == (
-        f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} makes it from "
-        f"published rows); if the data set {name} of the hub is meant, write {name}@main"
+        f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "
+        f"published rows); for the data set {name} on the hub, write {name}@main"
     )
     assert questions.requests == []
     assert answer_of(f"{REPO}@main") == "A"
@@ -213,14 +213,14 @@ def test_a_place_without_rows_says_where_there_are_some(questions):
 
 def test_several_files_of_lines_are_not_guessed_at(hub):
     hub.add_repo(REPO, files={"a.jsonl": lines("A"), "b.jsonl": lines("B")}, private=False)
-    assert message(REPO) == f"the data set {REPO} has 2 JSON-lines files; give one of them, such as {REPO}/a.jsonl"
+    assert message(REPO) == f"the data set {REPO} has 2 JSON-lines files; name one, for example {REPO}/a.jsonl"
 
 
 def test_a_tokenizer_is_downloaded_alone(hub):
     hub.add_repo("ada/model", files={"tokenizer.json": b"{}", "model.safetensors": b"weights"}, private=False)
     assert tokenizer_file("ada/model").read_bytes() == b"{}"
     assert downloaded(hub) == {"tokenizer.json"}
-    with pytest.raises(RuntimeError, match=r"ada/gone is no directory here, and its tokenizer\.json could not"):
+    with pytest.raises(RuntimeError, match=r"ada/gone is not a directory here, and its tokenizer\.json could not"):
         tokenizer_file("ada/gone")
 
 
@@ -246,4 +246,4 @@ def test_offline_the_command_says_what_to_do(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(f"error: {REPO} does not exist here") and done.stderr.count("\n") == 1
-    assert f"unset HF_HUB_OFFLINE, or {BY_HAND} on a machine that is online and give DIR instead" in done.stderr
+    assert f"unset HF_HUB_OFFLINE, or {BY_HAND} on a machine with network access and name DIR instead" in done.stderr

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paravt_jax.data import materialize as module
 from paravt_jax.data.__main__ import main
-from paravt_jax.data.materialize import materialize, place_of, rewritten_messages
+from paravt_jax.data.materialize import local_path, materialize, rewritten_messages
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
 
@@ -173,7 +173,7 @@ def test_output_in_folders_below_the_input_is_not_read_as_input(here):
 def test_an_interrupted_file_leaves_what_was_there(here, monkeypatch):
     run(here, [rl(FILES[0])])
     before = (here / "out" / "rows.parquet").read_bytes()
-    monkeypatch.setattr(module, "_look_for", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(module, "_check_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(here, [rl(FILES[1])])
     assert [path.name for path in (here / "out").iterdir() if "partial" in path.name] == []
@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
         run(here)
     with pytest.raises(ValueError, match=r"--root .* is not a directory"):
         materialize(here / "gone", here / "in", here / "out")
-    with pytest.raises(ValueError, match="is --parquet-dir itself"):
+    with pytest.raises(ValueError, match="is also --parquet-dir"):
         materialize(here / "store", here / "in", here / "in" / ".." / "in")
     with pytest.raises(ValueError, match="--num-workers 0"):
         run(here, num_workers=0)
@@ -207,10 +207,10 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(here):
     st.sampled_from(["", "file://", "selfqa/", "file://selfqa/"]),
 )
 def test_no_path_leaves_the_root_and_joining_twice_is_joining_once(name, prefix):
-    place = place_of(prefix + name, "/r")
-    assert place_of(place.uri, "/r").uri == place.uri
-    if place.uri != prefix + name:
-        assert place.uri.startswith("file:///r/selfqa/") and ".." not in place.uri.split("/")
+    path = local_path(prefix + name, "/r")
+    assert local_path(path.uri, "/r").uri == path.uri
+    if path.uri != prefix + name:
+        assert path.uri.startswith("file:///r/selfqa/") and ".." not in path.uri.split("/")
 
 
 JSON = st.recursive(

@@ -60,15 +60,11 @@ def test_a_published_row_becomes_a_prompt(here):
     ]
 
 
-def test_parquet_and_json_lines_hold_the_same_prompts(here):
+def test_parquet_and_json_lines_with_extra_info_as_text_or_object_give_the_same_prompts(here):
     rows = [row("A"), row("4", "oe"), row("3 to 5", "tvg", video="b.mp4"), row("A")]
-    assert load(write_parquet(here / "rl.parquet", rows)) == load(write_lines(here / "rl.jsonl", rows))
-
-
-def test_extra_info_may_be_an_object(here):
-    rows = [row("A"), row("A", extra_info={"answer": "A", "question_type": "mcq", "source": "x"})]
-    as_text, as_object = (load(write_parquet(here / f"{n}.parquet", [r])).prompts for n, r in enumerate(rows))
-    assert as_text == as_object
+    objects = [one | {"extra_info": json.loads(one["extra_info"]) | {"source": "x"}} for one in rows]
+    sets = [load(write_parquet(here / "rl.parquet", rows)), load(write_lines(here / "rl.jsonl", rows))]
+    assert sets[0] == sets[1] == load(write_parquet(here / "objects.parquet", objects))
 
 
 def test_an_answer_that_is_an_interval_or_a_number_in_json_is_read_as_its_text(here):
@@ -218,18 +214,11 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_a_bad_row_is_counted_by_its_reason_and_left_out(here, reason):
+def test_a_bad_row_is_counted_by_its_reason_and_dropped(here, reason):
     rows = [row("A"), *BAD_ROWS[reason], row("C")]
     found = load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.99)
     assert found.bad == {reason: len(BAD_ROWS[reason])}
     assert [prompt.answer for prompt in found.prompts] == ["A", "C"]
-
-
-def test_what_is_left_out_is_logged(here, caplog):
-    path = write_parquet(here / "rl.parquet", [row(), row(), row(video="gone.mp4")])
-    with caplog.at_level(logging.WARNING):
-        load(path, max_bad_frac=0.5)
-    assert "1 of 3 rows are left out" in caplog.text and f"rl.parquet row 2: {here}/gone.mp4" in caplog.text
 
 
 def test_too_many_bad_rows_are_an_error_with_counts_and_examples(here):
@@ -237,20 +226,19 @@ def test_too_many_bad_rows_are_an_error_with_counts_and_examples(here):
     path = write_lines(here / "rl.jsonl", rows)  # 3 of 7
     with pytest.raises(ValueError, match="cannot be used") as raised:
         load(path, max_bad_frac=0.42)
-    said = str(raised.value)
-    assert f"{path}: 3 of 7 rows" in said and "data.max_bad_frac=0.42" in said
-    assert f"missing file: 2, such as rl.jsonl line 2: {here}/gone.mp4" in said
-    assert "unknown question type: 1, such as rl.jsonl line 3: 'quiz', expected mcq, tvg, oe" in said
-
-
-def test_as_many_bad_rows_as_allowed_are_no_error(here):
-    rows = [row()] * 71 + [row(video="gone.mp4")] * 29  # 0.29 * 100 is below 29 in floating point
-    assert load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.29).bad == {"missing file": 29}
-
-
-def test_no_usable_row_is_an_error_whatever_is_allowed(here):
-    with pytest.raises(ValueError, match="not one of 2 rows can be used"):
+    message = str(raised.value)
+    assert f"{path}: 3 of 7 rows" in message and "data.max_bad_frac=0.42" in message
+    assert f"missing file: 2, for example rl.jsonl line 2: {here}/gone.mp4" in message
+    assert "unknown question type: 1, for example rl.jsonl line 3: 'quiz', expected mcq, tvg, oe" in message
+    with pytest.raises(ValueError, match="none of 2 rows can be used"):
         load(write_lines(here / "rl.jsonl", [row(""), row("")]), max_bad_frac=1.0)
+
+
+def test_as_many_bad_rows_as_allowed_are_logged_and_dropped(here, caplog):
+    rows = [row()] * 71 + [row(video="gone.mp4")] * 29  # 0.29 * 100 is below 29 in floating point
+    with caplog.at_level(logging.WARNING):
+        assert load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.29).bad == {"missing file": 29}
+    assert "29 of 100 rows are dropped" in caplog.text and f"rl.jsonl line 72: {here}/gone.mp4" in caplog.text
 
 
 def test_a_file_that_holds_no_prompts_is_refused_in_one_sentence(here):

@@ -140,7 +140,7 @@ def test_files_that_are_there_are_kept(source, tmp_path, world):
     train, validation, _ = split_into(tmp_path, source, 42)
     before = validation.read_bytes()
     train.unlink()
-    with pytest.raises(ValueError, match=r"validation\.\w+ is there already; remove it"):
+    with pytest.raises(ValueError, match=r"validation\.\w+ already exists; remove it"):
         split_into(tmp_path, source, 7)
     assert validation.read_bytes() == before and not train.exists()
 
@@ -159,8 +159,8 @@ def test_a_split_that_fails_leaves_nothing_behind(tmp_path, world):
     [
         ("t.parquet", 3, r"--train .*t.parquet must end with .jsonl"),
         ("v.jsonl", 3, "are both"),
-        ("t.jsonl", 0, r"--num-rows 0 must be at least 1 and fewer than the 203 rows"),
-        ("t.jsonl", 203, "fewer than the 203 rows"),
+        ("t.jsonl", 0, r"--num-rows 0 must be at least 1 and fewer than the 203 usable rows"),
+        ("t.jsonl", 203, "fewer than the 203 usable rows"),
         ("t.jsonl", 1, r"the smallest such set has 7 of 203 rows"),
     ],
 )

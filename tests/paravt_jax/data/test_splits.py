@@ -69,7 +69,7 @@ def test_videos_may_lie_elsewhere_and_one_that_is_missing_stays_in(tmp_path):
     places = [sample.prompt.videos[0] for sample in found.samples]
     assert places == [str(tmp_path / place) for place in ("videos/v0.mp4", "v1.mp4", "videos/v2.mp4")]
     (tmp_path / "v1.mp4").unlink()
-    with pytest.raises(ValueError, match=r"has not one video of data\.split=longvideobench, such as .*unpack the"):
+    with pytest.raises(ValueError, match=r"has no video of data\.split=longvideobench, for example .*unpack the"):
         load_samples(SPLITS["longvideobench"], str(root), video_root=str(tmp_path), max_bad_frac=0.0)
 
 
@@ -147,23 +147,17 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("../../outside", "file outside of data.video_root"),
-        ("x" * 5000, "impossible path"),
-        ("a/" * 3000, "impossible path"),
-        ("a\0b", "impossible path"),
-    ],
-)
-def test_a_row_whose_path_is_hostile_is_a_bad_row_and_the_others_are_read(name, path, reason, tmp_path):
+def test_rows_with_hostile_paths_are_bad_and_the_others_are_read(name, tmp_path):
     root = make_copy(name, tmp_path / "a" / "b")
     for outside in (tmp_path, tmp_path / "a"):
         (outside / "outside.mp4").touch()
         (outside / "outside").touch()
-    write_rows(name, root, [ROWS[name](0), ROWS[name](1, **{PATH_COLUMNS[name]: path})])
-    found = load_samples(SPLITS[name], str(root), video_root="", max_bad_frac=0.5)
-    assert len(found.samples) == 1 and found.bad == {reason: 1}
+    paths = ["../../outside", "x" * 5000, "a/" * 3000, "a\0b"]
+    hostile = [ROWS[name](1, **{PATH_COLUMNS[name]: path}) for path in paths]
+    write_rows(name, root, [ROWS[name](0), *hostile])
+    loaded = load_samples(SPLITS[name], str(root), video_root="", max_bad_frac=0.8)
+    assert len(loaded.samples) == 1
+    assert loaded.bad == {"file outside of data.video_root": 1, "impossible path": 3}
 
 
 def test_a_row_of_a_json_split_that_is_nested_too_deep_or_no_text_is_a_bad_row(tmp_path):
@@ -187,7 +181,7 @@ def test_a_row_of_a_json_split_that_is_nested_too_deep_or_no_text_is_a_bad_row(t
 def test_a_json_file_that_is_no_list_is_refused_whole(content, tmp_path):
     root = make_copy("mmvu", tmp_path)
     (root / FILES["mmvu"][0]).write_bytes(content.encode(errors="surrogatepass"))
-    with pytest.raises(ValueError, match=r"validation\.json (is no JSON|must be a list of rows)"):
+    with pytest.raises(ValueError, match=r"validation\.json (is not JSON|must be a list of rows)"):
         load("mmvu", root)
 
 
@@ -224,13 +218,13 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [
-        ("videomme", {"answer": "E"}, "answer outside of the options: 3.*the answer of 000-1 is 'E'"),
-        ("videomme", {"options": ["A. One.", "C. Two."]}, "they are lettered AC"),
+        ("videomme", {"answer": "E"}, "answer outside of the options: 3.*the answer to 000-1 is 'E'"),
+        ("videomme", {"options": ["A. One.", "C. Two."]}, "their letters are AC"),
         ("videomme", {"question": " "}, "empty question"),
-        ("longvideobench", {"correct_choice": 4}, "correct_choice of v0_0 is 4, of 4"),
+        ("longvideobench", {"correct_choice": 4}, "correct_choice of v0_0 is 4, it has 4 options"),
         ("lvbench", {"question": "What year?"}, "wrong options: 3"),
-        ("mmvu", {"question_type": "boolean"}, "'boolean' of 'Computer_Science'"),
-        ("mmvu", {"choices": {"A": "x", "B": "", "C": "y"}}, "they are lettered AC"),
+        ("mmvu", {"question_type": "boolean"}, "'boolean' on 'Computer_Science'"),
+        ("mmvu", {"choices": {"A": "x", "B": "", "C": "y"}}, "their letters are AC"),
         ("mmvu", {"answer": "?", "question_type": "open-ended"}, "unreadable ground truth: 3.*'\\?' of an oe question"),
         ("charades", {"timestamp": [30.4, 24.3]}, "wrong window"),
         ("charades", {"timestamp": [24.3]}, "wrong window"),
@@ -256,30 +250,17 @@ def test_whatever_a_column_holds_a_row_is_a_sample_or_a_bad_row(value):
                 assert split.checked(ROWS[name](0) | {column: value}).prompt.question
 
 
-def test_a_few_bad_rows_are_counted_and_left_out(tmp_path):
-    root = make_copy("videomme", tmp_path)
-    write_rows("videomme", root, [videomme_row(0), videomme_row(1, answer="F")])
-    found = load_samples(SPLITS["videomme"], str(root), video_root="", max_bad_frac=0.5)
-    assert len(found.samples) == 1 and found.bad == {"answer outside of the options": 1}
-
-
 def test_another_layout_or_another_name_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.split=mvbench is no split; there are videomme, "):
+    with pytest.raises(ValueError, match=r"data\.split=mvbench is unknown, expected videomme, "):
         split_named("mvbench")
-    with pytest.raises(ValueError, match=r"has no videomme/test-\*\.parquet, where lmms-lab/Video-MME has the rows"):
+    with pytest.raises(
+        ValueError, match=r"has no videomme/test-\*\.parquet, the rows of data\.split=videomme in lmms-lab/Video-MME"
+    ):
         load("videomme", tmp_path)
     with pytest.raises(
-        ValueError, match=r"is no directory; with data\.split=videomme give a copy of lmms-lab/Video-MME"
+        ValueError, match=r"is not a directory; with data\.split=videomme set it to a copy of lmms-lab/Video-MME"
     ):
         load("videomme", make_copy("videomme", tmp_path) / FILES["videomme"][0])
     (tmp_path / "validation.json").write_text(json.dumps({"rows": [mmvu_row(0)]}))
     with pytest.raises(ValueError, match=r"validation\.json must be a list of rows"):
         load("mmvu", tmp_path)
-
-
-def test_a_video_outside_of_the_copy_is_refused(tmp_path):
-    root = make_copy("longvideobench", tmp_path / "copy")
-    (tmp_path / "secret.mp4").touch()
-    write_rows("longvideobench", root, [longvideobench_row(0, video_path="../../secret.mp4")])
-    with pytest.raises(ValueError, match=r"allow_outside=true"):
-        load("longvideobench", root)
