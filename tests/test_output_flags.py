@@ -159,7 +159,7 @@ def test_a_file_that_somebody_else_wrote_is_refused_before_the_work(command, fla
     arguments, _ = FILES[command, flag]
     other = tmp_path / "other.jsonl"
     other.write_text("years of work")
-    with pytest.raises(ValueError, match=r"other\.jsonl (exists and was not written by this command|is there already)"):
+    with pytest.raises(ValueError, match=r"other\.jsonl (exists and was not written by this command|already exists)"):
         start(*(other.name if one == "FILE" else one for one in arguments))
     assert other.read_text() == "years of work"
     kept(inputs)
