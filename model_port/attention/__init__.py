@@ -10,7 +10,7 @@ the published recipe), and long ones are `kernel` where there is one and `scanne
 """
 
 from model_port.attention.blocked import blocked_attention
-from model_port.attention.choice import Form, attention_of, computed_pairs, form_of
+from model_port.attention.choice import Form, allow_kernel, attention_of, computed_pairs, form_of
 from model_port.attention.flash import Attention
 from model_port.attention.rule import ATTENTION_OUT, Layout
 
@@ -19,6 +19,7 @@ __all__ = [
     "Attention",
     "Form",
     "Layout",
+    "allow_kernel",
     "attention_of",
     "blocked_attention",
     "computed_pairs",

@@ -13,7 +13,8 @@ from model_port.attention.rule import Layout
 from model_port.attention.scanned import scanned_attention
 from model_port.sharding import platform
 
-Form = Literal["auto", "xla", "blocked", "scanned", "kernel"]
+# auto_kernel is auto with the kernel for long rows: a run asks for it once `check_kernel` has passed on its device.
+Form = Literal["auto", "auto_kernel", "xla", "blocked", "scanned", "kernel"]
 
 # Rows up to here are `blocked`. On a CPU that was measured to be faster as long as the scores of a layer fit; on an
 # accelerator the border is not measured, and stands where these scores are small beside what else a layer makes.
@@ -24,21 +25,30 @@ KERNEL_PLATFORMS = ("tpu", "gpu")
 
 
 def attention_of(form: Form) -> Attention:
+    """The function that computes attention. `auto` never takes a kernel here, because nothing has checked it."""
+
     def attend(q: Array, k: Array, v: Array, layout: Layout, causal: bool) -> Array:
         target = platform()
-        return _program(form_of(form, q.shape[1], target), target)(q, k, v, layout, causal)
+        resolved = form_of(form, q.shape[1], target)
+        resolved = "scanned" if form == "auto" and resolved == "kernel" else resolved
+        return (kernel_of(target) if resolved == "kernel" else FORMS[resolved])(q, k, v, layout, causal)
 
     return attend
 
 
-def form_of(form: Form, num_tokens: int, platform: str) -> Form:
-    """What `auto` is for rows of so many tokens: in long ones memory grows with the row, not with its square.
+def allow_kernel(form: Form) -> Form:
+    """The form, with the kernel for long rows if it is `auto`."""
+    return "auto_kernel" if form == "auto" else form
 
-    Any other is what it is.
+
+def form_of(form: Form, num_tokens: int, platform: str) -> Form:
+    """The form for rows of this many tokens, provided that the platform's kernel passes its check.
+
+    For long rows `auto` takes a form whose memory grows with the row's length, not with its square.
     """
     if form == "kernel" and platform not in KERNEL_PLATFORMS:
         raise ValueError(f"model.attention=kernel, but there is none for {platform}; take auto or scanned")
-    if form != "auto":
+    if form not in ("auto", "auto_kernel"):
         return form
     if num_tokens <= SHORT_ROW_TOKENS.get(platform, SHORT_ROW_ELSEWHERE):
         return "blocked"
@@ -52,18 +62,18 @@ def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: 
         return num_tokens**2
     if form == "blocked":
         return sum((block.stop - block.start) * end for block, end in score_blocks(num_tokens, num_tokens, True))
-    block_tokens = scanned.block_tokens if form == "scanned" else _kernel(platform)[1]
+    block_tokens = scanned.block_tokens if form == "scanned" else _kernel_and_blocks(platform)[1]
     size = block_tokens(num_tokens, queries_per_key)
     blocks = -(-num_tokens // size)
     return size**2 * blocks * (blocks + 1) // 2
 
 
-def _program(form: Form, platform: str) -> Attention:
-    return _kernel(platform)[0] if form == "kernel" else FORMS[form]
+def kernel_of(platform: str) -> Attention:
+    return _kernel_and_blocks(platform)[0]
 
 
-def _kernel(platform: str) -> tuple[Attention, Callable[[int, int], int]]:
-    """And the tokens of its blocks. Loaded where it is wanted: a CPU needs nothing of Pallas."""
+def _kernel_and_blocks(platform: str) -> tuple[Attention, Callable[[int, int], int]]:
+    """The kernel and its block size. Imported on use, because a CPU needs nothing from Pallas."""
     if platform == "tpu":
         from model_port.attention.tpu import block_tokens, tpu_attention
 

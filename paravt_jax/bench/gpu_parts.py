@@ -154,7 +154,7 @@ def attention_time(check: Check) -> Iterator[Row]:
 def forms() -> list[Any]:
     from model_port.attention import Form
 
-    return [form for form in get_args(Form) if form != "auto"]
+    return [form for form in get_args(Form) if not form.startswith("auto")]
 
 
 def no_kernel(form: Any) -> Row:

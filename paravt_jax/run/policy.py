@@ -19,8 +19,10 @@ from model_port.adapters import (
     read_adapter_info,
     sum_of_base,
 )
-from model_port.attention import form_of
-from model_port.config import NO_ADAPTERS, LoraConfig
+from model_port.attention import allow_kernel, form_of
+from model_port.attention.check import Heads, KernelCheck, check_kernel
+from model_port.attention.choice import KERNEL_PLATFORMS, kernel_of
+from model_port.config import NO_ADAPTERS, LoraConfig, config_from_hf, read_hf_config
 from model_port.download import source_directory
 from model_port.hf_files import CONFIG_FILE, HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
@@ -58,6 +60,7 @@ class Policy:
     adapter: Path | None = None  # what lies beside it already
     lora: LoraConfig = NO_ADAPTERS  # what is to train beside it
     seed: int = 0  # of what begins at random
+    kernel_check: KernelCheck | None = None  # of the accelerator's attention kernel, when model.attention=auto
 
     def load(self) -> Qwen3VL:
         """On the mesh, with float32 masters; of what adapters freeze, in the dtype of activations."""
@@ -70,10 +73,12 @@ class Policy:
         return model
 
     def attention(self, row_tokens: int) -> str:
-        """What computes the attention of the longest rows, to be said when a run begins; refuses what is not there."""
+        """The log line about attention. Raises if model.attention names a form that this device does not have."""
         with on_mesh(self.mesh):
             machine = platform()
         form = form_of(self.compute.attention, row_tokens, machine)
+        if form == "kernel" and self.kernel_check is not None:
+            return f"attention: {self.kernel_check}"
         return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
     def adapter_info(self, model: Qwen3VL) -> AdapterInfo | None:
@@ -116,6 +121,10 @@ async def policy_of(
         )
     if policy.mesh is not None:
         await in_thread(partial(meet, hosts, policy.mesh))
+    if not (isinstance(config, EvalConfig) and config.engine.kind != "jax"):
+        policy = await in_thread(partial(with_checked_kernel, policy, hosts))
+    if isinstance(config, EvalConfig) and policy.kernel_check is not None:
+        say(f"attention: {policy.kernel_check}")
     for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
         say(difference)
     return policy
@@ -126,6 +135,25 @@ def meet(hosts: Hosts, mesh: Mesh) -> None:
     if hosts.num > 1:
         hosts.gather("mesh", None)
         add_up_once(mesh)
+
+
+def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:
+    """The policy, allowed to use the accelerator's attention kernel if that passes its check on every host."""
+    with on_mesh(policy.mesh):
+        machine = platform()
+    if policy.compute.attention != "auto" or machine not in KERNEL_PLATFORMS:
+        return policy
+    model = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
+    text = Heads(model.text.num_heads, model.text.num_kv_heads, model.text.head_dim, causal=True)
+    vision = Heads(model.vision.num_heads, model.vision.num_heads, model.vision.head_dim, causal=False)
+    with Meter("checking the attention kernel"):
+        check = check_kernel(kernel_of(machine), text, vision, policy.compute.dtype)
+    compute = policy.compute
+    if all(hosts.gather("attention kernel", check.passed)):
+        compute = replace(compute, attention=allow_kernel(compute.attention))
+    elif check.passed:
+        check = replace(check, failure="on another host")
+    return replace(policy, compute=compute, kernel_check=check)
 
 
 def open_policy(

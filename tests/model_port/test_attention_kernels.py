@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from attention_rows import ROWS, bfloat16_errors, oracles, random_inputs, value_and_gradients
 
-from model_port.attention import attention_of, gpu, tpu, tpu_walk
+from model_port.attention import attention_of, choice, gpu, tpu, tpu_walk
+from model_port.attention.check import MAX_ERROR, Heads, KernelCheck, check_kernel, max_error
 from model_port.attention.flash import flash_attention, seen_blocks
 
 KERNELS = {"tpu": tpu, "gpu": gpu}
-SHAPES = [(128, 2, True), (72, 6, False)]  # head dim, key/value heads of six, causal
+TEXT, VISION = (128, 2, True), (72, 6, False)  # head dim, key/value heads of six, causal
 
 
 @pytest.fixture(params=KERNELS)
@@ -41,7 +42,7 @@ def outputs(attend, row=ROWS, values=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
+@pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), [TEXT, pytest.param(*VISION, marks=pytest.mark.nightly)])
 def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim, kv_heads, causal):
     shape = {"head_dim": head_dim, "kv_heads": kv_heads}
     found = value_and_gradients(attention(kernel), *random_inputs(**shape), causal=causal)
@@ -50,7 +51,8 @@ def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), SHAPES)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), [TEXT, VISION])
 def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_dim, kv_heads, causal):
     for ours, of_oracle in bfloat16_errors(attention(kernel), causal, head_dim=head_dim, kv_heads=kv_heads):
         assert ours <= 2 * of_oracle
@@ -79,3 +81,74 @@ def test_blocks_that_nobody_sees_are_not_loaded(kernel):
     row = ROWS._replace(segment_ids=ROWS.segment_ids.at[:, 16:].set(0))
     poisoned = outputs(attention(kernel), row, lambda v: v.at[:, 16:].set(jnp.nan))
     np.testing.assert_allclose(poisoned, outputs(attention_of("xla"), row), atol=1e-5)
+
+
+HEADS = Heads(4, 2, 16, causal=True), Heads(2, 2, 8, causal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
+def test_the_check_finds_the_kernels_right(kernel, dtype):
+    check = check_kernel(attention(kernel), *HEADS, dtype, num_tokens=64)
+    assert not check.failure and 0 < check.error < MAX_ERROR / 2
+    assert min(check.kernel_ms, check.scanned_ms) > 0
+
+
+def without_a_block(seen, query_tokens, key_tokens):
+    """Hides the first keys from the last queries of the first sequence."""
+    wanted = seen_blocks(seen, query_tokens, key_tokens)
+    return wanted.at[0, 32 // query_tokens, 0].set(False)
+
+
+def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
+    monkeypatch.setattr(gpu, "TILES", {2: gpu.Tiles(*[gpu.Tile(16, 16, 1)] * 3)})
+    monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(gpu, "seen_blocks", without_a_block)
+    check = check_kernel(attention(gpu), *HEADS, "bfloat16", num_tokens=64)
+    assert not check.passed and str(check).startswith("scanned, because the kernel is wrong: max error ")
+
+
+def test_the_check_rejects_a_kernel_whose_gradient_is_wrong():
+    def backward(*inputs):
+        d_q, d_k, d_v = gpu.backward(*inputs, interpret=True)
+        return d_q, 1.1 * d_k, d_v
+
+    kernel = flash_attention(partial(gpu.forward, interpret=True), backward, gpu.block_tokens)
+    assert check_kernel(kernel, *HEADS, "float32", num_tokens=64).error == pytest.approx(0.1, rel=0.01)
+
+
+def test_the_check_reports_a_kernel_that_raises():
+    def kernel(*_):
+        raise RuntimeError("no shared memory\nfor this")
+
+    check = check_kernel(kernel, *HEADS, "bfloat16", num_tokens=64)
+    assert not check.passed and str(check) == "scanned, because the kernel failed (RuntimeError: no shared memory)"
+
+
+def test_a_vector_is_compared_with_its_own_length_or_the_root_mean_square():
+    expected = np.array([[[3.0, 4.0]], [[0.0, 0.0]]])  # lengths 5 and 0, root mean square 5 / sqrt 2
+    assert max_error(np.add(expected, [[[0, 0.5]], [[0, 0]]]), expected) == pytest.approx(0.1)
+    assert max_error(np.add(expected, [[[0, 0]], [[0, 0.5]]]), expected) == pytest.approx(0.1 * 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("check", "line"),
+    [
+        (KernelCheck(2e-3, 3.1, 9.8), "kernel, max error 0.002 of scanned, 3.1 against 9.8 ms"),
+        (KernelCheck(2e-3, 9.8, 3.1), "scanned, because the kernel is slower: 9.8 against 3.1 ms"),
+        (KernelCheck(0.4, 3.1, 9.8), "scanned, because the kernel is wrong: max error 0.4 of scanned, at most 0.03"),
+        (KernelCheck(np.nan, 3.1, 9.8), "scanned, because the kernel is wrong: max error nan of scanned, at most 0.03"),
+    ],
+)
+def test_auto_takes_the_faster_form_that_agrees_and_says_so(check, line):
+    assert str(check) == line
+    assert check.passed == line.startswith("kernel")
+
+
+def test_auto_takes_a_kernel_only_after_its_check(monkeypatch):
+    monkeypatch.setattr(choice, "platform", lambda: "gpu")
+    monkeypatch.setattr(choice, "kernel_of", lambda _: lambda q, k, v, layout, causal: jnp.zeros_like(q) - 1)
+    (q, k, v, _), row = random_inputs(), ROWS
+    monkeypatch.setattr(choice, "SHORT_ROW_ELSEWHERE", 16)
+    np.testing.assert_allclose(attention_of("auto")(q, k, v, row, True), attention_of("scanned")(q, k, v, row, True))
+    assert (attention_of("auto_kernel")(q, k, v, row, True) == -1).all()

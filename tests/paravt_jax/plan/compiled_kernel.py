@@ -19,14 +19,14 @@ from paravt_jax.plan.topology import topology
 
 
 def lowered(mesh, heads, kv_heads, head_dim, causal, num_tokens):
-    """A row for each part of fsdp, heads over tensor, in the form that `auto` is for so many tokens."""
+    """One row per part of fsdp, heads over tensor, in the form that `auto` takes with a checked kernel."""
 
     def of(*shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def objective(q, k, v, segment_ids):
         order = jnp.broadcast_to(jnp.arange(num_tokens), segment_ids.shape)
-        mixed = attention_of("auto")(q, k, v, Layout(segment_ids, jnp.zeros_like(segment_ids), order), causal)
+        mixed = attention_of("auto_kernel")(q, k, v, Layout(segment_ids, jnp.zeros_like(segment_ids), order), causal)
         return jnp.sum(mixed.astype(jnp.float32) ** 2)
 
     rows = mesh.shape["fsdp"]

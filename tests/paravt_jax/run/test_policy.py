@@ -10,10 +10,13 @@ from flax import nnx
 
 import model_port
 from model_port.adapters import new_adapter, write_adapter
+from model_port.attention import blocked_attention
+from model_port.attention.check import check_kernel
 from model_port.config import LoraConfig
 from model_port.sharding import flat_params
 from paravt_jax.config import MeshConfig, PolicyConfig
-from paravt_jax.run.policy import HF_FILES_DIR, open_policy
+from paravt_jax.run import policy as policy_module
+from paravt_jax.run.policy import HF_FILES_DIR, open_policy, with_checked_kernel
 from paravt_jax.run.recipe import Recipe
 
 RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
@@ -39,6 +42,23 @@ def test_what_computes_attention_is_known_before_anything_is_trained(tiny_hf, tm
     kernel = replace(policy, compute=replace(policy.compute, attention="kernel"))
     with pytest.raises(ValueError, match="there is none for cpu"):
         kernel.attention(4096)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_auto_takes_the_accelerators_kernel_only_if_it_agrees_there(tiny_hf, tmp_path, monkeypatch, works):
+    def kernel(q, k, v, layout, causal):
+        branches = layout.branch_ids if works else 0 * layout.branch_ids  # broken: branches see each other
+        return blocked_attention(q, k, v, *[layout._replace(branch_ids=branches)] * 2, causal)
+
+    def check(*arguments):
+        return replace(check_kernel(*arguments, num_tokens=96), kernel_ms=1.0, scanned_ms=2.0)
+
+    for name, value in {"platform": lambda: "gpu", "kernel_of": lambda _: kernel, "check_kernel": check}.items():
+        monkeypatch.setattr(policy_module, name, value)
+    policy = with_checked_kernel(opened(tiny_hf, tmp_path))
+    assert policy.compute.attention == ("auto_kernel" if works else "auto")
+    expected = "kernel, max error 0.0" if works else "scanned, because the kernel is wrong: max error "
+    assert policy.attention(4096).startswith(f"attention: {expected}")
 
 
 def test_a_model_at_the_place_of_our_own_files_is_refused_and_stays(tiny_hf, tmp_path):
