@@ -29,6 +29,9 @@ LOOK_S = 2.0  # between two looks at what the descendants have in shared memory
 SHARED_MEMORY = Path("/dev/shm")
 MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{SHARED_MEMORY}/[^/\n]+$", re.MULTILINE)  # /proc/PID/maps, see man proc
 
+# Images on their way from SGLang's process with this PID to its scheduler: nobody has them mapped or open meanwhile.
+IN_TRANSIT = re.compile(r"sgl_shm_[a-z_]+_(\d+)_[0-9a-f]+")
+
 NOT_RUN = 127  # what a shell reports for a command that could not be started
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -69,12 +72,15 @@ class SharedFiles:
         self._top, self._looked_s = top, 0.0
         self._others = set(SHARED_MEMORY.glob("*"))  # are there already
         self._ours: set[Path] = set()
+        self._pids: set[int] = set()
 
     def look(self, at_most_every_s: float = 0.0) -> None:
         if time.monotonic() < self._looked_s + at_most_every_s:
             return
         self._looked_s = time.monotonic()
-        ours = mapped_or_open(descendants(self._top))
+        pids = descendants(self._top)
+        self._pids.update(pids)
+        ours = mapped_or_open(pids)
         for path in set(SHARED_MEMORY.glob("*")) - self._others:
             with suppress(OSError):  # gone already
                 status = path.lstat()
@@ -82,7 +88,9 @@ class SharedFiles:
                     self._ours.add(path)
 
     def remove(self) -> None:
-        for path in self._ours:
+        named = {path: IN_TRANSIT.fullmatch(path.name) for path in set(SHARED_MEMORY.glob("*")) - self._others}
+        in_transit = {path for path, match in named.items() if match and int(match[1]) in self._pids}
+        for path in self._ours | in_transit:
             with suppress(OSError):  # gone already, or another user's
                 path.unlink()
 

@@ -6,6 +6,7 @@ no question outlives its deadline.
 """
 
 import asyncio
+import errno
 import itertools
 import json
 import socket
@@ -263,6 +264,9 @@ def _refusal(problem: Exception) -> Refused:
         case EngineError():
             _tell(problem)
             return Refused(503, "the engine does not answer", "unavailable", RETRY_S)
+        case MemoryError() | OSError(errno=errno.EMFILE | errno.ENFILE | errno.ENOMEM | errno.ENOSPC):
+            _tell(problem)
+            return Refused(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case _:
             _tell(problem)
             return Refused(500, "something went wrong here, which the server's log tells", "server_error")

@@ -256,11 +256,11 @@ def largest_difference(steps: Sequence[Mapping[str, Any]], others: Sequence[Mapp
     for ours, theirs in zip(steps, others, strict=True):
         for key in sorted({*ours, *theirs}):
             if not key.startswith(OF_THE_MACHINE):
-                found = max(found, (_difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
+                found = max(found, (difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
     return found
 
 
-def _difference(one: float | None, other: float | None) -> float:
+def difference(one: float | None, other: float | None) -> float:
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     return abs(one - other) / max(abs(one), abs(other), SMALL)

@@ -202,10 +202,19 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     (name,) = [line.rpartition("/")[2] for line in server.last_lines(9) if line.startswith("semaphore")]
     semaphore = Path("/dev/shm") / f"sem.{name}"
     assert semaphore.exists()
-    time.sleep(LOOK_S)
-    kill(server)
-    asyncio.run(asyncio.wait_for(server.wait(), 10))
-    assert not semaphore.exists()
+    image, stranger = (
+        Path("/dev/shm") / f"sgl_shm_mm_{pid}_{os.urandom(4).hex()}" for pid in (family(server.pid)[1].pid, os.getpid())
+    )
+    try:
+        for path in (image, stranger):  # nobody has them open
+            path.write_bytes(b"x")
+        time.sleep(LOOK_S)
+        kill(server)
+        asyncio.run(asyncio.wait_for(server.wait(), 10))
+        assert not semaphore.exists() and not image.exists() and stranger.exists()
+    finally:
+        image.unlink(missing_ok=True)
+        stranger.unlink(missing_ok=True)
 
 
 # --- the command

@@ -1,19 +1,22 @@
-"""The smoke run while everything around it fails: two real SGLang servers, and a schedule of faults that a seed gives.
+"""Fault injection: the smoke run, or a service, on two real SGLang servers, under a schedule that follows from a seed.
 
-Servers, decoders and the trainer are killed, stopped, slowed down, restarted, left without memory, disk or open files;
-two videos are broken, now and then all are gone, and another run's trainer wants the servers. In the end nothing may be
-lost, learnt twice, out of order, sampled with other weights than its label says, other than the servers sampled it,
-other than its log leads to, or left behind.
+Servers, decoders, the trainer's hosts and the service are killed, stopped, slowed down, restarted and left without
+memory, disk or open files; a server comes back with older weights; two videos are broken, sometimes all are missing;
+another run's trainer tries to take the servers. Afterwards the run's log must be complete, in order and consistent with
+what the servers sampled and with its own replay; every request to the service must have its own answer or a clear
+error; and nothing may be left behind.
 """
 
 import argparse
 import asyncio
+import os
 import re
 import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,28 +24,31 @@ from typing import Any, NamedTuple
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.bench.chaos.checks import episodes_of, problems_of
-from paravt_jax.bench.chaos.faults import SECOND, Fault, happen, schedule
+from paravt_jax.bench.chaos.faults import KINDS, SERVICE, SERVICE_KINDS, TRAINER, Fault, schedule
 from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.stage import NUM_SERVERS, Ended, Stage, settings_of
+from paravt_jax.bench.chaos.service import ServiceStage
+from paravt_jax.bench.chaos.stage import NUM_SERVERS, Exit, Stage, TrainerStage, num_hosts_of, settings_of
+from paravt_jax.bench.hosts import with_devices
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, check_clone
 from paravt_jax.config import load_config
 from rollout.engine.publishing import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 
-SEED_HELP = "of the schedule (default 0); odd: one step of staleness; one of three (2, 5, …): adapters alone train"
-STEPS_AFTER = 2  # that are compared when it is quiet again
-MORE_FILES = 8  # that a trainer may have open in the later one, connections apart
-# Every request of a step may hold a connection, and idle ones are kept for two seconds: longer than a step may take. So
-# there may be as many to each of the servers as 3 groups of 4 members with 2 calls make at once, in two steps at once.
+SEED_HELP = "of the schedule (default 0); odd: a staleness of 1; 2, 5, 8, …: adapters only; 3, 8, 13, …: two hosts"
+STEPS_AFTER = 2  # compared after the last fault
+MORE_FILES = 8  # allowed in the later one, without connections
+# Every request of a step may hold a connection, and idle ones stay open for two seconds, which may be longer than a
+# step: for each server 3 groups of 4 rollouts with 2 calls, in two steps at once.
 MOST_CONNECTIONS = NUM_SERVERS * 3 * 4 * 2 * 2
 SAMPLE_S = 0.2
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang")
+LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang", "sgl_shm_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of faults (default 20)")
     parser.add_argument("--seed", type=int, default=0, help=SEED_HELP)
+    parser.add_argument("--serve", action="store_true", help="test a service and its clients instead of a trainer")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run and its logs here (default: nowhere)")
 
 
@@ -52,104 +58,118 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--minutes {args.minutes} must be greater than 0")
     check_local(args.out or "")
     if args.out is not None and args.out.exists():
-        raise ValueError(f"{args.out} is there already; move it away, or choose another --out")
+        raise ValueError(f"{args.out} already exists; move it away, or choose another --out")
     directory = Path(tempfile.mkdtemp(prefix="paravt-chaos-")) if args.out is None else args.out.absolute()
+    bench = _service if args.serve else _training
     try:
-        return asyncio.run(_chaos(args.seed, args.minutes * 60, directory))
+        return {"seed": args.seed, "minutes": args.minutes} | asyncio.run(
+            bench(args.seed, args.minutes * 60, directory)
+        )
     finally:
         if args.out is None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table of one row, so that those of several seeds fit together."""
-    columns = {
-        "seed": result["seed"],
-        "minutes": result["minutes"],
-        "faults": sum(result["faults"].values()),
-        "starts of the trainer": result["trainer_starts"],
-        "of servers": result["server_starts"],
-        "steps": result["steps"],
-        "episodes": result["episodes"],
-        "missing": result["missing"],
-        "answers logged": result["answers_logged"],
-        "given": result["answers_given"],
-        "violations": len(result["violations"]),
-    }
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", f"| {' | '.join(map(str, columns.values()))} |"]
-    for title, counts in (("Faults", "faults"), ("Missing", "reasons"), ("Ends of the trainer", "trainer_ends")):
-        lines += ["", f"{title}: {', '.join(f'{name} {number}' for name, number in result[counts].items()) or 'none'}"]
+    """A Markdown table with one row, so that the rows of several seeds fit together."""
+    columns = {name: value for name, value in result.items() if not isinstance(value, dict | list)}
+    columns |= {"faults": sum(result["faults"].values()), "violations": len(result["violations"])}
+    names = [name.replace("_", " ") for name in columns]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|", f"| {' | '.join(map(str, columns.values()))} |"]
+    for name, counts in result.items():
+        if isinstance(counts, dict):
+            lines += ["", f"{name.replace('_', ' ')}: {', '.join(f'{key} {n}' for key, n in counts.items()) or 'none'}"]
     return "\n".join([*lines, *(f"\nVIOLATION {violation}" for violation in result["violations"])])
 
 
-async def _chaos(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
-    in_memory = set(SHARED_MEMORY.iterdir())
-    stage, happened, violations = Stage(directory, settings_of(seed)), Counter[str](), []
-    try:
-        with Meter("two servers and a trainer start"):
-            await stage.start(seed)
-        with Meter("faults", int(seconds), "second") as meter:
-            await _faults(schedule(seed, seconds), stage, happened, meter, seconds)
-        with Meter("quiet again"):
-            violations += await recovers(stage)
-            await stage.finish()
-    finally:
-        await stage.close()
-    violations += [f"still running: {command}" for command in stage.left()]
-    violations += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(left_in_memory(in_memory))]
-    violations += [f"left in the temporary directory: {path.name}" for path in stage.temporary.glob("paravt-*")]
-    violations += [
-        f"the trainer ended with {ended.code}: {ended.error or 'it said nothing'}"
-        for ended in stage.ended
-        if not _explained(ended, happened)
-    ]
-    settings = stage.settings
-    config = load_config(CONFIG, *SETTINGS, *settings, f"run_dir={stage.run_dir}")
+async def _training(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
+    num_hosts, settings = num_hosts_of(seed), settings_of(seed)
+    if num_hosts > 1:  # the replay has their devices in one process; jax has opened none so far
+        os.environ["XLA_FLAGS"] = with_devices(os.environ.get("XLA_FLAGS", ""), num_hosts)
+    stage = TrainerStage(directory, settings, num_hosts)
+    faults, violations = await _under_faults(stage, seed, schedule(seed, seconds, KINDS), seconds)
+    violations += unexplained(TRAINER, stage.exits, faults)
+    config = load_config(CONFIG, *SETTINGS, *stage.settings, f"run_dir={stage.run_dir}")
     violations += problems_of(stage.run_dir, config.train)
-    problems, logged = await replay(stage.run_dir, settings, directory / "replay")
+    problems, logged = await replay(stage.run_dir, stage.settings, directory / "replay", num_hosts)
     violations += problems
     if invented := logged - stage.sampled:
-        violations.append(f"{invented.total()} of {logged.total()} logged answers were given by no server")
-    members = [episode for episodes in episodes_of(stage.run_dir).values() for episode in episodes]
-    missing = [episode["problem"] for episode in members if episode["missing"]]
+        violations.append(f"no server gave {invented.total()} of the {logged.total()} answers in the log")
+    episodes = [episode for step in episodes_of(stage.run_dir).values() for episode in step]
+    missing = [episode["problem"] for episode in episodes if episode["missing"]]
     return {
-        "seed": seed,
-        "minutes": seconds / 60,
-        "faults": dict(happened.most_common()),
-        "trainer_starts": len(stage.ended),
-        "trainer_ends": dict(Counter(_ended(ended.code, ended.error) for ended in stage.ended).most_common()),
+        "hosts": num_hosts,
+        "trainer_starts": stage.num_starts,
         "server_starts": stage.num_server_starts,
         "steps": len(episodes_of(stage.run_dir)),
-        "episodes": len(members),
+        "episodes": len(episodes),
         "missing": len(missing),
-        "reasons": dict(Counter(map(_in_short, missing)).most_common()),
         "answers_logged": logged.total(),
         "answers_given": stage.sampled.total(),
+        "faults": dict(faults.most_common()),
+        "reasons": dict(Counter(map(_shortened, missing)).most_common()),
+        "exits": _counted(stage.exits),
         "violations": violations,
     }
 
 
-async def _faults(faults: list[Fault], stage: Stage, happened: Counter[str], meter: Meter, seconds: float) -> None:
-    """One after the other begins, whether or not those before it are over; returns when all are."""
-    began_s = time.monotonic()
+async def _service(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
+    stage = ServiceStage(directory)
+    faults, violations = await _under_faults(stage, seed, schedule(seed, seconds, SERVICE_KINDS), seconds)
+    violations += unexplained(SERVICE, stage.exits, faults)
+    return {
+        "service_starts": len(stage.exits),
+        "server_starts": stage.num_server_starts,
+        "requests": stage.outcomes.total(),
+        "answered": stage.outcomes["answered"],
+        "faults": dict(faults.most_common()),
+        "outcomes": dict(stage.outcomes.most_common()),
+        "exits": _counted(stage.exits),
+        "violations": violations,
+    }
 
-    async def one(fault: Fault) -> None:
-        if fault.role == SECOND:
-            await stage.second_trainer(fault.lasts_s)
-            happened[fault.name] += 1
-        elif await happen(fault, stage.families(fault.role), stage.videos):
-            happened[fault.name] += 1
+
+async def _under_faults(
+    stage: Stage, seed: int, faults: Sequence[Fault], seconds: float
+) -> tuple[Counter[str], list[str]]:
+    """Runs a stage from start to end. Returns the faults that had a target, and what is wrong afterwards."""
+    in_memory = set(SHARED_MEMORY.iterdir())
+    injected = Counter[str]()
+    try:
+        with Meter("start"):
+            await stage.start(seed)
+        with Meter("faults", int(seconds), "second") as meter:
+            await _inject_all(faults, stage, injected, meter)
+        with Meter("recovery"):
+            violations = await recovery_problems(stage)
+            await stage.finish()
+    finally:
+        await stage.close()
+    violations += stage.violations
+    violations += [f"still running: {command}" for command in stage.survivors()]
+    violations += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(left_in_memory(in_memory))]
+    violations += [f"left in the temporary directory: {path.name}" for path in stage.temporary.glob("paravt*")]
+    return injected, violations
+
+
+async def _inject_all(faults: Sequence[Fault], stage: Stage, injected: Counter[str], meter: Meter) -> None:
+    """Each at its time, even while earlier ones last; returns when all are over."""
+    begin_s = time.monotonic()
+
+    async def inject(fault: Fault) -> None:
+        if await stage.inject(fault):
+            injected[fault.name] += 1
 
     async with asyncio.TaskGroup() as tasks:
         for fault in faults:
-            await asyncio.sleep(max(0.0, fault.at_s - (time.monotonic() - began_s)))
+            await asyncio.sleep(max(0.0, fault.at_s - (time.monotonic() - begin_s)))
             stage.check()
-            meter.at(int(fault.at_s), f"{fault.name} ({sum(happened.values())} faults so far)")
-            tasks.create_task(one(fault))
+            meter.at(int(fault.at_s), f"{fault.name} ({sum(injected.values())} faults so far)")
+            tasks.create_task(inject(fault))
 
 
 class Open(NamedTuple):
-    """What a process holds at one time."""
+    """What a process has open at one time."""
 
     files: int
     connections: int
@@ -165,47 +185,56 @@ class Open(NamedTuple):
         return cls(len(files) - connections, connections)
 
 
-async def recovers(stage: Stage) -> list[str]:
-    """The run goes on by itself, and its last process holds no more than it began with, or than its requests need."""
+async def recovery_problems(stage: Stage) -> list[str]:
+    """Waits until work continues by itself. The last process must not have ever more files or connections open."""
     await stage.steps_more(1)
     begin, end = [await _fewest_open(stage) for _ in range(STEPS_AFTER)]
-    files = f"the trainer has at least {end.files} open files during a step, during the one before it had {begin.files}"
-    connections = f"the trainer has at least {end.connections} connections during a step, it needs {MOST_CONNECTIONS}"
+    files = f"at least {end.files} open files during a step, {begin.files} during the step before it"
+    connections = f"at least {end.connections} connections during a step, at most {MOST_CONNECTIONS} are needed"
     wrong = {files: end.files > begin.files + MORE_FILES, connections: end.connections > MOST_CONNECTIONS}
     return [problem for problem, is_true in wrong.items() if is_true]
 
 
 async def _fewest_open(stage: Stage) -> Open:
-    """At any time during the next step: both come and go."""
-    held, step = [], asyncio.create_task(stage.steps_more(1))
+    """The minimum during the next step: both vary."""
+    samples, step = [], asyncio.create_task(stage.steps_more(1))
     while not step.done():
         await asyncio.wait([step], timeout=SAMPLE_S)
-        held += [Open.of(pid) for (pid,) in stage.families("trainer")]
+        samples += [Open.of(pid) for (pid,) in stage.targets(TRAINER)]
     await step
-    files, connections = zip(*held, strict=True)
+    files, connections = zip(*samples, strict=True)
     return Open(min(files), min(connections))
 
 
-def _explained(ended: Ended, happened: Counter[str]) -> bool:
-    """It was stopped or killed, or says in its own words why it ended; without memory nobody can promise words."""
-    said = ended.code == 1 and bool(ended.error) and "not expected" not in ended.error
-    return ended.code in (0, *KILLED) or said or happened["no memory trainer"] > 0
+def unexplained(role: str, exits: Sequence[Exit], faults: Counter[str]) -> list[str]:
+    """Ends that no fault explains and whose last line is not an error message; without memory none can be promised."""
+    return [
+        f"the {role} ended with {exit.code}: {exit.error or 'no error message'}"
+        for exit in exits
+        if not (exit.code in (0, *KILLED) or (exit.code and exit.follows) or _has_message(exit))
+        and not faults[f"no memory {role}"]
+    ]
+
+
+def _has_message(exit: Exit) -> bool:
+    return exit.code == 1 and bool(exit.error) and "not expected" not in exit.error
 
 
 def left_in_memory(before: set[Path]) -> set[str]:
-    """What such programs leave there when they are killed; what a living process uses belongs to another run."""
+    """New segments and weights that no living process uses; the others belong to another run."""
     new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - before
-    used, left = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - before
+    in_use, unused = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - before
     for path in new:
         with suppress(FileNotFoundError):  # another run has removed it
-            left |= {path} if path.lstat().st_ino not in used else set()
-    return {path.name for path in left}
+            unused |= {path} if path.lstat().st_ino not in in_use else set()
+    return {path.name for path in unused}
 
 
-def _ended(code: int, error: str) -> str:
-    return f"{code}: {_in_short(error)}" if error else str(code)
+def _counted(exits: Sequence[Exit]) -> dict[str, int]:
+    names = (f"{exit.code}: {_shortened(exit.error)}" if exit.error else str(exit.code) for exit in exits)
+    return dict(Counter(names).most_common())
 
 
-def _in_short(text: str) -> str:
-    """Without what differs between two of a kind."""
+def _shortened(text: str) -> str:
+    """Without numbers, paths and URLs, so that messages of one kind are equal."""
     return re.sub(r"http://\S+|/\S+|\d+(\.\d+)?", "…", text)[:100]

@@ -1,4 +1,4 @@
-"""Which episodes an update used: read from its packed rows, without the code that packed them, and held to the log."""
+"""Compares the packed rows of an update with the log, without the code that packed them."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from paravt_jax.learner.learner import StepPart
 
 
-class Learnt(NamedTuple):
-    """The sampled tokens of one dialogue, as a batch or the log has them."""
+class UsedTokens(NamedTuple):
+    """The sampled tokens of one dialogue, in a batch or in the log."""
 
     ids: bytes  # int32
     logps: bytes  # float32, under the policy that sampled them
@@ -20,34 +20,34 @@ class Learnt(NamedTuple):
         return len(self.ids) // 4
 
 
-def unaccounted(
+def accounting_problems(
     step: int,
     episodes: Iterable[Mapping[str, Any]],
     parts: Iterable[StepPart],
     visual_ids: Collection[int],
     subagents: bool,
 ) -> list[str]:
-    """Dialogues of a step that the update left out, used twice, or that the log does not have.
+    """Dialogues of a step that the update left out or used twice, or that are not in the log.
 
-    A dialogue ends for the learner with the first of `visual_ids` that was sampled: it shows nothing.
+    The learner cuts a dialogue after the first sampled token of `visual_ids`, which has no image.
     """
-    names: dict[Learnt, str] = {}
-    wanted: Counter[Learnt] = Counter()
-    for name, one in _in_log(episodes, visual_ids, subagents):
-        names[one] = name
-        wanted[one] += 1
-    used = Counter(one for part in parts for one in _in_batches(part))
+    names: dict[UsedTokens, str] = {}
+    wanted: Counter[UsedTokens] = Counter()
+    for name, tokens in _in_log(episodes, visual_ids, subagents):
+        names[tokens] = name
+        wanted[tokens] += 1
+    used = Counter(tokens for part in parts for tokens in _in_batches(part))
     return [
-        f"step {step}: the update used {used[one]} times the {one.num_tokens} tokens of "
-        f"{names.get(one, 'a dialogue that the log does not have')}, expected {wanted[one]}"
-        for one in {**wanted, **used}
-        if used[one] != wanted[one]
+        f"step {step}: the update used {used[tokens]} times the {tokens.num_tokens} tokens of "
+        f"{names.get(tokens, 'a dialogue that is not in the log')}, expected {wanted[tokens]}"
+        for tokens in {**wanted, **used}
+        if used[tokens] != wanted[tokens]
     ]
 
 
 def _in_log(
     episodes: Iterable[Mapping[str, Any]], visual_ids: Collection[int], subagents: bool
-) -> Iterator[tuple[str, Learnt]]:
+) -> Iterator[tuple[str, UsedTokens]]:
     for episode in episodes:
         if episode["advantage"]["keep"]:
             reports = [call["segments"] for turn in episode["turns"] for call in turn["calls"] if call["segments"]]
@@ -55,12 +55,12 @@ def _in_log(
                 sampled = [segment for segment in segments if segment["kind"] == "sampled"]
                 ids = [number for segment in sampled for number in segment["ids"]]
                 logps = [logp for segment in sampled for logp in segment["behavior_logp"]]
-                end = next((place + 1 for place, number in enumerate(ids) if number in visual_ids), len(ids))
+                end = next((index + 1 for index, number in enumerate(ids) if number in visual_ids), len(ids))
                 if ids:
-                    yield episode["id"], _learnt(ids[:end], logps[:end])
+                    yield episode["id"], _used_tokens(ids[:end], logps[:end])
 
 
-def _in_batches(part: StepPart) -> Iterator[Learnt]:
+def _in_batches(part: StepPart) -> Iterator[UsedTokens]:
     for batch in part.batches:
         source, target, mask, logp, dialogue = (
             np.asarray(array)
@@ -69,8 +69,8 @@ def _in_batches(part: StepPart) -> Iterator[Learnt]:
         for row, number in sorted(set(zip(np.nonzero(mask)[0].tolist(), dialogue[mask].tolist(), strict=True))):
             own = np.flatnonzero(mask[row] & (dialogue[row] == number))
             own = own[np.argsort(source[row, own], kind="stable")]
-            yield _learnt(target[row, own], logp[row, own])
+            yield _used_tokens(target[row, own], logp[row, own])
 
 
-def _learnt(ids: Sequence[int] | np.ndarray, logps: Sequence[float] | np.ndarray) -> Learnt:
-    return Learnt(np.asarray(ids, np.int32).tobytes(), np.asarray(logps, np.float32).tobytes())
+def _used_tokens(ids: Sequence[int] | np.ndarray, logps: Sequence[float] | np.ndarray) -> UsedTokens:
+    return UsedTokens(np.asarray(ids, np.int32).tobytes(), np.asarray(logps, np.float32).tobytes())

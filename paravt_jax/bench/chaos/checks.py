@@ -1,4 +1,4 @@
-"""What must be true of a run's log, whatever happened while it was written."""
+"""Invariants of a run's log, under any faults."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from paravt_jax.config import TrainConfig
 from paravt_jax.run.checkpoint import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
-# Engine and learner both compute in float32. At the stage's learning rate weights of the version before are above it.
+# Engine and learner both compute in float32. At the stage's learning rate the previous version is above this bound.
 MAX_KL = 1e-4
 
 
 def episodes_of(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """By step."""
+    """Episodes by step."""
     paths = sorted((run_dir / EPISODES_DIR).glob("*.jsonl"))
     return {int(path.stem): list(load_jsonl(path)) for path in paths}
 
@@ -28,21 +28,21 @@ def problems_of(run_dir: Path, train: TrainConfig) -> list[str]:
         problems.append(f"the log has metrics of steps {[row['step'] for row in rows]}, episodes of {list(episodes)}")
     if [row["policy_version"] for row in rows] != steps:
         problems.append("the policy's version is not the number of its updates in every step")
-    for step, of_step in episodes.items():
-        problems += _of_step(step, of_step, train)
+    for step, in_step in episodes.items():
+        problems += _in_step(step, in_step, train)
     problems += [problem for row in rows for problem in _of_weights(row, episodes.get(row["step"], []))]
     return [*problems, *_of_checkpoints(run_dir / CHECKPOINTS_DIR, len(rows), train)]
 
 
-def _of_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfig) -> Iterator[str]:
-    """Every step has the visits that come next, each with all of its members, and no token is too old or too new."""
+def _in_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfig) -> Iterator[str]:
+    """Every step has the next prompt samples, each with all of its rollouts; no token is too old or too new."""
     first = (step - 1) * train.prompts_per_step
     expected = [
         (visit, number) for visit in range(first, first + train.prompts_per_step) for number in range(train.group_size)
     ]
-    found = [(episode["visit"], int(episode["id"].rpartition("/")[2])) for episode in episodes]
-    if found != expected:
-        yield f"step {step}: visits and members are {found}"
+    logged = [(episode["visit"], int(episode["id"].rpartition("/")[2])) for episode in episodes]
+    if logged != expected:
+        yield f"step {step}: visits and members are {logged}"
     newest = step - 1
     for episode in episodes:
         for segments in _ledgers(episode):
@@ -54,7 +54,7 @@ def _of_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfi
 
 
 def _of_weights(row: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What was sampled with the newest weights is what the learner would have sampled: a label alone may lie."""
+    """A label alone may be wrong: tokens labelled with the newest weights have the learner's log-probs."""
     segments = (segment for episode in episodes for ledger in _ledgers(episode) for segment in ledger)
     versions = {segment["version"] for segment in segments if segment["kind"] == "sampled"}
     kl = row.get("mismatch/behavior_kl", 0.0)

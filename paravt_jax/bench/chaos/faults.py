@@ -1,6 +1,6 @@
-"""What goes wrong, when and for how long: all of it follows from a seed.
+"""The fault schedule: which faults occur, when and for how long. It follows from a seed.
 
-A fault names a role, and how far through the role's processes the one lies that it finds, whichever there are then.
+A fault names a role; two fractions choose one target of that role and one of its processes when the fault occurs.
 """
 
 import asyncio
@@ -11,11 +11,14 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # until the first fault, and between two
+T = TypeVar("T")
+FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # until the first fault, and between two faults
+TRAINER, SERVICE = "trainer", "service"
 SECOND = "second trainer"  # of another run, for the same servers
-# How often, as parts of the sum: what goes wrong, to whom, and for how many seconds at most.
+OLDER, ROLL_BACK = "older weights", "roll back"  # a server restarts with older weights, or loads them while it runs
+# Relative frequency, fault, role, maximum duration in seconds.
 KINDS = (
     (4, "kill", "server", 0.0),
     (4, "stop", "server", 40.0),
@@ -28,17 +31,24 @@ KINDS = (
     (2, "no memory", "decoder", 10.0),
     (3, "hide", "videos", 10.0),
     (1, "start", SECOND, 40.0),
-    # Mostly the trainer ends with these, and must have the time to come back.
-    (2, "kill", "trainer", 0.0),
-    (1, "restart", "trainer", 0.0),
-    (1, "no files", "trainer", 10.0),
-    (1, "no memory", "trainer", 10.0),
-    (1, "no disk", "trainer", 15.0),
-    (2, "stop", "trainer", 20.0),
-    (2, "slow", "trainer", 15.0),
+    (2, OLDER, "server", 0.0),
+    (2, ROLL_BACK, "server", 0.0),
+    # Most of these end the trainer, which then needs time to restart.
+    (2, "kill", TRAINER, 0.0),
+    (1, "restart", TRAINER, 0.0),
+    (1, "no files", TRAINER, 10.0),
+    (1, "no memory", TRAINER, 10.0),
+    (1, "no disk", TRAINER, 15.0),
+    (2, "stop", TRAINER, 20.0),
+    (2, "slow", TRAINER, 15.0),
 )
-SLOW_STOPPED_S, SLOW_GOING_S = 0.4, 0.1
-SPARE_BYTES, SPARE_FILES, FILE_BYTES = 2**24, 1, 2**12  # what is left of memory, open files and the size of a file
+SERVICE_KINDS = tuple(
+    (weight, kind, SERVICE if role == TRAINER else role, max_s)
+    for weight, kind, role, max_s in KINDS
+    if role != SECOND and kind not in (OLDER, ROLL_BACK)
+)
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.4, 0.1
+SPARE_BYTES, SPARE_FILES, FILE_BYTES = 2**24, 1, 2**12  # remaining memory, open files and file size under a limit
 
 
 class Fault(NamedTuple):
@@ -46,36 +56,40 @@ class Fault(NamedTuple):
     kind: str
     role: str
     lasts_s: float
-    which: float  # of several servers or decoders, from 0 to below 1
-    part: float  # and of the processes of that one
+    target: float  # which server, decoder or host: a fraction in [0, 1)
+    process: float  # which process of that target, likewise
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.role}"
 
 
-def schedule(seed: int, seconds: float) -> list[Fault]:
+def schedule(seed: int, seconds: float, kinds: Sequence[tuple[int, str, str, float]] = KINDS) -> list[Fault]:
     chance, faults, at_s = random.Random(seed), [], FIRST_S
     while at_s < seconds:
-        ((_, kind, role, most_s),) = chance.choices(KINDS, [kind[0] for kind in KINDS])
+        ((_, kind, role, most_s),) = chance.choices(kinds, [kind[0] for kind in kinds])
         lasts_s = most_s * chance.uniform(0.2, 1.0)
         faults.append(Fault(at_s, kind, role, lasts_s, chance.random(), chance.random()))
         at_s += chance.uniform(*PAUSE_S)
     return faults
 
 
-async def happen(fault: Fault, families: Sequence[Sequence[int]], videos: Path) -> bool:
-    """Returns when it is over, and everything as before but for what died of it; False where it met nobody.
+def chosen(fault: Fault, targets: Sequence[T]) -> T:
+    return targets[int(fault.target * len(targets))]
 
-    `families` are the processes of each that has the role, the one first that a user started.
+
+async def inject(fault: Fault, targets: Sequence[Sequence[int]], videos: Path) -> bool:
+    """Injects a fault and undoes it afterwards. Returns False if no process has the fault's role.
+
+    `targets` lists the processes of each target; the first is the process that a user started.
     """
     if fault.role == "videos":
         await _hidden(videos, fault.lasts_s)
         return True
-    if not families:
+    if not targets:
         return False
-    pids = families[int(fault.which * len(families))]
-    pid = pids[int(fault.part * len(pids))]
+    pids = chosen(fault, targets)
+    pid = pids[int(fault.process * len(pids))]
     match fault.kind:
         case "kill":
             _send([pid], signal.SIGKILL)
@@ -84,9 +98,9 @@ async def happen(fault: Fault, families: Sequence[Sequence[int]], videos: Path) 
         case "stop":
             await _stopped(pids, fault.lasts_s)
         case "slow":
-            for _ in range(int(fault.lasts_s / (SLOW_STOPPED_S + SLOW_GOING_S))):
+            for _ in range(int(fault.lasts_s / (SLOW_STOPPED_S + SLOW_RUNNING_S))):
                 await _stopped(pids, SLOW_STOPPED_S)
-                await asyncio.sleep(SLOW_GOING_S)
+                await asyncio.sleep(SLOW_RUNNING_S)
         case "no memory":
             await _limited(pid, resource.RLIMIT_AS, _memory_bytes, SPARE_BYTES, fault.lasts_s)
         case "no files":
@@ -104,11 +118,11 @@ async def _stopped(pids: Sequence[int], seconds: float) -> None:
         _send(pids, signal.SIGCONT)
 
 
-async def _limited(pid: int, limit: int, taken: Callable[[int], int], spare: int, seconds: float) -> None:
-    """It may take so much more than it has now, and no more than that."""
-    with suppress(OSError):  # it ended meanwhile
+async def _limited(pid: int, limit: int, usage: Callable[[int], int], spare: int, seconds: float) -> None:
+    """Limits a resource to the current usage plus `spare`."""
+    with suppress(OSError):  # the process has ended
         soft, hard = resource.prlimit(pid, limit)
-        resource.prlimit(pid, limit, (taken(pid) + spare, hard))
+        resource.prlimit(pid, limit, (usage(pid) + spare, hard))
         try:
             await asyncio.sleep(seconds)
         finally:
@@ -143,5 +157,5 @@ def _memory_bytes(pid: int) -> int:
 
 
 def _num_files(pid: int) -> int:
-    """The limit is on the number of a file, not on how many are open; a process that has just ended has none."""
+    """The limit applies to the highest descriptor, not to their count; a process that has just ended has none."""
     return max((int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()), default=-1) + 1

@@ -1,9 +1,15 @@
-"""Stands before a server, passes everything on, and keeps what was sampled: what the trainer logged is held to that."""
+"""A proxy in front of a server that records every sampled answer, to compare with the trainer's log.
 
+It also keeps the weights that were published last, so that a fault can load older ones again.
+"""
+
+import asyncio
 import hashlib
+import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -13,10 +19,12 @@ from aiohttp import web
 from rollout.engine.labels import Label
 
 MAX_BODY_BYTES = 2**28
+NUM_KEPT, NUM_COPIES = 2, 5  # published versions; copies, because a server may still read one of a version before
+LOAD_S = 60.0
 
 
 class Sampled(NamedTuple):
-    """One answer of a server. Two are equal when nothing tells them apart."""
+    """One answer of a server; equal answers are interchangeable."""
 
     prompt: bytes  # hash of its ids and pictures
     ids: tuple[int, ...]
@@ -39,20 +47,39 @@ class Sampled(NamedTuple):
         return cls(digest.digest(), tuple(map(int, ids)), log_probs.tobytes(), tuple(versions))
 
 
-class Recorder:
-    """Use `await start()`, and `close` in the end. At `url` it answers as the server at `server_url` does."""
+def sampled_by(sent: dict[str, Any], answer: dict[str, Any]) -> Sampled:
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    versions = [-1] * len(ids)
+    for span in meta["weight_versions"] if ids else []:
+        version = Label.of(span["version"]).version
+        versions[span["start"] : span["end"]] = [-1 if version is None else version] * (span["end"] - span["start"])
+    logps = [logp for logp, *_ in meta.get("output_token_logprobs", [])]
+    return Sampled.of(sent["input_ids"], sent.get("image_data", []), ids, logps, versions)
 
-    def __init__(self, sampled: Counter[Sampled]):
-        self.server_url = ""  # of a server that is up, or was
+
+class Published(NamedTuple):
+    label: Label
+    path: Path
+
+
+class Recorder:
+    """Use `await start()`, and `close` in the end. It answers at `url` as the server at `server_url` does."""
+
+    def __init__(self, record: Callable[[dict[str, Any], dict[str, Any]], object], directory: Path):
+        """`record` gets the request and the answer of every generation; `directory` takes copies of weights."""
+        self.server_url = ""  # set once the server has started
         self.url = ""
-        self._sampled = sampled
+        self._record, self._directory = record, directory
+        self._published: list[Published] = []
+        self._copies: list[Path] = []
+        self._numbers = itertools.count()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
         application = web.Application(client_max_size=MAX_BODY_BYTES)
-        application.router.add_route("*", "/{path:.*}", self._pass_on)
-        # Who hangs up on us hangs up on the server, which then stops computing, as it would without us.
+        application.router.add_route("*", "/{path:.*}", self._forward)
+        # A client that disconnects from us disconnects us from the server, which then stops computing.
         self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -64,7 +91,24 @@ class Recorder:
             await self._runner.cleanup()
             await self._session.close()
 
-    async def _pass_on(self, request: web.Request) -> web.Response:
+    async def roll_back(self, server_url: str = "", *, claim_current: bool = False) -> bool:
+        """Loads the second newest weights into the server, behind the trainer's back. Returns whether it did.
+
+        They carry their own label, or with `claim_current`, falsely, the label of the newest ones.
+        """
+        if len(self._published) < NUM_KEPT:
+            return False
+        older, current = self._published
+        label = current.label if claim_current else older.label
+        body = {"model_path": str(older.path), "flush_cache": False, "weight_version": str(label)}
+        url = f"{server_url or self.server_url}/update_weights_from_disk"
+        try:
+            async with asyncio.timeout(LOAD_S), self._session.post(url, json=body) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):  # the server is down
+            return False
+
+    async def _forward(self, request: web.Request) -> web.Response:
         body = await request.read()
         headers = {"Content-Type": "application/json"}
         try:
@@ -73,19 +117,25 @@ class Recorder:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError):
             if request.transport is not None:
-                request.transport.abort()  # as if nobody listened here either
+                request.transport.abort()  # as if nothing listened here either
             raise web.HTTPBadGateway from None
-        if request.path == "/generate" and response.status == 200:
-            self._keep(json.loads(body), json.loads(answer))
+        if response.status == 200 and request.path == "/generate":
+            sent = json.loads(body)
+            if "input_ids" in sent:  # probes send text
+                self._record(sent, json.loads(answer))
+        elif response.status == 200 and request.path == "/update_weights_from_disk":
+            await self._keep(json.loads(body))
         return web.Response(status=response.status, body=answer, headers=headers)
 
-    def _keep(self, asked: dict[str, Any], answer: dict[str, Any]) -> None:
-        if "input_ids" not in asked:
-            return  # a probe
-        meta, ids = answer["meta_info"], answer["output_ids"]
-        versions = [-1] * len(ids)
-        for span in meta["weight_versions"] if ids else []:
-            version = Label.of(span["version"]).version
-            versions[span["start"] : span["end"]] = [-1 if version is None else version] * (span["end"] - span["start"])
-        logps = [logp for logp, *_ in meta.get("output_token_logprobs", [])]
-        self._sampled[Sampled.of(asked["input_ids"], asked.get("image_data", []), ids, logps, versions)] += 1
+    async def _keep(self, sent: dict[str, Any]) -> None:
+        """Copies published weights; a trainer that restarted may publish a version again, with other weights."""
+        label = Label.of(sent["weight_version"])
+        path = self._directory / str(next(self._numbers))
+        await asyncio.to_thread(shutil.copytree, sent["model_path"], path)
+        older = [one for one in self._published if (one.label.version or 0) < (label.version or 0)]
+        self._published = [*older, Published(label, path)][-NUM_KEPT:]
+        self._copies.append(path)
+        for copy in self._copies[:-NUM_COPIES]:
+            await asyncio.to_thread(shutil.rmtree, copy)
+            self._published = [one for one in self._published if one.path != copy]
+        self._copies = self._copies[-NUM_COPIES:]

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 from dataclasses import replace
 
@@ -174,6 +175,23 @@ def test_a_server_that_stops_answers_what_it_has_begun_and_takes_nothing_more(ch
         return answer.choices[0].message.content
 
     assert with_service(chat, videos, work, report_after_s=0.5) == "A"
+
+
+@pytest.mark.parametrize(
+    "problem", [OSError(errno.EMFILE, "Too many open files"), MemoryError()], ids=["files", "memory"]
+)
+def test_a_server_without_files_or_memory_asks_its_clients_to_come_back(problem, chat, videos):
+    async def work(served):
+        async def fail(path, deadline_s):
+            raise problem
+
+        served.service.answerer.agent.frames.info = fail
+        with pytest.raises(openai.InternalServerError) as refused:
+            await served.ask()
+        return refused.value
+
+    refused = with_service(chat, videos, work)
+    assert refused.status_code == 503 and refused.response.headers["Retry-After"] == "10"
 
 
 def test_an_error_of_our_own_tells_the_client_nothing_of_this_machine(chat, videos, capsys):

@@ -1,4 +1,4 @@
-"""A run amid failures keeps its promises; and what watches them notices when one is broken."""
+"""A run keeps its promises under faults, and every check notices when one is broken."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import FakeFrames, call
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from training import QUICK, SHORT_PROMPT, rollouts_of, train_here, update_of
 
 import model_port
 from model_port.processing import VisionContract
 from paravt_jax.bench import chaos, smoke_run
-from paravt_jax.bench.chaos import left_in_memory, recovers, stage
-from paravt_jax.bench.chaos.account import unaccounted
+from paravt_jax.bench.chaos import left_in_memory, recovery_problems, stage, unexplained
+from paravt_jax.bench.chaos.account import accounting_problems
 from paravt_jax.bench.chaos.checks import problems_of
-from paravt_jax.bench.chaos.faults import KINDS, schedule
+from paravt_jax.bench.chaos.faults import KINDS, SERVICE_KINDS, schedule
+from paravt_jax.bench.chaos.recorder import Recorder
 from paravt_jax.bench.chaos.replay import replay
+from paravt_jax.bench.chaos.service import DEADLINE_S, LATE_S, Request, judged
+from paravt_jax.bench.chaos.stage import Exit, TrainerStage
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
@@ -55,7 +61,7 @@ ACCOUNT = [
     "pack.row_tokens=2048",
     "loss.behavior_correction=none",
 ]
-SEED, MINUTES = 198_130, 0.19  # a slow server, a decoder without memory, a killed trainer, in eleven seconds
+SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos, a killed trainer, in eleven seconds
 
 
 def test_without_a_clone_nothing_is_started(tmp_path, monkeypatch):
@@ -67,8 +73,11 @@ def test_without_a_clone_nothing_is_started(tmp_path, monkeypatch):
 
 def test_a_seed_gives_the_same_faults_and_many_give_all():
     assert schedule(3, 600.0) == schedule(3, 600.0) != schedule(4, 600.0)
-    happen = {(fault.kind, fault.role) for seed in range(9) for fault in schedule(seed, 600.0)}
-    assert happen == {(kind, role) for _, kind, role, _ in KINDS}
+    for kinds in (KINDS, SERVICE_KINDS):
+        faults = {(fault.kind, fault.role) for seed in range(9) for fault in schedule(seed, 900.0, kinds)}
+        assert faults == {(kind, role) for _, kind, role, _ in kinds}
+    mixed = {(stage.num_hosts_of(seed), seed % 2, seed % 3 == 2) for seed in range(10)}
+    assert {(2, 1, False), (2, 0, True), (1, 0, False), (1, 1, False), (1, 0, True), (1, 1, True)} <= mixed
 
 
 def test_what_the_killed_leave_in_memory_is_told_from_what_others_use():
@@ -95,7 +104,7 @@ class Holding:
         self.keep()
         await asyncio.sleep(0.01)
 
-    def families(self, role):
+    def targets(self, role):
         return [[os.getpid()]]
 
 
@@ -109,8 +118,8 @@ def test_what_a_trainer_does_not_close_is_noticed(many, found):
             else:
                 kept.enter_context(Path(os.devnull).open())
 
-        assert asyncio.run(recovers(Holding(keep_one))) == []
-        (problem,) = asyncio.run(recovers(Holding(lambda: [keep_one() for _ in range(many)])))
+        assert asyncio.run(recovery_problems(Holding(keep_one))) == []
+        (problem,) = asyncio.run(recovery_problems(Holding(lambda: [keep_one() for _ in range(many)])))
         assert f"{found} during a step" in problem
 
 
@@ -139,7 +148,7 @@ def step(tiny_hf):
 
 def test_an_update_of_every_episode_once_is_accounted_for(step):
     groups, lines, update, chat = step
-    assert unaccounted(1, lines, update.parts(groups), chat.visual_ids, subagents=True) == []
+    assert accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True) == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_an_update_of_every_episode_once_is_accounted_for(step):
     [
         (lambda dialogues: dialogues[:-1], "used 0 times"),
         (lambda dialogues: [*dialogues, replace(dialogues[1])], "used 2 times"),
-        (lambda dialogues: [*dialogues[:-1], replace(dialogues[-1], ids=dialogues[-1].ids + 1)], "does not have"),
+        (lambda dialogues: [*dialogues[:-1], replace(dialogues[-1], ids=dialogues[-1].ids + 1)], "is not in the log"),
     ],
     ids=["left out", "learnt twice", "other tokens"],
 )
@@ -156,7 +165,8 @@ def test_an_episode_left_out_or_learnt_twice_is_noticed(sabotage, found, step, m
     made = PolicyUpdate._dialogues
     monkeypatch.setattr(PolicyUpdate, "_dialogues", lambda self, groups: sabotage(made(self, groups)))
     assert any(
-        found in problem for problem in unaccounted(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
+        found in problem
+        for problem in accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
     )
 
 
@@ -179,9 +189,134 @@ def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatc
     assert found.startswith("step 3: ")
 
 
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        (Exit(137, ""), None),
+        (Exit(0, ""), None),
+        (Exit(1, "error: no server is left"), None),
+        (Exit(134, "", follows=True), None),
+        (Exit(134, ""), "the trainer ended with 134: no error message"),
+        (Exit(1, "error: KeyError: not expected"), "the trainer ended with 1: error: KeyError"),
+        (Exit(2, "", follows=False), "the trainer ended with 2"),
+    ],
+)
+def test_an_end_without_a_fault_or_a_message_is_noticed(host, problem):
+    problems = unexplained("trainer", [host], Counter())
+    assert problems == [] if problem is None else problems[0].startswith(problem)
+    assert unexplained("trainer", [host], Counter({"no memory trainer": 1})) == []
+
+
+def hosts_ending(tmp_path, monkeypatch, first, second, steps):
+    """Two hosts that are shell scripts; `steps` are logged before the first one ends."""
+    monkeypatch.setattr(stage, "LAST_HOST_S", 0.5)
+
+    async def body():
+        two = TrainerStage(tmp_path, [], 2)
+        two.run_dir.mkdir()
+        run = [two.run(["/bin/sh", "-c", script], stderr=asyncio.subprocess.PIPE) for script in (first, second)]
+        two._hosts = [await host for host in run]
+        (two.run_dir / "metrics.jsonl").write_text("{}\n" * steps)
+        await two._all_hosts_end(0)
+        assert two.survivors() == []
+        return two
+
+    return asyncio.run(body())
+
+
+def test_hosts_that_end_together_are_no_violation(tmp_path, monkeypatch):
+    ended = hosts_ending(tmp_path, monkeypatch, "echo 'error: lost' >&2; exit 1", "sleep 0.2; exit 134", 1)
+    assert ended.violations == []
+    assert ended.exits == [Exit(1, "error: lost", follows=False), Exit(134, "", follows=True)]
+
+
+@pytest.mark.parametrize(("steps", "problems"), [(1, ["host 1 ran 0.5 s longer than another one"]), (0, [])])
+def test_a_host_that_outlives_another_is_killed_and_noticed_once_they_trained(steps, problems, tmp_path, monkeypatch):
+    assert hosts_ending(tmp_path, monkeypatch, "exit 1", "sleep 60", steps).violations == problems
+
+
+def answer(text):
+    return json.dumps({"choices": [{"message": {"reasoning_content": text, "content": ""}}]})
+
+
+OWN = ["<think>another turn", "blue, because the wall is blue"]
+REQUEST = Request("Question 3?", 0.0, 2.0, 200, answer(f"Look at it. {OWN[1]}"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "roles", "outcome", "problem"),
+    [
+        (REQUEST, set(), "answered", ""),
+        (REQUEST._replace(body=answer("red, as in another question")), set(), "answered", "no server sampled for it"),
+        (REQUEST._replace(body="{}"), set(), "answered", "is not an answer"),
+        (REQUEST._replace(status=429), set(), "busy", ""),
+        (REQUEST._replace(status=503), {"server"}, "unavailable", ""),
+        (REQUEST._replace(status=400), {"videos"}, "no video", ""),
+        (REQUEST._replace(status=400), {"server"}, "400", "had the response 400"),
+        (REQUEST._replace(status=500), {"server"}, "500", "had the response 500"),
+        (REQUEST._replace(status=0), {"service"}, "connection lost", ""),
+        (REQUEST._replace(status=0), {"server"}, "connection lost", "the service did not end"),
+        (REQUEST._replace(end_s=DEADLINE_S + LATE_S + 1), {"service"}, "late", "no response after 86 s"),
+    ],
+)
+def test_a_request_without_its_answer_or_a_clear_error_is_noticed(request_, roles, outcome, problem):
+    found, told = judged(request_, OWN, roles)
+    assert found == outcome and (problem in told if problem else told == "")
+
+
+class Backend:
+    """An SGLang server as far as weights are concerned."""
+
+    def __init__(self):
+        self.loads = []
+
+    async def load(self, request):
+        body = await request.json()
+        content = (Path(body["model_path"]) / "weights").read_text()
+        self.loads.append((content, body["weight_version"]))
+        return web.json_response({"success": True})
+
+
+def test_a_roll_back_loads_the_previous_weights_under_their_own_label_or_a_false_one(tmp_path):
+    backend, new = Backend(), tmp_path / "new"
+    new.mkdir()
+
+    async def body():
+        app = web.Application()
+        app.router.add_post("/update_weights_from_disk", backend.load)
+        async with TestServer(app) as server, ClientSession() as client:
+            recorder = Recorder(lambda sent, answer: None, tmp_path / "kept")
+            recorder.server_url = str(server.make_url("")).rstrip("/")
+            await recorder.start()
+
+            async def publish(content, version):
+                (new / "weights").write_text(content)
+                load = {"model_path": str(new), "weight_version": f"run/{version}"}
+                (await client.post(f"{recorder.url}/update_weights_from_disk", json=load)).raise_for_status()
+
+            try:
+                await publish("1", 1)
+                assert not await recorder.roll_back()
+                for version in (2, 3):
+                    await publish(str(version), version)
+                await publish("2 again", 2)  # the trainer restarted from a checkpoint
+                await publish("3 again", 3)
+                assert await recorder.roll_back() and await recorder.roll_back(claim_current=True)
+                for version in range(4, 12):
+                    await publish(str(version), version)
+                assert await recorder.roll_back()
+            finally:
+                await recorder.close()
+
+    asyncio.run(body())
+    rolled_back = [backend.loads[5], backend.loads[6], backend.loads[-1]]
+    assert rolled_back == [("2 again", "run/2"), ("2 again", "run/3"), ("10", "run/10")]
+    assert len(list((tmp_path / "kept").iterdir())) == 5
+
+
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory):
-    """A run that went through it, and what was found."""
+    """A run under faults, and its result."""
     out = tmp_path_factory.mktemp("chaos") / "out"
     result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, out=out))
     return out, result
@@ -189,7 +324,7 @@ def survived(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_amid_failures_loses_doubles_and_leaves_nothing(survived):
+def test_a_run_under_faults_loses_nothing_doubles_nothing_and_leaves_nothing(survived):
     _, result = survived
     assert result["violations"] == [], chaos.table(result)
     assert sum(result["faults"].values()) >= 2 and result["steps"] >= 3
