@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
 # Fresh machine -> the test suite: setup, lint, types, tests.
-#   bash scripts/test.sh [quick] [model|rollout|train|ahead] [pytest arguments…]
-# "quick" leaves out the tests marked slow, and with them the SGLang sidecar; a part's name leaves out the other parts:
-# model is model_port, rollout is rollout, train is paravt_jax. "ahead" installs the compilers of GPUs and TPUs, and runs
-# what skips without: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
+#   bash scripts/test.sh [quick|nightly] [model|rollout|train|ahead] [pytest arguments…]
+# "quick" skips the tests marked slow, and the SGLang sidecar; "nightly" also runs the longest tests: faults on real
+# servers, kernels, the GPU check on a CPU, several hosts. A part's name skips the other parts: model is model_port,
+# rollout is rollout, train is paravt_jax. "ahead" installs the compilers of GPUs and TPUs, and runs the tests that are
+# skipped without them: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu" tests=() compilers=
+select="not gpu and not nightly" sidecar=yes tests=() compilers=
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow" ;;
+    quick) select="not gpu and not slow" sidecar= ;;
+    nightly) select="not gpu" ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
     train) tests+=(tests/paravt_jax) ;;
-    ahead) compilers=yes tests+=(tests/paravt_jax/plan tests/paravt_jax/bench/test_mesh.py) ;;
-    -h | --help) sed -n '2,7s/^# //p' scripts/test.sh; exit 0 ;;
+    ahead) compilers=yes sidecar= tests+=(tests/paravt_jax/plan tests/paravt_jax/bench/test_mesh.py) ;;
+    -h | --help) sed -n '2,8s/^# //p' scripts/test.sh; exit 0 ;;
     *) break ;;
   esac
   shift
 done
 # Side by side, and types are checked meanwhile: installing is half waiting and half unpacking.
-sidecar=
-if [ "$select$compilers" = "not gpu" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
+if [ -n "$sidecar" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
 trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
 [ -z "$compilers" ] || .venv/bin/python -m pip install --quiet --no-compile --editable ".[dev,aot-gpu,aot-tpu]"

@@ -33,7 +33,7 @@ END_CHARS, SHOWN_CHARS = 12, 200
 REFUSALS = {429: "busy", 503: "unavailable", 504: "deadline"}
 
 
-class Request(NamedTuple):
+class ClientRequest(NamedTuple):
     """One request and its response."""
 
     question: str
@@ -136,7 +136,7 @@ class ServiceStage(Stage):
                     await self._judge(request, num_exits)
                 await asyncio.sleep(PAUSE_S)
 
-    async def _judge(self, request: Request, num_exits: int) -> None:
+    async def _judge(self, request: ClientRequest, num_exits: int) -> None:
         if request.status == 0:
             give_up_s = time.monotonic() + RESTART_S
             while len(self.exits) == num_exits and time.monotonic() < give_up_s and not self._closing:
@@ -158,7 +158,7 @@ def question_in(text: str) -> str:
     return match.group() if match else ""
 
 
-def judged(request: Request, samples: Sequence[str], disturbed: Set[str]) -> tuple[str, str]:
+def judged(request: ClientRequest, samples: Sequence[str], disturbed: Set[str]) -> tuple[str, str]:
     """The outcome of a request, and the problem if a service must not respond like this.
 
     `samples` are the texts that servers sampled for its question, `disturbed` the roles with a fault or an end during
@@ -182,7 +182,7 @@ def judged(request: Request, samples: Sequence[str], disturbed: Set[str]) -> tup
             return str(status), f"{request.question} had the response {status}: {request.body[:SHOWN_CHARS]}"
 
 
-def _problem_of_answer(request: Request, samples: Sequence[str]) -> str:
+def _problem_of_answer(request: ClientRequest, samples: Sequence[str]) -> str:
     try:
         (choice,) = json.loads(request.body)["choices"]
         text = choice["message"]["reasoning_content"]
@@ -195,9 +195,9 @@ def _problem_of_answer(request: Request, samples: Sequence[str]) -> str:
     return ""
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], question: str) -> Request:
+async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], question: str) -> ClientRequest:
     begin_s, status, text = time.monotonic(), 0, ""
     with suppress(aiohttp.ClientError, OSError):
         async with asyncio.timeout(DEADLINE_S + LATE_S), session.post(url, json=body) as response:
             text, status = await response.text(), response.status
-    return Request(question, begin_s, time.monotonic(), status, text)
+    return ClientRequest(question, begin_s, time.monotonic(), status, text)

@@ -29,7 +29,7 @@ from paravt_jax.bench.chaos.checks import problems_of
 from paravt_jax.bench.chaos.faults import KINDS, SERVICE_KINDS, schedule
 from paravt_jax.bench.chaos.recorder import Recorder
 from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.service import DEADLINE_S, LATE_S, Request, judged
+from paravt_jax.bench.chaos.service import DEADLINE_S, LATE_S, ClientRequest, judged
 from paravt_jax.bench.chaos.stage import Exit, TrainerStage
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
@@ -240,7 +240,7 @@ def answer(text):
 
 
 OWN = ["<think>another turn", "blue, because the wall is blue"]
-REQUEST = Request("Question 3?", 0.0, 2.0, 200, answer(f"Look at it. {OWN[1]}"))
+REQUEST = ClientRequest("Question 3?", 0.0, 2.0, 200, answer(f"Look at it. {OWN[1]}"))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,30 @@ def test_a_roll_back_loads_the_previous_weights_under_their_own_label_or_a_false
     rolled_back = [backend.loads[5], backend.loads[6], backend.loads[-1]]
     assert rolled_back == [("2 again", "run/2"), ("2 again", "run/3"), ("10", "run/10")]
     assert len(list((tmp_path / "kept").iterdir())) == 5
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_servers_with_older_weights_under_the_current_label_are_noticed(tmp_path):
+    """The trainer cannot see it; the KL of the step can."""
+    settings = stage.settings_of(0)
+
+    async def body():
+        both = TrainerStage(tmp_path, settings)
+        try:
+            await both.start(0)
+            await both.steps_more(2)
+            for number in range(stage.NUM_SERVERS):
+                assert await both.roll_back(number, claim_current=True)
+            await both.steps_more(2)
+            await both.finish()
+        finally:
+            await both.close()
+        return problems_of(both.run_dir, load_config(CONFIG, *SETTINGS, *both.settings).train)
+
+    problems = asyncio.run(body())
+    assert problems and all("differ from it by a KL of" in problem for problem in problems)
 
 
 @pytest.fixture(scope="module")
