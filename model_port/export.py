@@ -32,13 +32,12 @@ from model_port.adapters import (
     write_adapter,
 )
 from model_port.bucket import is_address
-from model_port.card import CURVE_FILE, curve_of, make_card
+from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
 from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import ModelConfig, config_from_hf, read_hf_config
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
 from model_port.download import local_directory
-from model_port.evaluated import read_cells
 from model_port.hf_files import (
     CARD_FILE,
     CONFIG_FILE,

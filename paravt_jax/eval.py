@@ -15,7 +15,7 @@ import re
 import sys
 
 from model_port.cli import run_cli
-from model_port.evaluated import RESULTS_FILE
+from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig
 from paravt_jax.evaluation.results import Cell, OfShards, cell_table, refusal, score_table
 from paravt_jax.run.command import config_parser, read_config

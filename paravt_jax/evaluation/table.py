@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 
 from model_port.cli import add_debug_flag, prog_of
-from model_port.evaluated import RESULTS_FILE
+from model_port.layout import RESULTS_FILE
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
 from paravt_jax.rewards.official import OFFICIAL, STRICT

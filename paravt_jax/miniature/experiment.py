@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_port.evaluated import RESULTS_FILE
-from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
+from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE, RESULTS_FILE
 from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.miniature.traces import Mixture, rows_of

@@ -81,12 +81,10 @@ class FakeHub(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, folder: Path, part_bytes: int | None = None):
-        """`part_bytes`: objects above it are uploaded in parts of this size."""
+    def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.folder = folder
-        self.part_bytes = part_bytes
         scope = [{"entity": {"type": "org", "name": "guest-lab"}, "permissions": ["repo.write"]}]
         self.accounts = {
             WRITE_TOKEN: account("write"),
@@ -95,7 +93,6 @@ class FakeHub(ThreadingHTTPServer):
         }
         self.repos: dict[str, Repo] = {}
         self.requests: list[str] = []  # "METHOD /path", in order of arrival
-        self.bodies: dict[str, Any] = {}  # the last JSON body per request
         self.faults: list[Fault] = []
         self.bugs: list[str] = []  # exceptions of the fake itself
         self.closing = threading.Event()
@@ -158,9 +155,9 @@ class FakeHub(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve_hub(folder: Path, part_bytes: int | None = None) -> Iterator[FakeHub]:
+def serve_hub(folder: Path) -> Iterator[FakeHub]:
     folder.mkdir(parents=True, exist_ok=True)
-    hub = FakeHub(folder, part_bytes)
+    hub = FakeHub(folder)
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -261,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def create_repo(self, body: bytes) -> None:
-        asked = self.keep_json(body)
+        asked = json.loads(body)
         repo_id = f"{asked.get('organization') or self.user()['name']}/{asked['name']}"
         if not self.may_write(repo_id):
             raise Refusal(403, f"You don't have the rights to create a model under the namespace {repo_id}")
@@ -312,7 +309,7 @@ class Handler(BaseHTTPRequestHandler):
         files = repo.commits[repo.resolve(revision)]
         ignored = self.hub.content(files[".gitignore"]).decode().split() if ".gitignore" in files else []
         answers = []
-        for asked in self.keep_json(body)["files"]:
+        for asked in json.loads(body)["files"]:
             path, file = asked["path"], files.get(asked["path"])
             is_lfs = path.endswith(".safetensors") or asked["size"] > MAX_REGULAR_BYTES
             answer = {"path": path, "uploadMode": "lfs" if is_lfs else "regular"}
@@ -324,21 +321,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def lfs_batch(self, body: bytes, repo_id: str) -> None:
         repo = self.repo(repo_id, write=True)
-        objects = [
-            {**asked, "actions": self.lfs_actions(repo_id, **asked)} if asked["oid"] not in repo.lfs else asked
-            for asked in self.keep_json(body)["objects"]
-        ]
-        self.reply({"transfer": "multipart" if self.hub.part_bytes else "basic", "objects": objects})
-
-    def lfs_actions(self, repo_id: str, oid: str, size: int) -> dict[str, Any]:
-        url, part_bytes = self.hub.url, self.hub.part_bytes
-        verify = {"href": f"{url}/lfs/verify/{repo_id}"}
-        if part_bytes is None or size <= part_bytes:
-            return {"upload": {"href": f"{url}/lfs/object/{repo_id}/{oid}"}, "verify": verify}
-        num_parts = -(-size // part_bytes)
-        parts = {f"{n:05d}": f"{url}/lfs/part/{oid}/{n}" for n in range(1, num_parts + 1)}
-        header = {"chunk_size": str(part_bytes), **parts}
-        return {"upload": {"href": f"{url}/lfs/complete/{repo_id}/{oid}", "header": header}, "verify": verify}
+        objects = json.loads(body)["objects"]
+        for missing in (item for item in objects if item["oid"] not in repo.lfs):
+            upload = {"href": f"{self.hub.url}/lfs/object/{repo_id}/{missing['oid']}"}
+            missing["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.url}/lfs/verify/{repo_id}"}}
+        self.reply({"transfer": "basic", "objects": objects})
 
     def put_object(self, body: bytes, repo_id: str, oid: str) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
@@ -347,17 +334,8 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.repos[repo_id].lfs.add(oid)
         self.reply({})
 
-    def put_part(self, body: bytes, oid: str, number: str) -> None:
-        (self.hub.folder / f"{oid}.{number}").write_bytes(body)
-        self.reply({}, headers={"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-
-    def complete_parts(self, body: bytes, repo_id: str, oid: str) -> None:
-        numbers = [part["partNumber"] for part in self.keep_json(body)["parts"]]
-        whole = b"".join((self.hub.folder / f"{oid}.{number}").read_bytes() for number in numbers)
-        self.put_object(whole, repo_id, oid)
-
     def verify_object(self, body: bytes, repo_id: str) -> None:
-        asked = self.keep_json(body)
+        asked = json.loads(body)
         if asked["oid"] not in self.repo(repo_id, write=True).lfs:
             raise Refusal(404, f"object {asked['oid']} was not uploaded")
         self.reply({})
@@ -380,11 +358,6 @@ class Handler(BaseHTTPRequestHandler):
         oid = repo.commit(revision, files)
         self.reply({"success": True, "commitOid": oid, "commitUrl": f"{self.repo_url(repo_id)}/commit/{oid}"})
 
-    def keep_json(self, body: bytes) -> dict[str, Any]:
-        asked: dict[str, Any] = json.loads(body)
-        self.hub.bodies[f"{self.command} {unquote(self.path)}"] = asked
-        return asked
-
     def repo_url(self, repo_id: str) -> str:
         return f"{self.hub.url}/{repo_id}"
 
@@ -405,8 +378,6 @@ ROUTES = [
     ("POST", f"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
     ("PUT", f"/lfs/object/{REPO}/{OID}", "put_object"),
-    ("PUT", f"/lfs/part/{OID}/(?P<number>[0-9]+)", "put_part"),
-    ("POST", f"/lfs/complete/{REPO}/{OID}", "complete_parts"),
     ("POST", f"/lfs/verify/{REPO}", "verify_object"),
     ("GET HEAD", f"(?:/datasets)?/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
 ]

@@ -5,8 +5,7 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from model_port.card import CURVE_FILE, curve_of, make_card
-from model_port.evaluated import read_cells
+from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
 
 BASE = "Qwen/Qwen3-VL-8B-Instruct"
 RL = {
@@ -49,7 +48,7 @@ def test_it_names_no_path_of_the_machine(trained):
 def test_a_cold_start_is_called_one(trained):
     settings = {**RL, "sft": {"num_steps": 500}}
     (trained.parents[1] / "config.json").write_text(json.dumps({"config": settings}))
-    assert "Imitation of traces" in make_card(trained, "x", None, "float32", has_recipe=False)
+    assert "Supervised fine-tuning on traces" in make_card(trained, "x", None, "float32", has_recipe=False)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 7}'])
@@ -90,19 +89,19 @@ def test_it_tells_what_an_evaluation_scored_and_the_certificate_without_a_path(t
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
     assert "| lvbench | parallel | 64 | ours | 39.8 | 37.0 to 42.5 | 39.8 | 1549 of 1549 |" in card
     assert "| own data | parallel |" in card and "lmms-lab/LVBench at abc (sha256 dddddddddddd)" in card
-    assert "asked as `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
+    assert "mode `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
 
 
 def test_a_refused_headline_is_told_as_one(trained, tmp_path):
     cells = read_cells(evaluated(tmp_path / "eval", refused="12 of 1549 samples: 12 rows"), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
-    assert "No headline for lvbench: 12 of 1549 samples: 12 rows." in card
+    assert "No headline score for lvbench: 12 of 1549 samples: 12 rows." in card
 
 
 def test_an_evaluation_of_another_model_or_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="evaluated 54, and other is exported; give an evaluation of that"):
+    with pytest.raises(ValueError, match="evaluated 54, but you export other; give an evaluation of that model"):
         read_cells(evaluated(tmp_path / "eval"), ["other"])
-    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of an evaluation"):
+    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of a finished evaluation"):
         read_cells(tmp_path, ["54"])
 
 

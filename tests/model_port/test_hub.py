@@ -104,42 +104,22 @@ def message(error: type[Exception], call: Callable[[], object]) -> str:
 # What arrives
 
 
-@pytest.mark.parametrize("part_bytes", [None, 1013])
-def test_download_after_a_push_is_the_same_bytes(tmp_path: Path, model: Path, part_bytes: int | None):
-    with serve_hub(tmp_path / "hub", part_bytes) as hub:
-        url = push(hub, model)
-        assert url.startswith(f"{hub.url}/{REPO}/commit/")
-        revision = url.rsplit("/", 1)[1]
-        got, cache = tmp_path / "got", tmp_path / "cache"
-        huggingface_hub.snapshot_download(REPO, revision=revision, local_dir=got, endpoint=hub.url, token=WRITE_TOKEN)
-        assert contents(got) == {**contents(model), ".gitattributes": b""}
-        one = huggingface_hub.hf_hub_download(REPO, SHARDS[1], cache_dir=cache, endpoint=hub.url, token=WRITE_TOKEN)
-        assert Path(one).read_bytes() == (model / SHARDS[1]).read_bytes()
-        num_parts = sum(-(-(model / shard).stat().st_size // (part_bytes or 10**6)) for shard in SHARDS)
-        assert hub.count(PUT) == num_parts
-
-
-def test_only_weights_are_stored_as_lfs(hub: FakeHub, model: Path):
-    push(hub, model)
+def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path: Path, hub: FakeHub, model: Path):
+    url = push(hub, model, commit_message="Step 40")
+    assert url.startswith(f"{hub.url}/{REPO}/commit/")
+    got, revision = tmp_path / "got", url.rsplit("/", 1)[1]
+    huggingface_hub.snapshot_download(REPO, revision=revision, local_dir=got, endpoint=hub.url, token=WRITE_TOKEN)
+    assert contents(got) == {**contents(model), ".gitattributes": b""}
     assert {path for path, file in hub.files(REPO).items() if file.is_lfs} == set(SHARDS)
-
-
-def test_everything_becomes_visible_in_one_commit(hub: FakeHub, model: Path):
-    push(hub, model, commit_message="Step 40")
     assert hub.count("POST .*/commit/") == 1
-    assert len(hub.repos[REPO].commits) == 2  # the second is the one that made the repository
+    assert len(hub.repos[REPO].commits) == 2  # the first created the repository
 
 
-def test_second_push_transfers_nothing(hub: FakeHub, model: Path):
+def test_a_second_push_sends_only_what_changed(hub: FakeHub, model: Path):
     first = push(hub, model)
     hub.requests.clear()
     assert push(hub, model) == first
     assert hub.count(PUT) == hub.count("POST .*/commit/") == 0
-
-
-def test_push_of_one_changed_shard_transfers_one_shard(hub: FakeHub, model: Path):
-    push(hub, model)
-    hub.requests.clear()
     save_file({"w1": np.zeros(1013, np.float32)}, model / SHARDS[1])
     push(hub, model)
     assert hub.count(PUT) == 1
@@ -195,16 +175,14 @@ def test_files_that_the_repository_ignores_are_not_lost_silently(hub: FakeHub, m
 
 
 @pytest.mark.parametrize("action", [500, 403, "close", "corrupt"])
-def test_failure_half_way_says_so_and_a_second_push_sends_only_the_rest(
+def test_after_a_failed_push_a_second_one_sends_only_the_rest(
     hub: FakeHub, model: Path, waits_s: list[float], action: Action
 ):
     hub.fail(PUT, action, num_good=1)
     text = message(RuntimeError, lambda: push(hub, model))
-    assert REPO in text and f"uploading {SHARDS[1]}" in text
-    assert "1 of 7 files (16.2kB of 36.7kB)" in text and "same command again" in text
-    assert set(hub.files(REPO)) == {".gitattributes"}
-    num_tries = {500: 6, "close": 6}.get(action, 1)  # what a retry cannot mend is not retried
-    assert hub.count(PUT) == 1 + num_tries and len(waits_s) == num_tries - 1 and sum(waits_s) < 30
+    assert REPO in text and "run the same command again" in text
+    assert set(hub.files(REPO)) == {".gitattributes"} and len(hub.repos[REPO].lfs) == 1
+    assert bool(waits_s) == (action in (500, "close"))  # a retry does not help the others
 
     hub.faults.clear()
     hub.requests.clear()
@@ -225,8 +203,7 @@ def test_passing_trouble_is_waited_out(hub: FakeHub, model: Path, waits_s: list[
 @pytest.mark.parametrize("action", [504, "lose-answer"])
 def test_failed_commit_costs_no_second_upload_and_is_never_made_twice(hub: FakeHub, model: Path, action: Action):
     hub.fail(r"POST .*/commit/", action, num_bad=1)
-    text = message(RuntimeError, lambda: push(hub, model))
-    assert "committing" in text and "7 of 7 files" in text
+    assert "run the same command again" in message(RuntimeError, lambda: push(hub, model))
     hub.requests.clear()
     push(hub, model)
     assert hub.count(PUT) == 0 and set(SHARDS) <= set(hub.files(REPO))
@@ -234,20 +211,13 @@ def test_failed_commit_costs_no_second_upload_and_is_never_made_twice(hub: FakeH
 
 
 @pytest.mark.parametrize(
-    ("request_", "stage"),
-    [
-        (r"POST /api/repos/create", "creating the repository"),
-        (r"POST .*/preupload/", f"uploading {SHARDS[2]}"),
-        (PUT, f"uploading {SHARDS[2]}"),
-        (r"GET .*/tree/", "committing"),
-        (r"POST .*/commit/", "committing"),
-    ],
+    "request_", [r"POST /api/repos/create", r"POST .*/preupload/", PUT, r"GET .*/tree/", r"POST .*/commit/"]
 )
-def test_hanging_hub_ends_by_a_deadline(hub: FakeHub, model: Path, waits_s: list[float], request_: str, stage: str):
+def test_a_hanging_hub_ends_a_push_by_a_deadline(hub: FakeHub, model: Path, waits_s: list[float], request_: str):
     hub.fail(request_, "hang")
     start_s = time.monotonic()
-    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.5))  # which all others must meet
-    assert "Timeout" in text and stage in text
+    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.5))  # the other requests meet it
+    assert "Timeout" in text
     assert time.monotonic() - start_s < 10
 
 

@@ -10,7 +10,7 @@ from training import ROOT
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, new_adapter, write_adapter
 from model_port.config import LoraConfig
-from model_port.evaluated import RESULTS_FILE
+from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import cell_table

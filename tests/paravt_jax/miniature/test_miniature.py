@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model_port.evaluated import RESULTS_FILE
+from model_port.layout import RESULTS_FILE
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
 from paravt_jax.miniature.__main__ import arms_of
