@@ -169,10 +169,8 @@ def pack_text(
     return TextBatch(tokens, positions, segment_ids, branch_ids, visual_index)
 
 
-def pack_vision(
-    frames: Sequence[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
-) -> tuple[VisionBatch, list[int]]:
-    """Lays frames into rows of `row_patches`, first fit; also gives each frame's first row in the visual table."""
+def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:
+    """The numbers of the frames in each row of patches, first fit."""
     rows: list[list[int]] = []
     used: list[int] = []
     for number, frame in enumerate(frames):
@@ -185,6 +183,14 @@ def pack_vision(
             used.append(0)
         rows[row].append(number)
         used[row] += size
+    return rows
+
+
+def pack_vision(
+    frames: Sequence[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
+) -> tuple[VisionBatch, list[int]]:
+    """Lays frames into rows of `row_patches`; also gives each frame's first row in the visual table."""
+    rows = frame_rows(frames, row_patches)
     num_rows = max(len(rows), 1) if num_rows is None else num_rows
     if len(rows) > num_rows:
         raise ValueError(f"{len(frames)} frames need {len(rows)} rows of {row_patches} patches, there are {num_rows}")

@@ -114,9 +114,9 @@ def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch
     if isinstance(config, SftConfig):
         learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)
         return
-    known = [learner.known(one) for one in batches] if update_of(config).scores_before else None
+    old = [learner.old_log_probs(one) for one in batches] if update_of(config).scores_before else None
     parts = []
     for first in range(step.num_updates):
-        before = None if known is None else known[first :: step.num_updates]
+        before = None if old is None else old[first :: step.num_updates]
         parts.append(StepPart(batches[first :: step.num_updates], StepCounts(1.0, 1.0, 1.0), before))
     learner.update(parts, len(batch.text.tokens))

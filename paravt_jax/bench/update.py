@@ -159,7 +159,7 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Calla
 
     import model_port
     from paravt_jax.learner.learner import Learner, StepPart
-    from paravt_jax.learner.packing import Shape, pack
+    from paravt_jax.learner.packing import PackShape, pack
     from paravt_jax.learner.settings import LossConfig, OptimConfig
     from paravt_jax.learner.variants import StepCounts
 
@@ -171,9 +171,9 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Calla
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]
     row_patches = max(len(frame.patches) for frame in group.frames)
     if way == "branches":
-        shape = Shape(1, len(group.prompt) + sum(own_tokens), row_patches)
+        shape = PackShape(1, len(group.prompt) + sum(own_tokens), row_patches)
     else:
-        shape = Shape(len(dialogues), max(own_tokens), row_patches)
+        shape = PackShape(len(dialogues), max(own_tokens), row_patches)
 
     def update() -> dict[str, float]:
         batches = pack(dialogues, frames, group.config, shape)

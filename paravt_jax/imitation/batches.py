@@ -17,7 +17,7 @@ from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.data.visits import Visit, Visits
 from paravt_jax.imitation.ledgers import Rendered, TraceRenderer
-from paravt_jax.learner.packing import Dialogue, Shape, TrainBatch, pack
+from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
@@ -170,7 +170,7 @@ class TraceBatches:
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._video.max_pixels // self._contract.patch_px**2
-        shape = Shape(
+        shape = PackShape(
             settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling, self._num_row_parts
         )
         return pack(dialogues, frames, self._model, shape)

@@ -129,14 +129,14 @@ def group_advantages(
 
 
 def with_kl_penalty(
-    advantage: Float[np.ndarray, " n"], sampled_mask: Bool[np.ndarray, " n"], kl_penalty: float, unit: float
-) -> Float[np.ndarray, " n"]:
-    """The advantages of an episode whose reward is less by its KL, with its group's mean and std as they were.
+    advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], penalty: Float[np.ndarray, "*t"] | float
+) -> Float[np.ndarray, "*t"]:
+    """Advantages after a KL penalty on the reward; `penalty` is in units of advantage (`GroupAdvantages.unit`).
 
-    The KL of every episode is another, so a std of penalised rewards would blow up a KL of 1e-4 to an advantage of 1
-    where the rewards themselves are equal.
+    The group's mean and std do not change: a std of penalized rewards would turn a KL of 1e-4 into an advantage of 1
+    if the rewards themselves are equal.
     """
-    return np.where(sampled_mask, advantage - np.float32(kl_penalty * unit), 0.0).astype(np.float32)
+    return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
 
 
 def token_advantages(

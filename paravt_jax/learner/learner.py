@@ -25,14 +25,15 @@ from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_me
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import kl_penalties, ratio_quantile
+from paravt_jax.learner.losses import LossCoefs, LossSpec, kl_penalties, ratio_quantile
 from paravt_jax.learner.objectives import (
-    Known,
     Objective,
-    PolicyNumbers,
+    OldLogProbs,
+    PolicyInputs,
     PolicyObjective,
     PolicySums,
     imitation,
+    sampled_tokens,
     variant_of,
 )
 from paravt_jax.learner.optim import numbers_at, optimizer
@@ -47,15 +48,15 @@ DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # as jax calls them
 
 @dataclass(frozen=True, eq=False)
 class StepPart:
-    """What one step of the optimizer learns from; without batches it is a version with the same weights.
+    """The data of one optimizer step. Without batches the step only raises the policy version.
 
-    `known` are the log-probs of the same batches from before, for a later part of a step or KL in the reward; without
-    them the policy's are those of the update's own pass, and the reference's are computed there.
+    `old` has the log-probs of each batch from before the step, which a later part of a step and KL in the reward need.
+    Without it, the update's own forward pass is prox, and the reference is computed in the update.
     """
 
     batches: Sequence[TrainBatch]
     counts: StepCounts
-    known: Sequence[Known] | None = None
+    old: Sequence[OldLogProbs] | None = None
 
 
 class Learner:
@@ -76,7 +77,7 @@ class Learner:
         `num_steps` are those of the whole run, for a learning rate that changes.
         """
         self.optim, self.loss, self.mesh = optim, loss, mesh
-        self._variant = variant_of(loss)
+        self._variant, self._coefs = variant_of(loss), LossCoefs.of(loss)
         self._temperature, self._num_steps = temperature, num_steps
         self._structure, trainable, frozen = nnx.split(model, trained_part(model, optim), ...)
         wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
@@ -103,24 +104,24 @@ class Learner:
 
         `num_dialogues` is the most that a part has. `geometric_mask` turns the mask of that name on for this step.
         """
-        loss = replace(self.loss, geometric_mask=self.loss.geometric_mask or geometric_mask)
-        objective = PolicyObjective(self._variant, num_dialogues if loss.needs_sequences else 0)
+        spec = LossSpec.of(self.loss, self._variant, geometric_mask=geometric_mask)
+        objective = PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
         reports = []
         for part in parts:
             if part.batches:
-                reports.append(self._update(part, objective, loss))
+                reports.append(self._update(part, objective))
             else:
                 self.skip()
         sums, norms = (list(each) for each in zip(*reports, strict=True))
         total = jax.tree.map(lambda *values: sum(values), *sums)
         return _policy_metrics(total, len(sums)) | self._optim_metrics(float(np.mean(norms)))
 
-    def _update(self, part: StepPart, objective: PolicyObjective, loss: LossConfig) -> tuple[PolicySums, float]:
-        def numbers(number: int, batch: TrainBatch, visual: Visual | None) -> PolicyNumbers:
-            before = Known(ref_logp=self._ref_logp(batch, visual)) if part.known is None else part.known[number]
-            return PolicyNumbers(loss, part.counts, before)
+    def _update(self, part: StepPart, objective: PolicyObjective) -> tuple[PolicySums, float]:
+        def inputs(number: int, batch: TrainBatch, visual: Visual | None) -> PolicyInputs:
+            old = OldLogProbs(ref_logp=self._ref_logp(batch, visual)) if part.old is None else part.old[number]
+            return PolicyInputs(self._coefs, part.counts, old)
 
-        return self._step(part.batches, objective, numbers)
+        return self._step(part.batches, objective, inputs)
 
     def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
         """One step of maximum likelihood of the scored tokens, whose number is `denominator`."""
@@ -138,39 +139,30 @@ class Learner:
             batch = placed(batch, self.mesh)
             return own_rows(self._score(self.state.params, batch, self._see(self.state.params, batch)))
 
-    def known(self, batch: TrainBatch) -> Known:
-        """The log-probs of the scored tokens before an update: the policy's, and those of the reference if there is."""
+    def old_log_probs(self, batch: TrainBatch) -> OldLogProbs:
+        """Log-probs of the scored tokens under the policy as it is now, and under the reference if there is one."""
         with on_mesh(self.mesh):
             batch = placed(batch, self.mesh)
             visual = self._see(self.state.params, batch)
-            return Known(self._score(self.state.params, batch, visual), self._ref_logp(batch, visual))
+            return OldLogProbs(self._score(self.state.params, batch, visual), self._ref_logp(batch, visual))
 
-    def kl_penalties(
-        self, batches: Sequence[TrainBatch], known: Sequence[Known], num_dialogues: int
-    ) -> Float[np.ndarray, " E"]:
-        """What KL in the reward takes from each dialogue."""
-        total = np.zeros(num_dialogues, np.float64)
+    def kl_penalties(self, part: StepPart, num_dialogues: int) -> Float[np.ndarray, " E"]:
+        """The KL penalty of each dialogue, for KL in the reward; `part.old` must be there."""
+        assert part.old is not None, "the penalty needs log-probs from before the update"
+        spec, total = LossSpec.of(self.loss, self._variant), np.zeros(num_dialogues, np.float64)
         with on_mesh(self.mesh):
-            for host_batch, before in zip(batches, known, strict=True):
-                assert before.prox_logp is not None and before.ref_logp is not None, "KL needs both sides"
+            for host_batch, old in zip(part.batches, part.old, strict=True):
+                assert old.prox_logp is not None
                 batch = placed(replace(host_batch, vision=None), self.mesh)
-                total += np.asarray(
-                    kl_penalties(
-                        self.loss,
-                        prox_logp=before.prox_logp,
-                        ref_logp=before.ref_logp,
-                        loss_mask=batch.loss_mask,
-                        sequence_ids=batch.dialogue,
-                        num_sequences=num_dialogues,
-                    )
-                )
+                tokens = sampled_tokens(old.prox_logp, old, batch, part.counts, num_dialogues)
+                total += np.asarray(kl_penalties(spec, self._coefs, tokens))
         return total
 
     def _step(
         self,
         batches: Sequence[TrainBatch],
         objective: Objective,
-        numbers: Callable[[int, TrainBatch, Visual | None], Any],
+        inputs: Callable[[int, TrainBatch, Visual | None], Any],
     ) -> tuple[Any, float]:
         """Gradients of all batches, then one step of the optimizer.
 
@@ -192,7 +184,7 @@ class Learner:
                     batch,
                     visual,
                     self._temperature,
-                    numbers(number, batch, visual),
+                    inputs(number, batch, visual),
                     objective=objective,
                     chunk_tokens=self.optim.head_chunk_tokens,
                 )

@@ -1,218 +1,200 @@
-"""The loss of a step over its sampled tokens, in parts that micro-batches add up.
+"""The loss of a step over its sampled tokens, computed in micro-batches that add up.
 
-    L = Σ_t share_t · (w_t · loss_t + kl_coef · KL_t),  w_t = exp(prox − behavior)
+    L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t),  w_t = exp(prox − behavior)
 
-loss_t and share_t are those of the kind of loss (variants.py); for PARA-GRPO, with N loss tokens in the step,
+The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss tokens in the step,
 
-    loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  share_t = 1 / N
+    loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
-All arrays have one entry per token, in any shape; what `loss_mask` leaves out may hold anything, NaN included. Only
-`policy_logp` is differentiated. What corrects for the sampler (w, its cap, the geometric mask) concerns the policy
-term; the KL term covers every loss token. What is capped or masked still counts in N: a step of which the correction
-takes half away moves the policy half as far, not its other half twice as far.
+The sampler correction (w, its cap, the geometric mask) applies to the policy term; the KL term covers every loss
+token. Capped and masked tokens still count in N, so a correction that removes half of a step halves its update instead
+of doubling the other half.
 """
 
 import math
-from dataclasses import fields
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from paravt_jax.learner.settings import Decision, KlEstimator, LossConfig, MismatchConfig
+from paravt_jax.learner.settings import BehaviorCorrection, Decision, KlEstimator, LossConfig, MismatchConfig
 from paravt_jax.learner.variants import (
     TANGENT_FROM,
+    Number,
     SampledTokens,
-    StepCounts,
-    TokenLoss,
     Variant,
     bounded_exp,
-    kept,
+    masked,
     segment_sums,
 )
 
-# Under jit the coefficients of a LossConfig are traced, so that no value of theirs compiles a program of its own.
-COEFFICIENTS = tuple(field.name for field in fields(LossConfig) if type(field.default) is float)
-KINDS = tuple(field.name for field in fields(LossConfig) if field.name not in (*COEFFICIENTS, "numbers"))
-TRACED = (*COEFFICIENTS, "all_numbers")
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The static part of a loss: equal specs share a compiled program."""
+
+    variant: Variant
+    behavior_correction: BehaviorCorrection
+    kl_estimator: KlEstimator
+    kl_in_loss: bool
+    geometric_mask: bool
+    needs_sequences: bool
+
+    @classmethod
+    def of(cls, config: LossConfig, variant: Variant, *, geometric_mask: bool = False) -> "LossSpec":
+        """`geometric_mask` turns that mask on whatever the config has."""
+        return cls(
+            variant,
+            config.behavior_correction,
+            config.kl_estimator,
+            kl_in_loss=config.kl_in == "loss" and config.kl_coef > 0,
+            geometric_mask=geometric_mask or config.geometric_mask,
+            needs_sequences=geometric_mask or config.needs_sequences,
+        )
 
 
-def _traced(kinds: tuple[Any, ...], coefficients: Any) -> LossConfig:
-    config = object.__new__(LossConfig)  # its checks are for numbers, and have been made
-    vars(config).update(zip((*KINDS, *TRACED), (*kinds, *coefficients), strict=True))
-    return config
+class LossCoefs(NamedTuple):
+    """The numbers of a loss. They are traced under jit, so a new value compiles nothing."""
 
+    params: Mapping[str, Number]  # the variant's keyword arguments
+    behavior_cap: Number
+    kl_coef: Number
+    geometric_low: Number
+    geometric_high: Number
 
-jax.tree_util.register_pytree_node(
-    LossConfig,
-    lambda config: ([getattr(config, name) for name in TRACED], tuple(getattr(config, name) for name in KINDS)),
-    _traced,
-)
+    @classmethod
+    def of(cls, config: LossConfig) -> "LossCoefs":
+        bounds = config.geometric_low, config.geometric_high
+        return cls(config.all_numbers, config.behavior_cap, config.kl_coef, *bounds)
 
 
 class LossSums(NamedTuple):
-    """What one call adds to the step: to its loss, which is the sum over calls, and to its counts of tokens."""
+    """Sums over the tokens of one call; the sums of all calls of a step add up to the step's."""
 
     loss: Float[Array, ""]
-    policy: Float[Array, ""]  # of it, without the KL term
-    kl_ref: Float[Array, ""]  # a sum over tokens, always k3, so that runs compare; 0 without a reference
-    behavior_kl: Float[Array, ""]  # likewise; k3 estimate of KL(behavior‖prox)
+    policy: Float[Array, ""]  # the loss without its KL term
+    kl_ref: Float[Array, ""]  # always the k3 estimate, so that runs compare; 0 without a reference
+    behavior_kl: Float[Array, ""]  # k3 estimate of KL(behavior‖prox)
     num_tokens: Float[Array, ""]
-    num_clipped_low: Float[Array, ""]  # where the kind held a ratio that fell …
-    num_clipped_high: Float[Array, ""]  # … and one that rose
-    num_capped: Float[Array, ""]  # w above the cap: masked or truncated
+    num_clipped_low: Float[Array, ""]
+    num_clipped_high: Float[Array, ""]
+    num_capped: Float[Array, ""]  # tokens with w above the cap, masked or truncated
     num_geometric_masked: Float[Array, ""]
 
 
-def policy_loss(
-    config: LossConfig,
-    variant: Variant,
-    *,
-    policy_logp: Float[Array, "*t"],
-    prox_logp: Float[Array, "*t"],
-    behavior_logp: Float[Array, "*t"],
-    advantage: Float[Array, "*t"],
-    loss_mask: Bool[Array, "*t"],
-    counts: StepCounts,
-    ref_logp: Float[Array, "*t"] | None = None,
-    sequence_ids: Int[Array, "*t"] | None = None,
-    num_sequences: int = 0,
-) -> LossSums:
-    """What a call adds. For the first update on fresh rollouts `prox_logp` may be `policy_logp` itself.
+def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> LossSums:
+    """The loss of these tokens, and the sums to report."""
+    if spec.needs_sequences and (tokens.sequence_ids is None or tokens.num_sequences < 1):
+        raise ValueError(f"{spec.variant.__name__} needs sequence_ids and num_sequences, also for geometric_mask")
+    if spec.kl_in_loss and tokens.ref_logp is None:
+        raise ValueError("loss.kl_coef with loss.kl_in=loss needs ref_logp; set loss.kl_coef=0")
+    tokens, mask = tokens.masked(), tokens.loss_mask
+    result = spec.variant(tokens, **coefs.params)
+    correction, capped, outside = _correction(spec, coefs, tokens)
 
-    `sequence_ids` (0 … num_sequences − 1) are needed by kinds that look at sequences and by `geometric_mask`, and
-    every sequence must lie whole in one call, or splitting a step would change it. A number out of range makes the
-    loss NaN.
-    """
-    if config.needs_sequences and (sequence_ids is None or num_sequences < 1):
-        raise ValueError(
-            f"loss.kind={config.kind} with loss.geometric_mask={config.geometric_mask} needs sequence_ids and "
-            f"num_sequences"
-        )
-    known = isinstance(config.kl_coef, float)  # traced, it is the learner's, which holds a reference for every other
-    if ref_logp is None and known and config.kl_coef and config.kl_in == "loss":
-        raise ValueError(f"loss.kl_coef={config.kl_coef} with loss.kl_in=loss needs ref_logp; set loss.kl_coef=0")
-    prox, behavior, advantage = (
-        stop_gradient(kept(values, loss_mask)) for values in (prox_logp, behavior_logp, advantage)
-    )
-    ref = None if ref_logp is None else stop_gradient(kept(ref_logp, loss_mask))
-    policy = kept(policy_logp, loss_mask)
-    tokens = SampledTokens(policy, prox, behavior, ref, advantage, loss_mask, counts, sequence_ids, num_sequences)
-    found: TokenLoss = variant(tokens, **config.all_numbers)
-    weight, capped, outside = _weight(config, tokens)
+    def weighted(values: Float[Array, "*t"]) -> Float[Array, ""]:
+        return jnp.sum(masked(result.weight * values, mask))
 
-    def shared(values: Float[Array, "*t"]) -> Float[Array, ""]:
-        return jnp.sum(kept(found.share * values, loss_mask))
+    def count(counted: Bool[Array, "*t"] | None) -> Float[Array, ""]:
+        return jnp.zeros_like(loss) if counted is None else jnp.sum(counted & mask, dtype=loss.dtype)
 
-    def count(mask: Bool[Array, "*t"] | None) -> Float[Array, ""]:
-        return jnp.zeros_like(loss) if mask is None else jnp.sum(mask & loss_mask, dtype=policy.dtype)
-
-    policy_part = loss = shared(weight * found.loss)
+    policy = loss = weighted(correction * result.loss)
     kl_ref = jnp.zeros_like(loss)
-    if ref is not None:
-        kl_ref = stop_gradient(jnp.sum(k3(ref - policy)))
-        if config.kl_in == "loss":
-            loss += config.kl_coef * shared(_kl(config.kl_estimator, ref - policy))
+    if tokens.ref_logp is not None:
+        ref_minus_policy = tokens.ref_logp - tokens.policy_logp
+        kl_ref = stop_gradient(jnp.sum(k3(ref_minus_policy)))
+        if spec.kl_in_loss:
+            loss += coefs.kl_coef * weighted(_kl(spec.kl_estimator, ref_minus_policy))
     return LossSums(
         loss=loss,
-        policy=policy_part,
+        policy=policy,
         kl_ref=kl_ref,
-        behavior_kl=jnp.sum(k3(prox - behavior)),
-        num_tokens=count(loss_mask),
-        num_clipped_low=count(found.clipped_low),
-        num_clipped_high=count(found.clipped_high),
+        behavior_kl=jnp.sum(k3(tokens.prox_logp - tokens.behavior_logp)),
+        num_tokens=count(mask),
+        num_clipped_low=count(result.clipped_low),
+        num_clipped_high=count(result.clipped_high),
         num_capped=count(capped),
         num_geometric_masked=count(outside),
     )
 
 
-def _weight(
-    config: LossConfig, tokens: SampledTokens
+def _correction(
+    spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens
 ) -> tuple[Float[Array, "*t"], Bool[Array, "*t"], Bool[Array, "*t"]]:
-    """What corrects for the sampler; the tokens over the cap, and those of sequences outside the geometric bounds."""
+    """w after cap and geometric mask; the tokens above the cap, and the tokens of sequences outside the bounds."""
     log_weight, loss_mask = tokens.prox_logp - tokens.behavior_logp, tokens.loss_mask
     weight, capped, outside = bounded_exp(log_weight), jnp.zeros_like(loss_mask), jnp.zeros_like(loss_mask)
-    if config.behavior_correction == "none":
+    if spec.behavior_correction == "none":
         weight = jnp.ones_like(weight)
     else:
-        capped = weight > config.behavior_cap
-        weight = jnp.where(capped, config.behavior_cap if config.behavior_correction == "truncate" else 0.0, weight)
-    if config.geometric_mask:
+        capped = weight > coefs.behavior_cap
+        weight = jnp.where(capped, coefs.behavior_cap if spec.behavior_correction == "truncate" else 0.0, weight)
+    if spec.geometric_mask:
         mean = bounded_exp(tokens.sequence_means(log_weight))
-        outside = loss_mask & ((mean < config.geometric_low) | (mean > config.geometric_high))
+        outside = loss_mask & ((mean < coefs.geometric_low) | (mean > coefs.geometric_high))
         weight = jnp.where(jnp.isnan(mean), mean, jnp.where(outside, 0.0, weight))
     return stop_gradient(weight), capped, outside
 
 
-def kl_penalties(
-    config: LossConfig,
-    *,
-    prox_logp: Float[Array, "*t"],
-    ref_logp: Float[Array, "*t"],
-    loss_mask: Bool[Array, "*t"],
-    sequence_ids: Int[Array, "*t"],
-    num_sequences: int,
-) -> Float[Array, " E"]:
-    """kl_coef times the KL of each whole sequence, a sum over its tokens, to be subtracted from its reward.
+def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:
+    """kl_coef times the summed KL of each sequence, to be subtracted from its reward.
 
-    Parts of a step add up: a sequence has 0 where it has no tokens.
+    Micro-batches add up: a sequence without tokens in this call has 0.
     """
-    kl = _kl(config.kl_estimator, kept(ref_logp, loss_mask) - kept(prox_logp, loss_mask))
-    return stop_gradient(config.kl_coef * segment_sums(kl, loss_mask, sequence_ids, num_sequences))
+    tokens = tokens.masked()
+    assert tokens.ref_logp is not None and tokens.sequence_ids is not None, "the penalty needs both"
+    kl = _kl(spec.kl_estimator, tokens.ref_logp - tokens.prox_logp)
+    sums = segment_sums(kl, tokens.loss_mask, tokens.sequence_ids, tokens.num_sequences)
+    return stop_gradient(coefs.kl_coef * sums)
 
 
 def k3(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:
     """q/p − 1 − log(q/p) of log_ratio = log(q/p): never negative, and KL(p‖q) in expectation under p.
 
-    As a loss on p its expected gradient is that of KL(q‖p), which agrees with that of KL(p‖q) to first order.
+    As a loss on p, its expected gradient equals the gradient of KL(q‖p), and to first order that of KL(p‖q).
     """
     below = jnp.minimum(log_ratio, TANGENT_FROM)
-    slope = jnp.expm1(below)  # expm1, because the terms cancel where engine and learner almost agree
+    slope = jnp.expm1(below)  # expm1 because the terms cancel when engine and learner almost agree
     return slope - below + slope * (log_ratio - below)
 
 
 class ClassSums(NamedTuple):
-    """What is watched by class of tokens, summed; micro-batches add up."""
+    """Sums by token class; micro-batches add up."""
 
     num_tokens: Float[Array, " C"]
     behavior_kl: Float[Array, " C"]  # k3 estimate of KL(behavior‖prox)
-    entropy: Float[Array, " C"]  # of the distribution that each token was drawn from
+    entropy: Float[Array, " C"]  # of the distribution that each token was sampled from
 
 
 def class_sums(
-    *,
-    prox_logp: Float[Array, "*t"],
-    behavior_logp: Float[Array, "*t"],
-    entropy: Float[Array, "*t"],
-    loss_mask: Bool[Array, "*t"],
-    token_class: Int[Array, "*t"],
-    num_classes: int,
+    tokens: SampledTokens, entropy: Float[Array, "*t"], token_class: Int[Array, "*t"], num_classes: int
 ) -> ClassSums:
-    """Sums for each of the classes 0 … num_classes − 1; tokens of another class are in none."""
-    behavior_kl = k3(stop_gradient(kept(prox_logp, loss_mask) - kept(behavior_logp, loss_mask)))
-    watched = (jnp.ones_like(behavior_kl), behavior_kl, stop_gradient(entropy))
-    return ClassSums(*(segment_sums(values, loss_mask, token_class, num_classes) for values in watched))
+    """Sums for the classes 0 … num_classes − 1; tokens of any other class are ignored."""
+    tokens = tokens.masked()
+    behavior_kl = k3(tokens.prox_logp - tokens.behavior_logp)
+    summed = (jnp.ones_like(behavior_kl), behavior_kl, stop_gradient(entropy))
+    return ClassSums(*(segment_sums(values, tokens.loss_mask, token_class, num_classes) for values in summed))
 
 
-# Bins of log-ratios, ten to every tenfold of their distance from 0; what is nearer to it than the first edge is 0.
+# Bins of log-ratios, ten per decade of their distance from 0; anything closer to 0 than the first edge counts as 0.
 POSITIVE_EDGES = np.geomspace(1e-5, 10.0, 61)
 RATIO_EDGES = np.concatenate([-POSITIVE_EDGES[::-1], POSITIVE_EDGES])
 
 
-def ratio_counts(
-    *, policy_logp: Float[Array, "*t"], prox_logp: Float[Array, "*t"], loss_mask: Bool[Array, "*t"]
-) -> Float[Array, " H"]:
+def ratio_counts(tokens: SampledTokens) -> Float[Array, " H"]:
     """How many tokens have their ratio of policy to prox in each bin; micro-batches add up."""
-    log_ratio = stop_gradient(kept(policy_logp, loss_mask) - kept(prox_logp, loss_mask))
+    tokens = tokens.masked()
+    log_ratio = stop_gradient(tokens.policy_logp - tokens.prox_logp)
     bins = jnp.searchsorted(jnp.asarray(RATIO_EDGES, log_ratio.dtype), log_ratio, side="right")
-    return segment_sums(jnp.ones_like(log_ratio), loss_mask, bins, len(RATIO_EDGES) + 1)
+    return segment_sums(jnp.ones_like(log_ratio), tokens.loss_mask, bins, len(RATIO_EDGES) + 1)
 
 
 def ratio_quantile(counts: Float[np.ndarray, " H"], quantile: float) -> float:
-    """The middle of the bin in which that part of all tokens is reached; its distance from 1 is right to an eighth."""
+    """The middle of the bin that contains this quantile; its distance from 1 is exact to an eighth."""
     reached = int(np.searchsorted(np.cumsum(counts), quantile * counts.sum()))
     inner = np.sign(RATIO_EDGES[1:]) * np.sqrt(np.abs(RATIO_EDGES[1:] * RATIO_EDGES[:-1]))
     inner[len(POSITIVE_EDGES) - 1] = 0.0
@@ -220,7 +202,7 @@ def ratio_quantile(counts: Float[np.ndarray, " H"], quantile: float) -> float:
 
 
 def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
-    """What a step with this mean behavior KL calls for; one that is no finite number stops the run."""
+    """The action for a step with this mean behavior KL; NaN or infinity stops the run."""
     if not math.isfinite(behavior_kl) or behavior_kl >= config.stop_kl:
         return "stop"
     if behavior_kl >= config.geometric_mask_kl:
@@ -229,7 +211,7 @@ def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
 
 
 def _kl(estimator: KlEstimator, ref_minus_policy: Float[Array, "*t"]) -> Float[Array, "*t"]:
-    """KL(policy‖ref) per token (Schulman's estimators). In expectation k1's gradient is 0, and k2's that of the KL."""
+    """Schulman's estimators of KL(policy‖ref) per token. In expectation k1's gradient is 0 and k2's is exact."""
     if estimator == "k1":
         return -ref_minus_policy
     return jnp.square(ref_minus_policy) / 2 if estimator == "k2" else k3(ref_minus_policy)

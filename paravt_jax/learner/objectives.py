@@ -1,6 +1,6 @@
-"""What an update makes smaller, given log-probs and entropies at a batch's scored tokens: of RL, or of imitation.
+"""The objectives of an update: the policy loss of RL, or maximum likelihood for imitation.
 
-An objective is part of a compiled program, so it is a value that compares equal to its like; its numbers are traced.
+An objective is static under jit, so it is a value that compares equal to its like; its inputs are traced.
 """
 
 import inspect
@@ -14,19 +14,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import ClassSums, LossSums, class_sums, policy_loss, ratio_counts
+from paravt_jax.learner.losses import (
+    ClassSums,
+    LossCoefs,
+    LossSpec,
+    LossSums,
+    class_sums,
+    policy_loss,
+    ratio_counts,
+)
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import LossConfig, check_names
-from paravt_jax.learner.variants import VARIANTS, StepCounts, Variant
+from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts, Variant
 from rollout.user_code import call_user_code, load_function
 
 Scalar = Float[Array, ""]
-# The loss, and sums to report, of log-probs and entropies.
+# (log-probs, entropies, batch, inputs) → (loss, sums to report)
 Objective = Callable[[Float[Array, "B A"], Float[Array, "B A"], TrainBatch, Any], tuple[Scalar, Any]]
 
 
 def variant_of(loss: LossConfig) -> Variant:
-    """The function of the loss that `loss.kind` names, shipped or the user's; what is wrong with that one is said."""
+    """The function that `loss.kind` names, shipped or the user's. Raises ValueError if the user's cannot be used."""
     if not loss.is_own:
         return VARIANTS[loss.kind]
     function = load_function("loss.kind", loss.kind)
@@ -38,69 +46,62 @@ def variant_of(loss: LossConfig) -> Variant:
     return _contained(function)
 
 
-@cache  # equal losses share a compiled program
+@cache  # so that equal losses share a compiled program
 def _contained(function: Variant) -> Variant:
-    """Without SystemExit and the like, which would end a run as if all were well."""
+    """Turns SystemExit and the like into an error, because they would end the run with exit code 0."""
     return wraps(function)(lambda *arguments, **numbers: call_user_code(lambda: function(*arguments, **numbers)))
 
 
-class Known(NamedTuple):
-    """Log-probs of a batch's scored tokens, where they are known from before the update."""
+class OldLogProbs(NamedTuple):
+    """Log-probs of a batch's scored tokens that were computed before the update."""
 
     prox_logp: Float[Array, "B A"] | None = None
     ref_logp: Float[Array, "B A"] | None = None
 
 
-class PolicyNumbers(NamedTuple):
-    loss: LossConfig
+class PolicyInputs(NamedTuple):
+    coefs: LossCoefs
     counts: StepCounts
-    known: Known
+    old: OldLogProbs
 
 
 class PolicySums(NamedTuple):
-    """What a batch adds to what is reported of a step."""
+    """A batch's contribution to the metrics of a step."""
 
     loss: LossSums
     by_class: ClassSums
     ratio_counts: Float[Array, " H"]
 
 
+def sampled_tokens(
+    policy_logp: Float[Array, "B A"], old: OldLogProbs, batch: TrainBatch, counts: StepCounts, num_dialogues: int
+) -> SampledTokens:
+    """The scored tokens of a batch. Without an older prox, the policy itself is prox: the first update of a step."""
+    return SampledTokens(
+        policy_logp=policy_logp,
+        prox_logp=jax.lax.stop_gradient(policy_logp) if old.prox_logp is None else old.prox_logp,
+        behavior_logp=jnp.asarray(batch.behavior_logp),
+        advantage=jnp.asarray(batch.advantage),
+        loss_mask=jnp.asarray(batch.loss_mask),
+        counts=counts,
+        ref_logp=old.ref_logp,
+        sequence_ids=jnp.asarray(batch.dialogue),
+        num_sequences=num_dialogues,
+    )
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
-    variant: Variant
-    num_dialogues: int  # 0 where the loss looks at no dialogue as a whole
+    spec: LossSpec
+    num_dialogues: int  # 0 if the loss needs no sequences
 
     def __call__(
-        self, policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, numbers: PolicyNumbers
+        self, policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, inputs: PolicyInputs
     ) -> tuple[Scalar, PolicySums]:
-        prox_logp, ref_logp = numbers.known
-        if prox_logp is None:
-            # In the first update on fresh rollouts, the log-probs from before it are those of this very pass.
-            prox_logp = jax.lax.stop_gradient(policy_logp)
-        behavior_logp, loss_mask = jnp.asarray(batch.behavior_logp), jnp.asarray(batch.loss_mask)
-        sums = policy_loss(
-            numbers.loss,
-            self.variant,
-            policy_logp=policy_logp,
-            prox_logp=prox_logp,
-            behavior_logp=behavior_logp,
-            advantage=jnp.asarray(batch.advantage),
-            loss_mask=loss_mask,
-            counts=numbers.counts,
-            ref_logp=ref_logp,
-            sequence_ids=jnp.asarray(batch.dialogue),
-            num_sequences=self.num_dialogues,
-        )
-        by_class = class_sums(
-            prox_logp=prox_logp,
-            behavior_logp=behavior_logp,
-            entropy=entropy,
-            loss_mask=loss_mask,
-            token_class=jnp.asarray(batch.token_class),
-            num_classes=len(CLASSES),
-        )
-        ratios = ratio_counts(policy_logp=policy_logp, prox_logp=prox_logp, loss_mask=loss_mask)
-        return sums.loss, PolicySums(sums, by_class, ratios)
+        tokens = sampled_tokens(policy_logp, inputs.old, batch, inputs.counts, self.num_dialogues)
+        sums = policy_loss(self.spec, inputs.coefs, tokens)
+        by_class = class_sums(tokens, entropy, jnp.asarray(batch.token_class), len(CLASSES))
+        return sums.loss, PolicySums(sums, by_class, ratio_counts(tokens))
 
 
 def imitation(

@@ -1,12 +1,12 @@
-"""Dialogues into rows of static shape, with what a group shares computed once.
+"""Packs dialogues into rows of static shape; a group's common prompt is computed once.
 
-The episodes of a prompt begin with the same thousands of tokens. They become one sequence, `[prompt][branch][branch]…`:
-a branch attends to the prompt and to itself, and its positions go on from the prompt's, so that the gradient is that of
-separate rows. Only the tokens that count are scored, and each knows where its prediction stands: for the first token of
-a branch that is the last one of the prompt.
+The episodes of a prompt share thousands of tokens. They become one sequence, `[prompt][branch][branch]…`: a branch
+attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient equals that of
+separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the first token of a
+branch is predicted at the last token of the prompt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,49 +16,62 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from model_port.config import ModelConfig
-from model_port.inputs import Frame, RowSequence, TextBatch, Tokens, VisionBatch, pack_text, pack_vision
+from model_port.inputs import (
+    Frame,
+    RowSequence,
+    TextBatch,
+    Tokens,
+    VisionBatch,
+    frame_rows,
+    pack_text,
+    pack_vision,
+)
 
-TOKEN_STEP = 128  # smallest steps between the sizes of a batch: of a row's tokens and of the scored ones …
-FRAME_ROW_STEP = 4  # … and of rows of patches
-SIZES_PER_DOUBLING = 4  # larger sizes have larger steps: more sizes waste less, fewer compile fewer programs
+TOKEN_STEP = 128  # granularity of a row's tokens and of its scored tokens …
+FRAME_ROW_STEP = 4  # … and of the rows of patches, for small sizes
+SIZES_PER_DOUBLING = 4  # larger sizes take larger steps: more sizes waste less, fewer sizes compile fewer programs
 
 
 @dataclass(frozen=True, eq=False)
 class Dialogue:
-    """One agent's dialogue, placeholders expanded. The first `num_shared` tokens are what its group begins with.
+    """One agent's dialogue, placeholders expanded. Its first `num_shared` tokens are the prompt of its group.
 
-    Frames are named by key. The arrays after `frames` have one entry per token; only those where `loss_mask` counts.
+    Frames are keys. The arrays after `num_shared_frames` have one entry per token and count where `loss_mask` is True.
     """
 
     ids: Int[np.ndarray, " n"]
-    frames: tuple[str, ...]  # in the order in which the ids show them
+    frames: tuple[str, ...]  # in the order of the placeholders
     num_shared: int
     num_shared_frames: int
     loss_mask: Bool[np.ndarray, " n"]
     behavior_logp: Float[np.ndarray, " n"]
     advantage: Float[np.ndarray, " n"]
     token_class: Int[np.ndarray, " n"]
-    episode: int  # number of its episode in the step
+    episode: int  # its number in the step
 
     @property
     def shared(self) -> tuple[bytes, tuple[str, ...]]:
-        """Equal for dialogues that begin alike."""
+        """Equal for dialogues with the same prompt."""
         return self.ids[: self.num_shared].tobytes(), self.frames[: self.num_shared_frames]
+
+    @property
+    def num_own(self) -> int:
+        return len(self.ids) - self.num_shared
 
 
 @flax.struct.dataclass
 class TrainBatch:
-    """Rows of tokens, and of the scored ones among them: one entry each, filled up with entries that do not count."""
+    """Rows of tokens, and one entry per scored token, padded."""
 
     text: TextBatch
     vision: VisionBatch | None
-    source: Int[Any, "B A"]  # where in the row the token is predicted
+    source: Int[Any, "B A"]  # position in the row where the token is predicted
     target: Int[Any, "B A"]
-    loss_mask: Bool[Any, "B A"]  # True = an entry, False = filled up
+    loss_mask: Bool[Any, "B A"]  # False = padding
     behavior_logp: Float[Any, "B A"]
     advantage: Float[Any, "B A"]
     token_class: Int[Any, "B A"]
-    dialogue: Int[Any, "B A"]  # its number among all that were packed
+    dialogue: Int[Any, "B A"]  # its number among all dialogues of the update, on all hosts
 
 
 ENTRIES = {
@@ -73,14 +86,14 @@ ENTRIES = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What all batches of a step have in common, so that they share one compiled program."""
+class PackShape:
+    """The static sizes that all batches of a step share, so that they share one compiled program."""
 
     num_rows: int
     row_tokens: int
     row_patches: int  # of a row of frames, at least those of the largest frame
     sizes_per_doubling: int = SIZES_PER_DOUBLING
-    num_parts: int = 1  # that a mesh splits the rows into; each gets the frames that its own rows show
+    num_parts: int = 1  # the mesh splits the rows into this many parts; each part has the frames of its own rows
 
     def __post_init__(self) -> None:
         if self.num_rows % self.num_parts:
@@ -91,76 +104,85 @@ class Shape:
 
 @dataclass(frozen=True)
 class PackSizes:
-    """What follows from what is packed; batches of several hosts have the largest of each, so that they are one."""
+    """The sizes that depend on the dialogues. Hosts agree on the largest of each, so that their batches combine."""
 
     num_batches: int
-    num_actions: int  # of the row with the most
-    num_frame_rows: int  # of the part with the most
+    num_actions: int  # scored tokens of the row with the most
+    num_frame_rows: int  # rows of patches of the part with the most
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """A sequence and its dialogues; `starts` is where each one's own tokens begin in the sequence."""
-
-    sequence: RowSequence
-    dialogues: list[Dialogue]
-    starts: list[int]
+Row = list[list[int]]  # the sequences of a row, each the indices of the dialogues that share its prompt
 
 
 def pack(
     dialogues: Sequence[Dialogue],
     frames: Mapping[str, Frame],
     config: ModelConfig,
-    shape: Shape,
+    shape: PackShape,
     *,
     first_number: int = 0,
-    agreed: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
+    agree: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
 ) -> list[TrainBatch]:
-    """All dialogues, each exactly once, in as few rows as first-fit finds; every batch has `num_rows` rows.
+    """Packs each dialogue exactly once, into as few rows as first fit finds; every batch has `num_rows` rows.
 
-    They are numbered from `first_number` on. `agreed` makes of the sizes that are needed here those of all hosts; a
-    host that needs fewer batches fills up with empty ones.
+    Dialogues are numbered from `first_number`. `agree` turns the sizes that this host needs into the sizes of all
+    hosts; a host that needs fewer batches adds empty ones.
     """
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(key for d in dialogues for key in d.frames))}
-    dialogue_numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues, first_number)}
-    placed = [piece for group in _groups(dialogues) for piece in _split(group, numbers, shape.row_tokens, config)]
-    rows = _first_fit(placed, shape.row_tokens)
-    batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
-    # Long rows come first: dealt out, no part has the frames of the longest ones only.
-    parts = [batch[part :: shape.num_parts] for batch in batches for part in range(shape.num_parts)]
-    keys = list(numbers)
-    visions = [_vision(part, keys, frames, config, shape) for part in parts]
-    # One shape for all of them: the row with the most entries, the part with the most frames decides.
-    sizes = agreed(
-        PackSizes(
-            len(batches),
-            max((_num_actions(row) for row in rows), default=1),
-            max((len(vision.patches) for vision, _ in visions if vision is not None), default=0),
-        )
-    )
+    rows = plan_rows(dialogues, shape.row_tokens)
+    sizes = agree(_needed_sizes(rows, dialogues, frames, shape))
+    return fill(rows, dialogues, frames, config, shape, sizes, first_number)
+
+
+def plan_rows(dialogues: Sequence[Dialogue], row_tokens: int) -> list[Row]:
+    """Which dialogues go into which row, by first fit from the longest sequence to the shortest."""
+    sequences = [part for group in _groups(dialogues) for part in _split(group, dialogues, row_tokens)]
+    rows: list[Row] = []
+    free: list[int] = []
+    for sequence in sorted(sequences, key=lambda sequence: -_num_tokens(sequence, dialogues)):
+        needed = _num_tokens(sequence, dialogues)
+        row = next((number for number, tokens in enumerate(free) if tokens >= needed), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(row_tokens)
+        rows[row].append(sequence)
+        free[row] -= needed
+    return rows
+
+
+def fill(
+    rows: Sequence[Row],
+    dialogues: Sequence[Dialogue],
+    frames: Mapping[str, Frame],
+    config: ModelConfig,
+    shape: PackShape,
+    sizes: PackSizes,
+    first_number: int = 0,
+) -> list[TrainBatch]:
+    """The batches of a plan."""
+    keys = _frame_keys(dialogues)
+    parts = _parts(rows, shape)
+    parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
     num_actions = stepped(sizes.num_actions, TOKEN_STEP, shape.sizes_per_doubling)
-    num_empty = sizes.num_batches - len(batches)
-    parts += [[] for _ in range(num_empty * shape.num_parts)]
-    visions += [(None, [0] * len(keys)) for _ in range(num_empty * shape.num_parts)]
-    made = (
-        _part(
-            part,
-            dialogue_numbers,
-            vision,
-            table,
-            [frames[key] for key in keys],
-            config,
-            shape,
-            num_actions,
-            sizes.num_frame_rows,
-        )
-        for part, (vision, table) in zip(parts, visions, strict=True)
-    )
-    return [_joined([next(made) for _ in range(shape.num_parts)]) for _ in range(sizes.num_batches)]
+    num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, shape.sizes_per_doubling)
+
+    def filled(part: Sequence[Row]) -> TrainBatch:
+        visible = _visible_frames(part, dialogues, keys)
+        vision, first_rows = None, dict.fromkeys(keys, 0)  # 0 for the frames of other parts
+        if sizes.num_frame_rows:
+            packed = pack_vision([frames[key] for key in visible], config.vision, shape.row_patches, num_frame_rows)
+            vision, first_rows = packed[0], first_rows | dict(zip(visible, packed[1], strict=True))
+        sequences = [[_row_sequence(sequence, dialogues, keys, config) for sequence in row] for row in part]
+        ordered, table = [frames[key] for key in keys], list(first_rows.values())
+        num_rows = shape.num_rows // shape.num_parts
+        text = pack_text(sequences, ordered, table, config, shape.row_tokens, num_rows)
+        return TrainBatch(text=text, vision=vision, **_entries(part, dialogues, num_rows, num_actions, first_number))
+
+    starts = range(0, len(parts), shape.num_parts)
+    return [_joined([filled(part) for part in parts[start : start + shape.num_parts]]) for start in starts]
 
 
 def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
-    """What one of several hosts gives of a batch that all of them have packed; frames lie with their rows."""
+    """One host's rows of a batch that every host has packed, with the frames of these rows."""
     if num_hosts == 1:
         return batch
 
@@ -174,7 +196,7 @@ def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
 
 
 def used_frac(batches: Sequence[TrainBatch]) -> float:
-    """Of all token slots, those that hold a token."""
+    """The fraction of token slots that hold a token."""
     slots = sum(batch.text.tokens.size for batch in batches)
     return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
 
@@ -182,151 +204,135 @@ def used_frac(batches: Sequence[TrainBatch]) -> float:
 def fitting_row_tokens(
     dialogues: Sequence[Dialogue], max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING
 ) -> int:
-    """A length of rows that holds the largest group whole, where the most that is allowed does."""
-    needed = [
-        group[0].num_shared + sum(len(dialogue.ids) - dialogue.num_shared for dialogue in group)
-        for group in _groups(dialogues)
-    ]
-    return min(stepped(max(needed, default=1), TOKEN_STEP, sizes_per_doubling), max_row_tokens)
+    """A row length that holds the largest group whole, if the maximum allows it."""
+    needed = max((_num_tokens(group, dialogues) for group in _groups(dialogues)), default=1)
+    return min(stepped(needed, TOKEN_STEP, sizes_per_doubling), max_row_tokens)
 
 
 def stepped(count: int, step: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> int:
-    """`count` rounded up to a size of a coarse scale: multiples of a step that grows with the size."""
+    """`count` rounded up on a coarse scale, whose step grows with the size."""
     while count > 2 * sizes_per_doubling * step:
         step *= 2
     return max(1, -(-count // step)) * step
 
 
-def _groups(dialogues: Sequence[Dialogue]) -> list[list[Dialogue]]:
-    groups: dict[Any, list[Dialogue]] = {}
-    for dialogue in dialogues:
-        groups.setdefault(dialogue.shared if dialogue.num_shared else id(dialogue), []).append(dialogue)
+def _groups(dialogues: Sequence[Dialogue]) -> list[list[int]]:
+    """The indices of the dialogues that share a prompt."""
+    groups: dict[Any, list[int]] = {}
+    for number, dialogue in enumerate(dialogues):
+        groups.setdefault(dialogue.shared if dialogue.num_shared else number, []).append(number)
     return list(groups.values())
 
 
-def _split(group: list[Dialogue], numbers: Mapping[str, int], row_tokens: int, config: ModelConfig) -> list[_Placed]:
-    """The sequences of a group: one, unless its branches do not fit into a row; then each repeats the trunk."""
-    pieces: list[list[Dialogue]] = []
-    room = 0
-    for dialogue in group:
-        own = len(dialogue.ids) - dialogue.num_shared
+def _split(group: Sequence[int], dialogues: Sequence[Dialogue], row_tokens: int) -> list[list[int]]:
+    """The sequences of a group: one if its branches fit into a row, else several that each repeat the prompt."""
+    sequences: list[list[int]] = []
+    free = 0
+    for number in group:
+        dialogue = dialogues[number]
         if len(dialogue.ids) > row_tokens:
             raise ValueError(
                 f"a dialogue of {len(dialogue.ids)} tokens does not fit into pack.row_tokens={row_tokens}; raise it, "
                 f"or lower rollout.max_context_tokens or the frame budget"
             )
-        if own > room or not pieces:
-            pieces.append([])
-            room = row_tokens - dialogue.num_shared
-        pieces[-1].append(dialogue)
-        room -= own
-    return [_placed(piece, numbers, config) for piece in pieces]
+        if dialogue.num_own > free or not sequences:
+            sequences.append([])
+            free = row_tokens - dialogue.num_shared
+        sequences[-1].append(number)
+        free -= dialogue.num_own
+    return sequences
 
 
-def _placed(dialogues: list[Dialogue], numbers: Mapping[str, int], config: ModelConfig) -> _Placed:
-    placeholders = (config.image_token_id, config.video_token_id)
-
-    def tokens(dialogue: Dialogue, part: slice, shown: slice) -> Tokens:
-        # A placeholder that was sampled is to be predicted and has no frame to show. It ends its dialogue, so what
-        # stands there as an input changes nothing.
-        sampled = dialogue.loss_mask & np.isin(dialogue.ids, placeholders)
-        ids = np.where(sampled, 0, dialogue.ids)
-        return Tokens(ids[part], tuple(numbers[key] for key in dialogue.frames[shown]))
-
-    first = dialogues[0]
-    if len(dialogues) == 1:
-        return _Placed(RowSequence(tokens(first, slice(None), slice(None))), dialogues, [first.num_shared])
-    trunk = tokens(first, slice(first.num_shared), slice(first.num_shared_frames))
-    branches = [tokens(d, slice(d.num_shared, None), slice(d.num_shared_frames, None)) for d in dialogues]
-    lengths = [len(branch.ids) for branch in branches]
-    starts = first.num_shared + np.cumsum([0, *lengths[:-1]])
-    return _Placed(RowSequence(trunk, tuple(branches)), dialogues, starts.tolist())
+def _num_tokens(sequence: Sequence[int], dialogues: Sequence[Dialogue]) -> int:
+    return dialogues[sequence[0]].num_shared + sum(dialogues[number].num_own for number in sequence)
 
 
-def _first_fit(placed: Sequence[_Placed], row_tokens: int) -> list[list[_Placed]]:
-    rows: list[list[_Placed]] = []
-    rooms: list[int] = []
-    for piece in sorted(placed, key=lambda piece: -piece.sequence.num_tokens):
-        needed = piece.sequence.num_tokens
-        row = next((number for number, room in enumerate(rooms) if room >= needed), len(rows))
-        if row == len(rows):
-            rows.append([])
-            rooms.append(row_tokens)
-        rows[row].append(piece)
-        rooms[row] -= needed
-    return rows
+def _needed_sizes(
+    rows: Sequence[Row], dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], shape: PackShape
+) -> PackSizes:
+    keys = _frame_keys(dialogues)
+    num_actions = [
+        sum(int(_scored(sequence, dialogues[number]).sum()) for sequence in row for number in sequence) for row in rows
+    ]
+    num_frame_rows = [
+        len(frame_rows([frames[key] for key in _visible_frames(part, dialogues, keys)], shape.row_patches))
+        for part in _parts(rows, shape)
+    ]
+    num_batches = -(-len(rows) // shape.num_rows)
+    return PackSizes(num_batches, max(num_actions, default=1), max(num_frame_rows, default=0))
 
 
-def _num_actions(row: Sequence[_Placed]) -> int:
-    return sum(int(_scored(dialogue, piece, n).sum()) for piece in row for n, dialogue in enumerate(piece.dialogues))
+def _parts(rows: Sequence[Row], shape: PackShape) -> list[list[Row]]:
+    """The parts of every batch in turn. Long rows come first, so each part gets every `num_parts`th row."""
+    batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
+    return [list(batch[part :: shape.num_parts]) for batch in batches for part in range(shape.num_parts)]
 
 
-def _scored(dialogue: Dialogue, piece: _Placed, number: int) -> np.ndarray:
-    """Tokens that count: of a shared beginning only in the first dialogue; the very first token follows nothing."""
+def _frame_keys(dialogues: Iterable[Dialogue]) -> dict[str, int]:
+    """The distinct frames, numbered in order of appearance."""
+    return {key: n for n, key in enumerate(dict.fromkeys(key for dialogue in dialogues for key in dialogue.frames))}
+
+
+def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue], keys: Mapping[str, int]) -> list[str]:
+    """The distinct frames of these rows, in the order of `keys`."""
+    own = (dialogues[number] for row in rows for sequence in row for number in sequence)
+    return sorted(_frame_keys(own), key=keys.__getitem__)
+
+
+def _scored(sequence: Sequence[int], dialogue: Dialogue) -> np.ndarray:
+    """The loss tokens. The very first token of a dialogue follows nothing, so it cannot be predicted."""
     mask = dialogue.loss_mask.copy()
     mask[:1] = False
-    if len(piece.dialogues) > 1 and mask[: dialogue.num_shared].any():
-        raise ValueError(f"episode {dialogue.episode} has loss tokens in what its group shares")
+    if len(sequence) > 1 and mask[: dialogue.num_shared].any():
+        raise ValueError(f"episode {dialogue.episode} has loss tokens in the prompt that its group shares")
     return mask
 
 
-def _vision(
-    rows: Sequence[Sequence[_Placed]],
-    keys: Sequence[str],
-    frames: Mapping[str, Frame],
-    config: ModelConfig,
-    shape: Shape,
-) -> tuple[VisionBatch | None, list[int]]:
-    """The distinct frames of a part, and the first row of each in its visual table (0 for frames of other parts)."""
-    shown = sorted({n for row in rows for piece in row for part in _parts(piece.sequence) for n in part.frames})
-    table = [0] * len(keys)
-    if not shown:
-        return None, table
-    vision, first_rows = pack_vision([frames[keys[n]] for n in shown], config.vision, shape.row_patches)
-    for number, first_row in zip(shown, first_rows, strict=True):
-        table[number] = first_row
-    return vision, table
+def _row_sequence(
+    sequence: Sequence[int], dialogues: Sequence[Dialogue], keys: Mapping[str, int], config: ModelConfig
+) -> RowSequence:
+    placeholders = (config.image_token_id, config.video_token_id)
+
+    def tokens(dialogue: Dialogue, part: slice, visible: slice) -> Tokens:
+        # A sampled placeholder is a target without a frame. It ends its dialogue, so its input id does not matter.
+        sampled = dialogue.loss_mask & np.isin(dialogue.ids, placeholders)
+        ids = np.where(sampled, 0, dialogue.ids)
+        return Tokens(ids[part], tuple(keys[key] for key in dialogue.frames[visible]))
+
+    first, *others = (dialogues[number] for number in sequence)
+    if not others:
+        return RowSequence(tokens(first, slice(None), slice(None)))
+    trunk = tokens(first, slice(first.num_shared), slice(first.num_shared_frames))
+    branches = [tokens(d, slice(d.num_shared, None), slice(d.num_shared_frames, None)) for d in (first, *others)]
+    return RowSequence(trunk, tuple(branches))
 
 
-def _parts(sequence: RowSequence) -> tuple[Tokens, ...]:
-    return (sequence.trunk, *sequence.branches)
-
-
-def _part(
-    rows: Sequence[Sequence[_Placed]],
-    dialogue_numbers: Mapping[int, int],
-    vision: VisionBatch | None,
-    table: list[int],
-    frames: Sequence[Frame],
-    config: ModelConfig,
-    shape: Shape,
-    num_actions: int,
-    num_frame_rows: int,
-) -> TrainBatch:
-    """The part of a batch that these rows are."""
-    num_rows = shape.num_rows // shape.num_parts
-    sequences = [[piece.sequence for piece in row] for row in rows]
-    text = pack_text(sequences, frames, table, config, shape.row_tokens, num_rows)
+def _entries(
+    rows: Sequence[Row], dialogues: Sequence[Dialogue], num_rows: int, num_actions: int, first_number: int
+) -> dict[str, np.ndarray]:
+    """The scored tokens of these rows."""
     entries = {name: np.zeros((num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
-        at = first = 0  # in the entries, and in the row
-        for piece in row:
-            for number, dialogue in enumerate(piece.dialogues):
-                scored = np.flatnonzero(_scored(dialogue, piece, number))
-                where = np.s_[b, at : at + len(scored)]
-                place = _place_in_row(dialogue, first, first + piece.starts[number])
-                entries["source"][where] = place[scored - 1]
+        entry = trunk = 0  # the next entry, and where the sequence starts in the row
+        for sequence in row:
+            branch = trunk + dialogues[sequence[0]].num_shared
+            for number in sequence:
+                dialogue = dialogues[number]
+                scored = np.flatnonzero(_scored(sequence, dialogue))
+                where = np.s_[b, entry : entry + len(scored)]
+                index = np.arange(len(dialogue.ids))
+                in_row = np.where(index < dialogue.num_shared, trunk + index, branch + index - dialogue.num_shared)
+                entries["source"][where] = in_row[scored - 1]
                 entries["target"][where] = dialogue.ids[scored]
                 entries["loss_mask"][where] = True
                 entries["behavior_logp"][where] = dialogue.behavior_logp[scored]
                 entries["advantage"][where] = dialogue.advantage[scored]
                 entries["token_class"][where] = dialogue.token_class[scored]
-                entries["dialogue"][where] = dialogue_numbers[id(dialogue)]
-                at += len(scored)
-            first += piece.sequence.num_tokens
-    if num_frame_rows:
-        vision = _filled_up(vision, num_frame_rows, config, shape)
-    return TrainBatch(text=text, vision=vision, **entries)
+                entries["dialogue"][where] = first_number + number
+                entry += len(scored)
+                branch += dialogue.num_own
+            trunk = branch
+    return entries
 
 
 def _joined(parts: Sequence[TrainBatch]) -> TrainBatch:
@@ -335,27 +341,3 @@ def _joined(parts: Sequence[TrainBatch]) -> TrainBatch:
     batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
     vision = None if batch.vision is None else replace(batch.vision, num_parts=len(parts))
     return replace(batch, vision=vision)
-
-
-def _place_in_row(dialogue: Dialogue, trunk_start: int, own_start: int) -> np.ndarray:
-    """Where each token of a dialogue stands in its row."""
-    number = np.arange(len(dialogue.ids))
-    return np.where(number < dialogue.num_shared, trunk_start + number, own_start + number - dialogue.num_shared)
-
-
-def _filled_up(vision: VisionBatch | None, num_rows: int, config: ModelConfig, shape: Shape) -> VisionBatch:
-    num_rows = stepped(num_rows, FRAME_ROW_STEP, shape.sizes_per_doubling)
-    if vision is None:
-        vision, _ = pack_vision([], config.vision, shape.row_patches, num_rows)
-        return vision
-
-    def fill(array: np.ndarray) -> np.ndarray:
-        return np.concatenate([array, np.zeros((num_rows - len(array), *array.shape[1:]), array.dtype)])
-
-    return VisionBatch(
-        patches=fill(vision.patches),
-        segment_ids=fill(vision.segment_ids),
-        positions=fill(vision.positions),
-        interp_index=fill(vision.interp_index),
-        interp_weight=fill(vision.interp_weight),
-    )

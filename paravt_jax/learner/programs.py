@@ -72,7 +72,7 @@ def add_gradients(
     batch: TrainBatch,
     visual: Visual | None,
     temperature: Number,
-    numbers: Any,
+    inputs: Any,
     *,
     objective: Objective,
     chunk_tokens: int,
@@ -85,7 +85,7 @@ def add_gradients(
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
         shown = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
-        return objective(*action_scores(model, batch, shown, temperature, chunk_tokens), batch, numbers)
+        return objective(*action_scores(model, batch, shown, temperature, chunk_tokens), batch, inputs)
 
     own, sums = jax.grad(loss, has_aux=True)(params.trainable)
     return jax.tree.map(jnp.add, grads, own), sums

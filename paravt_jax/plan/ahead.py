@@ -29,7 +29,8 @@ from model_port.text import Visual
 from paravt_jax.config import Config, SftConfig
 from paravt_jax.learner import programs
 from paravt_jax.learner.learner import opt_places, trained_part
-from paravt_jax.learner.objectives import Known, PolicyNumbers, PolicyObjective, imitation, variant_of
+from paravt_jax.learner.losses import LossCoefs, LossSpec
+from paravt_jax.learner.objectives import OldLogProbs, PolicyInputs, PolicyObjective, imitation, variant_of
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
@@ -69,7 +70,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
     moments, unread_ref = ((), ()) if config.optim.offload else (learner.opt_state, learner.ref)
     frozen, before = not config.optim.train_vision, update_of(config).scores_before
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
-    known = Known(logp if before else None, None if ref is None else logp)
+    old = OldLogProbs(logp if before else None, None if ref is None else logp)
     # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
     beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -81,7 +82,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
         elif ref is not None:
             found.append((pool.submit(learner.see, ref, batch), beside_ref))
             ref_visual = found[0][0].result().made()
-        found.append((pool.submit(learner.add_gradients, batch, visual, known), beside_own))
+        found.append((pool.submit(learner.add_gradients, batch, visual, old), beside_own))
         if before:
             found.append((pool.submit(learner.score, own, batch, visual), beside_own))
         if ref is not None:
@@ -126,13 +127,14 @@ class _AbstractLearner:
         arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)
         return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=self.config.optim.head_chunk_tokens)
 
-    def add_gradients(self, batch: TrainBatch, visual: Visual | None, known: Known) -> "_Compiled":
+    def add_gradients(self, batch: TrainBatch, visual: Visual | None, old: OldLogProbs) -> "_Compiled":
         objective, numbers = imitation, 1.0
         if isinstance(self.config, Config):
             loss, num_rows = self.config.loss, len(batch.source)
             # That dialogues are told apart costs a few numbers for each; how many there are changes no figure.
-            objective = PolicyObjective(variant_of(loss), num_rows if loss.needs_sequences else 0)
-            numbers = PolicyNumbers(loss, StepCounts(1.0, 1.0, 1.0), known)
+            spec = LossSpec.of(loss, variant_of(loss))
+            objective = PolicyObjective(spec, num_rows if spec.needs_sequences else 0)
+            numbers = PolicyInputs(LossCoefs.of(loss), StepCounts(1.0, 1.0, 1.0), old)
         return _compiled(
             self.mesh,
             programs.add_gradients,

@@ -151,7 +151,7 @@ def test_a_reward_of_1_is_worth_its_groups_unit_of_advantage(rewards, normalise,
 def test_a_small_kl_stays_small_where_all_rewards_are_equal():
     group = advantages([1.0, 1.0], [0.0, 0.0], replace(EXACT, filter_zero_variance=False))
     sampled = np.array([False, True, True])
-    of_two = [with_kl_penalty(np.zeros(3, np.float32), sampled, kl, group.unit) for kl in (1e-4, 3e-4)]
+    of_two = [with_kl_penalty(np.zeros(3, np.float32), sampled, kl * group.unit) for kl in (1e-4, 3e-4)]
     np.testing.assert_allclose(of_two, [[0, -1e-4, -1e-4], [0, -3e-4, -3e-4]], rtol=1e-6)
 
 
@@ -160,7 +160,7 @@ def test_a_kl_penalty_is_measured_by_the_spread_of_the_rewards_without_it():
     advantage = np.full(2, group.sequence[0], np.float32)
     # 1 − 0.1 against mean 0.5 and std 0.5 of the rewards: 0.8, where the token was sampled
     np.testing.assert_allclose(
-        with_kl_penalty(advantage, np.array([True, False]), 0.1, group.unit), [0.8, 0], rtol=1e-6
+        with_kl_penalty(advantage, np.array([True, False]), 0.1 * group.unit), [0.8, 0], rtol=1e-6
     )
 
 

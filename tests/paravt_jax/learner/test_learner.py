@@ -14,7 +14,7 @@ from model_port.config import LoraConfig
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
@@ -23,7 +23,7 @@ OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
 LOSS = LossConfig(kl_coef=0.0)
 PROGRAMS = (see, score, add_gradients, apply_gradients)
 LORA = LoraConfig(rank=3)
-ONE_ROW = Shape(num_rows=1, row_tokens=96, row_patches=16)
+ONE_ROW = PackShape(num_rows=1, row_tokens=96, row_patches=16)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_however_a_step_is_cut_the_update_is_the_same(tiny_hf, dialogues, frames
     whole, cut = learner(tiny_hf), learner(tiny_hf)
     whole.update([StepPart(batches(tiny_hf, dialogues, frames), COUNTS)], 3)
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
-    pieces = batches(tiny_hf, alone, frames, Shape(1, 40, 16))
+    pieces = batches(tiny_hf, alone, frames, PackShape(1, 40, 16))
     assert len(pieces) == 3
     found = cut.update([StepPart(pieces, COUNTS)], 3)
     assert found["loss/num_tokens"] == NUM_TOKENS
@@ -163,12 +163,12 @@ def test_log_probs_known_from_before_give_the_first_update_and_hold_the_later_on
     fresh, prepared = (learner(tiny_hf, loss=LossConfig(kl_coef=0.1)) for _ in range(2))
     packed = batches(tiny_hf, dialogues, frames)
     fresh.update([StepPart(packed, COUNTS)], 3)
-    known = [prepared.known(batch) for batch in packed]
-    first = prepared.update([StepPart(packed, COUNTS, known)], 3)
+    old = [prepared.old_log_probs(batch) for batch in packed]
+    first = prepared.update([StepPart(packed, COUNTS, old)], 3)
     assert_same_gradient(fresh, prepared)
     assert first["loss/clip_frac"] == 0  # the ratio is 1 everywhere
     for _ in range(4):
-        later = prepared.update([StepPart(packed, COUNTS, known)], 3)
+        later = prepared.update([StepPart(packed, COUNTS, old)], 3)
     assert later["loss/clip_frac"] > 0  # and moves away from it
     assert later["mismatch/behavior_kl"] == pytest.approx(first["mismatch/behavior_kl"])  # that of the old policy
 
@@ -179,7 +179,7 @@ def test_the_metrics_of_a_step_in_parts_are_of_all_its_tokens(tiny_hf, dialogues
     classed = [replace(dialogues[0], token_class=np.ones_like(dialogues[0].token_class)), dialogues[1], dialogues[2]]
     counts = StepCounts(12.0, 1.0, 32.0)
     packed = [batches(tiny_hf, [one], frames) for one in classed]
-    parts = [StepPart(one, counts, [ours.known(batch) for batch in one]) for one in packed]
+    parts = [StepPart(one, counts, [ours.old_log_probs(batch) for batch in one]) for one in packed]
     before = np.concatenate([ours.log_probs(one[0])[one[0].loss_mask] for one in packed])
     found = ours.update([*parts, StepPart([], counts)], 1)
     assert int(ours.state.step) == 4  # a part without anything to learn from is a version too
@@ -199,7 +199,7 @@ def test_the_metrics_of_a_step_in_parts_are_of_all_its_tokens(tiny_hf, dialogues
 @pytest.mark.slow
 def test_a_loss_of_whole_sequences_is_cut_into_batches_like_the_others(tiny_hf, dialogues, frames):
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
-    packed, pieces = batches(tiny_hf, dialogues, frames), batches(tiny_hf, alone, frames, Shape(1, 40, 16))
+    packed, pieces = batches(tiny_hf, dialogues, frames), batches(tiny_hf, alone, frames, PackShape(1, 40, 16))
     whole, cut = (learner(tiny_hf, loss=LossConfig("gspo", kl_coef=0.0)) for _ in range(2))
     found = whole.update([StepPart(packed, COUNTS)], 3), cut.update([StepPart(pieces, COUNTS)], 3)
     assert found[0]["loss/total"] == pytest.approx(found[1]["loss/total"], rel=1e-4)
@@ -213,7 +213,8 @@ def test_kl_in_the_reward_is_taken_from_the_dialogue_that_left_the_reference(tin
     only_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in packed]
 
     def penalties():
-        return ours.kl_penalties(packed, [ours.known(batch) for batch in packed], 3)
+        part = StepPart(packed, COUNTS, [ours.old_log_probs(batch) for batch in packed])
+        return ours.kl_penalties(part, 3)
 
     np.testing.assert_allclose(penalties(), 0, atol=1e-6)
     for _ in range(3):
@@ -288,7 +289,7 @@ def test_masters_in_half_precision_are_refused(tiny_hf):
 
 @pytest.mark.slow
 def test_eight_devices_make_the_same_update_as_one(tiny_hf, dialogues, frames):
-    shape = Shape(num_rows=8, row_tokens=96, row_patches=16)
+    shape = PackShape(num_rows=8, row_tokens=96, row_patches=16)
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
     packed = batches(tiny_hf, alone, frames, replace(shape, row_tokens=40))
     one = learner(tiny_hf)
@@ -317,7 +318,7 @@ def test_adapters_alone_move_and_the_reference_is_the_model_without_them(tiny_hf
     np.testing.assert_array_equal(ours.log_probs(batch), base)
     kl = [ours.update([StepPart([batch], COUNTS)], 3)["loss/kl_ref"] for _ in range(3)]
     assert abs(kl[0]) < 1e-9 and min(kl[1:]) > 1e-6
-    np.testing.assert_array_equal(ours.known(batch).ref_logp, base)
+    np.testing.assert_array_equal(ours.old_log_probs(batch).ref_logp, base)
     after = params(ours)
     assert {path for path, value in before.items() if not np.array_equal(value, after[path])} == {
         path for path in before if "_lora." in path
@@ -331,7 +332,7 @@ def test_adapters_alone_move_and_the_reference_is_the_model_without_them(tiny_hf
 @pytest.mark.slow
 def test_adapters_learn_on_a_mesh_what_they_learn_on_one_device(tiny_hf, dialogues, frames):
     alone = [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
-    packed = batches(tiny_hf, alone, frames, Shape(num_rows=4, row_tokens=40, row_patches=16))
+    packed = batches(tiny_hf, alone, frames, PackShape(num_rows=4, row_tokens=40, row_patches=16))
     random, shapes = np.random.default_rng(4), adapter_shapes(model_port.load(tiny_hf).config, LORA.rank)
     begun = {path: (0.05 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
     one, mesh = with_adapters(tiny_hf, params=begun), make_mesh(data=1, fsdp=2, tensor=2)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from paravt_jax.learner.losses import (
+    LossCoefs,
+    LossSpec,
     LossSums,
     class_sums,
     k3,
@@ -20,7 +22,7 @@ from paravt_jax.learner.losses import (
     ratio_quantile,
 )
 from paravt_jax.learner.settings import LossConfig, MismatchConfig
-from paravt_jax.learner.variants import VARIANTS, StepCounts
+from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
 PLAIN = LossConfig(kl_coef=0.0)
 SUMS = StepCounts(1.0, 1.0, 1.0)  # a loss is then the sum over its tokens
@@ -81,7 +83,8 @@ def jitted(config, given, num_sequences, counts):
 
 
 def loss_of(config, given, num_sequences=0, counts=SUMS):
-    return policy_loss(config, VARIANTS[config.kind], **given, num_sequences=num_sequences, counts=counts)
+    tokens = SampledTokens(**given, num_sequences=num_sequences, counts=counts)
+    return policy_loss(LossSpec.of(config, VARIANTS[config.kind]), LossCoefs.of(config), tokens)
 
 
 def sums_and_gradient(config, given, num_sequences=None, counts=SUMS):
@@ -341,12 +344,12 @@ def test_only_the_policy_is_differentiated():
 
 def test_the_kl_penalty_of_an_episode_by_hand():
     given = tokens(ratio=[1.0] * 4, ref_ratio=[2.0, 0.5, 0.5, 2.0], ids=[0, 2, 0, 0], mask=[True, True, True, False])
-    arrays = {name: given[name] for name in ("prox_logp", "ref_logp", "loss_mask", "sequence_ids")}
+    ours = SampledTokens(**given, counts=SUMS, num_sequences=3)
     ln2 = math.log(2)
     # sequence 0 has ref/policy 2 and 0.5, sequence 1 no token, sequence 2 has 0.5
     for estimator, by_hand in (("k1", (0, 0, ln2)), ("k2", (ln2**2, 0, ln2**2 / 2)), ("k3", (0.5, 0, 0.1931472))):
         config = LossConfig(kl_coef=0.1, kl_estimator=estimator, kl_in="reward")
-        found = jax.jit(lambda arrays, config=config: kl_penalties(config, num_sequences=3, **arrays))(arrays)
+        found = kl_penalties(LossSpec.of(config, VARIANTS["para_grpo"]), LossCoefs.of(config), ours)
         np.testing.assert_allclose(found, 0.1 * np.array(by_hand), atol=1e-7)
 
 
@@ -360,14 +363,8 @@ def test_mismatch_by_class_by_hand():
     prox = jnp.asarray([-1.0, -1.0, -1.0, jnp.nan, -1.0])
     behavior = prox - jnp.log(jnp.asarray([2.0, 0.5, 1.0, 1.0, 0.5]))
     classes = jnp.asarray([0, 2, 0, 99, 2], jnp.int32)
-    found = class_sums(
-        prox_logp=prox,
-        behavior_logp=behavior,
-        entropy=jnp.asarray([0.5, 1.0, 0.25, jnp.nan, 3.0]),
-        loss_mask=mask,
-        token_class=classes,
-        num_classes=4,
-    )
+    ours = SampledTokens(prox, prox, behavior, jnp.zeros(5), mask, SUMS)
+    found = class_sums(ours, jnp.asarray([0.5, 1.0, 0.25, jnp.nan, 3.0]), classes, 4)
     assert found.num_tokens.tolist() == [2, 0, 2, 0]
     np.testing.assert_allclose(found.behavior_kl, [0.3068528, 0, 2 * 0.1931472, 0], atol=1e-6)
     np.testing.assert_allclose(found.entropy, [0.75, 0, 4.0, 0], atol=1e-6)
@@ -377,9 +374,7 @@ def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
     given = random_tokens()
     sums, _ = sums_and_gradient(PLAIN, given)
     classes = jnp.asarray(np.random.default_rng(3).integers(0, 5, (3, 7)), jnp.int32)
-    names = ("prox_logp", "behavior_logp", "loss_mask")
-    arrays = {name: given[name] for name in names}
-    found = class_sums(**arrays, entropy=given["advantage"], token_class=classes, num_classes=5)
+    found = class_sums(SampledTokens(**given, counts=SUMS), given["advantage"], classes, 5)
     assert found.behavior_kl.sum() == pytest.approx(float(sums.behavior_kl), rel=1e-5)
     assert found.num_tokens.sum() == sums.num_tokens
 
@@ -388,10 +383,10 @@ def test_mismatch_of_the_classes_adds_up_to_that_of_the_loss():
 def test_quantiles_of_the_ratio_are_read_off_bins_that_add_up():
     log_ratio = np.concatenate([np.zeros(900), np.full(60, -0.2), np.full(40, 0.3), [jnp.nan]])
     mask = jnp.asarray(np.arange(1001) < 1000)
-    given = dict(policy_logp=jnp.asarray(log_ratio - 1), prox_logp=jnp.full(1001, -1.0), loss_mask=mask)
-    whole = ratio_counts(**given)
-    one, other = (
-        ratio_counts(**{name: array[part] for name, array in given.items()}) for part in (np.s_[:950], np.s_[950:])
+    policy, prox = jnp.asarray(log_ratio - 1), jnp.full(1001, -1.0)
+    whole, one, other = (
+        ratio_counts(SampledTokens(policy[part], *3 * [prox[part]], mask[part], SUMS))
+        for part in (np.s_[:], np.s_[:950], np.s_[950:])
     )
     np.testing.assert_array_equal(whole, one + other)
     assert whole.sum() == 1000
@@ -402,7 +397,7 @@ def test_quantiles_of_the_ratio_are_read_off_bins_that_add_up():
 
 def test_ratios_of_any_size_are_counted():
     log_ratio = jnp.asarray([-80.0, 80.0])
-    counts = ratio_counts(policy_logp=log_ratio, prox_logp=jnp.zeros(2), loss_mask=jnp.ones(2, bool))
+    counts = ratio_counts(SampledTokens(log_ratio, *3 * [jnp.zeros(2)], jnp.ones(2, bool), SUMS))
     assert [ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [math.exp(-10), math.exp(10)]
 
 
@@ -451,7 +446,7 @@ def test_a_ladder_out_of_order_is_named(wrong):
 
 
 def test_what_an_option_needs_is_named_when_it_is_not_given():
-    with pytest.raises(ValueError, match=r"loss\.kl_coef=0\.01 with loss.kl_in=loss needs ref_logp"):
+    with pytest.raises(ValueError, match=r"loss\.kl_coef with loss\.kl_in=loss needs ref_logp"):
         loss_of(LossConfig(), tokens())
     for config in (replace(PLAIN, kind="grpo"), replace(PLAIN, geometric_mask=True)):
         with pytest.raises(ValueError, match="needs sequence_ids and num_sequences"):

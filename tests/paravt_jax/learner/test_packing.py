@@ -18,8 +18,8 @@ from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import (
     Dialogue,
+    PackShape,
     PackSizes,
-    Shape,
     TrainBatch,
     fitting_row_tokens,
     pack,
@@ -29,7 +29,7 @@ from paravt_jax.learner.packing import (
 )
 from paravt_jax.learner.programs import action_scores
 
-SHAPE = Shape(num_rows=2, row_tokens=160, row_patches=48)
+SHAPE = PackShape(num_rows=2, row_tokens=160, row_patches=48)
 SMALL = replace(SHAPE, num_rows=1, row_tokens=80)
 TEMPERATURE = 0.7
 
@@ -94,9 +94,9 @@ def objective_and_gradient(model, batches, mesh=None):
     return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
 
 
-def packed(dialogues, frames, config: ModelConfig, shape: Shape) -> list[TrainBatch]:
+def packed(dialogues, frames, config: ModelConfig, shape: PackShape) -> list[TrainBatch]:
     """With room for all that is packed here, so that one program serves a shape."""
-    return pack(dialogues, frames, config, shape, agreed=lambda sizes: replace(sizes, num_actions=64, num_frame_rows=1))
+    return pack(dialogues, frames, config, shape, agree=lambda sizes: replace(sizes, num_actions=64, num_frame_rows=1))
 
 
 def count_tokens(batches) -> int:
@@ -157,7 +157,7 @@ def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, floa
 def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens, model, group, frames):
     others = [dialogue(model, 7, frames=("c",), prompt_seed=1), dialogue(model, 9, frames=(), own=29, prompt_seed=2)]
     expected = objective_and_gradient(model, packed([*group, *others], frames, model.config, SHAPE))
-    shape = Shape(num_rows, row_tokens, 48)
+    shape = PackShape(num_rows, row_tokens, 48)
     found = packed([*others, *reversed(group)], frames, model.config, shape)
     assert_same(expected, objective_and_gradient(model, found), 1e-5)
 
@@ -181,7 +181,7 @@ def in_parts(model, frames, num_parts):
     """A group of two, and three dialogues alone, in a row each. Frames of one row are also those of another."""
     group = [dialogue(model, n, own=13 + 2 * n) for n in range(2)]
     others = [dialogue(model, n, frames=tuple("bca"[: n - 4]), own=20 + n, prompt_seed=n) for n in range(5, 8)]
-    return pack([*group, *others], frames, model.config, Shape(4, 80, 24, num_parts=num_parts))
+    return pack([*group, *others], frames, model.config, PackShape(4, 80, 24, num_parts=num_parts))
 
 
 @pytest.mark.slow
@@ -225,10 +225,10 @@ def test_a_host_with_less_to_pack_fills_up_to_what_all_agree_on(model, frames):
         return PackSizes(sizes.num_batches + 2, 2 * sizes.num_actions, sizes.num_frame_rows + 3)
 
     alone = dialogue(model, 0, own=20)
-    (own, *empty) = pack([alone], frames, model.config, Shape(2, 80, 24), first_number=5, agreed=others)
+    (own, *empty) = pack([alone], frames, model.config, PackShape(2, 80, 24), first_number=5, agree=others)
     assert len(empty) == 2 and set(own.dialogue[own.loss_mask]) == {5}
     assert not any(batch.loss_mask.any() or batch.text.segment_ids.any() for batch in empty)
-    nothing = pack([], frames, model.config, Shape(2, 80, 24), agreed=lambda _: PackSizes(3, 40, 7))
+    nothing = pack([], frames, model.config, PackShape(2, 80, 24), agree=lambda _: PackSizes(3, 40, 7))
     assert len(nothing) == 3 and nothing[0].target.shape[1] >= 40 and len(nothing[0].vision.patches) >= 7
     shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in (own, *empty)]
     assert shapes[0] == shapes[1] == shapes[2]
@@ -236,7 +236,7 @@ def test_a_host_with_less_to_pack_fills_up_to_what_all_agree_on(model, frames):
 
 def test_rows_that_do_not_split_into_the_parts_are_refused():
     with pytest.raises(ValueError, match=r"pack\.num_rows=3 must be a multiple of mesh\.data x mesh\.fsdp = 2"):
-        Shape(3, 80, 24, num_parts=2)
+        PackShape(3, 80, 24, num_parts=2)
 
 
 def test_every_scored_token_is_in_exactly_one_batch_with_what_belongs_to_it(model, group, frames):
@@ -308,7 +308,7 @@ def test_a_dialogue_longer_than_a_row_says_which_settings_to_change(model, group
 
 def test_loss_tokens_in_a_shared_prompt_are_refused(model, group, frames):
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
-    with pytest.raises(ValueError, match="loss tokens in what its group shares"):
+    with pytest.raises(ValueError, match="loss tokens in the prompt that its group shares"):
         pack(wrong, frames, model.config, SHAPE)
 
 

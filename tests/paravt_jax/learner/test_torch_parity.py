@@ -16,7 +16,7 @@ from model_port.tiny import make_tiny, tiny_config
 from model_port.weights import rules
 from paravt_jax.bench.torch_update import TorchLearner, load_reference
 from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
@@ -27,6 +27,7 @@ OPTIM = OptimConfig(beta1=0.0, max_grad_norm=1e9, head_chunk_tokens=16)
 LOSS = LossConfig(kl_coef=0.01)
 TEMPERATURE = 0.7
 GRIDS = {"a": (4, 6), "b": (2, 4), "c": (6, 2), "d": (4, 4)}
+SHAPE = PackShape(num_rows=1, row_tokens=128, row_patches=24)
 TYPICAL_LOGP = -7.6  # of a vocabulary of this size
 
 
@@ -103,7 +104,7 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     learner = Learner(model_port.load(case.ref), OPTIM, LOSS, temperature=TEMPERATURE)
     model = model_port.load(case.policy)
     learner.state = replace(learner.state, trainable=nnx.state(model, LANGUAGE))
-    batches = pack(case.dialogues, case.frames, model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
+    batches = pack(case.dialogues, case.frames, model.config, SHAPE)
     assert len(batches) > 1
     metrics = learner.update([StepPart(batches, StepCounts(case.num_loss_tokens, 6.0, 1.0))], len(case.dialogues))
     return metrics, first_moments(learner)
@@ -185,7 +186,7 @@ def test_a_token_too_far_is_noticed(case, ours):
 
 def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
     learner = Learner(model_port.load(case.policy), OPTIM, replace(LOSS, kl_coef=0.0), temperature=1.0)
-    batches = pack(case.dialogues, case.frames, learner.model.config, Shape(num_rows=1, row_tokens=128, row_patches=24))
+    batches = pack(case.dialogues, case.frames, learner.model.config, SHAPE)
     assert len(batches) > 1
     loss = learner.imitate(batches, case.num_loss_tokens)["loss/imitation"]
     return loss, first_moments(learner)

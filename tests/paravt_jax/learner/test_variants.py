@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax.learner.losses import policy_loss
+from paravt_jax.learner.losses import LossCoefs, LossSpec, policy_loss
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.learner.settings import NUMBERS, LossConfig
-from paravt_jax.learner.variants import VARIANTS, StepCounts
+from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
 KINDS = list(VARIANTS)
 MAX_TOKENS = 24.0  # three sequences, eight tokens each
@@ -53,8 +53,8 @@ def loss_and_gradient(config, arrays, counts=None):
     counts = counts or counts_of(np.asarray(arrays["loss_mask"]))
 
     def loss(policy_logp):
-        shown = arrays | {"policy_logp": policy_logp}
-        return policy_loss(config, variant_of(config), **shown, num_sequences=3, counts=counts).loss
+        tokens = SampledTokens(**(arrays | {"policy_logp": policy_logp}), num_sequences=3, counts=counts)
+        return policy_loss(LossSpec.of(config, variant_of(config)), LossCoefs.of(config), tokens).loss
 
     value, gradient = jax.value_and_grad(loss)(arrays["policy_logp"])
     return float(value), np.asarray(gradient)
@@ -234,7 +234,7 @@ from paravt_jax.learner.variants import TokenLoss, SampledTokens
 
 
 def floored(tokens: SampledTokens, *, floor: float, power: float = 1.0) -> TokenLoss:
-    return TokenLoss(-jnp.maximum(tokens.ratio, floor) ** power * tokens.advantage, tokens.of_step)
+    return TokenLoss(-jnp.maximum(tokens.ratio, floor) ** power * tokens.advantage, tokens.token_mean)
 
 
 def leaving(tokens: SampledTokens) -> TokenLoss:

@@ -120,8 +120,8 @@ def test_kl_in_the_reward_is_never_measured_by_a_std_of_its_own(tiny_hf):
 
     settings = ("loss.kl_in=reward", "loss.kl_coef=1", "advantage.filter_zero_variance=false", "loss.kl_estimator=k3")
     ((part,),) = taught(tiny_hf, *settings, say=right_at_length, do=away_from_the_reference)[1]
-    for batch, known in zip(part.batches, part.known, strict=True):
-        to_ref = np.asarray(known.ref_logp - known.prox_logp)
+    for batch, old in zip(part.batches, part.old, strict=True):
+        to_ref = np.asarray(old.ref_logp - old.prox_logp)
         kl = np.exp(to_ref) - 1 - to_ref
         for number in np.unique(batch.dialogue[batch.loss_mask]):
             own = batch.loss_mask & (batch.dialogue == number)
@@ -156,9 +156,9 @@ def test_every_sampled_token_is_in_one_part_of_its_step_and_every_part_has_its_o
     for part in parts:
         assert part.counts.num_tokens == sum(batch.loss_mask.sum() for batch in part.batches) > 0
         assert (part.counts.num_sequences, part.counts.max_tokens) == (4, whole.counts.max_tokens / 2)
-        assert all(np.isfinite(before.prox_logp).all() for before in part.known)
+        assert all(np.isfinite(old.prox_logp).all() for old in part.old)
     assert len({part.batches[0].text.tokens.shape for part in parts}) == 1  # one program
-    assert whole.known is None
+    assert whole.old is None
 
 
 def test_groups_are_dealt_out_evenly_by_seed_and_version():

@@ -28,7 +28,7 @@ from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, Shape, pack
+from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints, _record_sum, verify
@@ -96,7 +96,7 @@ def batches(tiny_hf, num_rows=8):
         advantage = np.full(32, number - 2.5, np.float32)
         logp = np.full(32, -6.0, np.float32)
         found.append(Dialogue(ids, (), 0, 0, mask, logp, advantage, np.zeros(32, np.int32), number))
-    return pack(found, {}, model_port.load(tiny_hf).config, Shape(num_rows=num_rows, row_tokens=32, row_patches=16))
+    return pack(found, {}, model_port.load(tiny_hf).config, PackShape(num_rows=num_rows, row_tokens=32, row_patches=16))
 
 
 def update(learner, packed) -> dict[str, float]:
