@@ -208,8 +208,8 @@ def test_the_page_of_the_architecture_has_the_rooms_in_that_order():
     ("file", "text"),
     [
         ("paravt_jax/learner/credit.py", "from paravt_jax.run.log import RunLog\n"),
-        ("paravt_jax/imitation/batches.py", "def late():\n    import paravt_jax.rl.rollouts\n"),
-        ("paravt_jax/run/training.py", "from paravt_jax.data.visits import Visits\n"),
+        ("paravt_jax/imitation/batches.py", "def late():\n    import paravt_jax.rl.scheduler\n"),
+        ("paravt_jax/run/training.py", "from paravt_jax.data.sample_order import SampleOrder\n"),
         ("paravt_jax/helpers.py", "import math\n"),
     ],
 )

@@ -8,7 +8,7 @@ one part in 2^61.
 from collections.abc import Hashable, Sequence
 
 from paravt_jax.config import VideoConfig
-from paravt_jax.data.visits import Item, Visit
+from paravt_jax.data.sample_order import Item, PromptSample
 from rollout.seeds import derived_seed
 
 
@@ -26,7 +26,7 @@ def stratified_budgets(seed: int, step_key: Hashable, num: int, budgets: Sequenc
     return _shuffled([*budgets] * rounds + left, "order of budgets", seed, step_key)
 
 
-def budgets_of(visits: Sequence[Visit[Item]], video: VideoConfig, seed: int) -> list[int]:
+def budgets_of(visits: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
     """The frame budget of each visit of a step, whatever their order in it."""
     if not video.gating:
         budgets = [video.overview_frames] * len(visits)

@@ -19,7 +19,7 @@ from paravt_jax.evaluation.provenance import changed_sections, engine_record, mo
 from paravt_jax.evaluation.results import Cell, OfShards
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
-from paravt_jax.rl.rollouts import Player
+from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.directory import held, settings_of, write_settings
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.placement import place_servers
@@ -41,7 +41,7 @@ class Evaluation:
     record: Mapping[str, Any]  # the same as RUN/config.json has it
     loaded: SampleSet
     samples: Sequence[Sample]  # those that this run plays
-    player: Player | None = None  # None where nothing is left to play
+    worker: RolloutWorker | None = None  # None where nothing is left to play
 
     async def fill(self, dispatch: Dispatch, frame_budget: int) -> None:
         """Plays what is not done of a cell, then writes what it adds up to. One that is done stays as it is."""
@@ -50,8 +50,8 @@ class Evaluation:
         todo = _undone(keys, before)
         file = self._cell_file(dispatch, frame_budget)
         if todo:
-            assert self.player is not None
-            await self._playing(self.player, dispatch, frame_budget).play(todo, lines, before.values())
+            assert self.worker is not None
+            await self._playing(self.worker, dispatch, frame_budget).play(todo, lines, before.values())
         elif file.exists() and self.cell(dispatch, frame_budget)["n"]["rows"] == self._num_rows:
             return
         found = lines.read(keys)
@@ -84,11 +84,11 @@ class Evaluation:
     def _name(self, dispatch: Dispatch, frame_budget: int) -> str:
         return ", ".join([*filter(None, [self.config.data.split]), dispatch, f"{frame_budget} frames"])
 
-    def _playing(self, player: Player, dispatch: Dispatch, frame_budget: int) -> Playing:
-        agent = Agent(player.agent.engine, player.agent.frames, player.agent.chat, self.config.episode(dispatch))
+    def _playing(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> Playing:
+        agent = Agent(worker.agent.engine, worker.agent.frames, worker.agent.chat, self.config.episode(dispatch))
         return Playing(
             self._name(dispatch, frame_budget),
-            replace(player, agent=agent),
+            replace(worker, agent=agent),
             self.loaded.split,
             frame_budget,
             self.config.eval.num_samples,
@@ -124,11 +124,13 @@ async def open_evaluation(config: EvalConfig, shard: OfShards | None = None) -> 
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
-            evaluation = replace(evaluation, player=await _open_player(config, directory, stack, evaluation.samples))
+            evaluation = replace(evaluation, worker=await _open_worker(config, directory, stack, evaluation.samples))
         yield evaluation
 
 
-async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]) -> Player:
+async def _open_worker(
+    config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]
+) -> RolloutWorker:
     gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
     own = config.engine.kind == "jax"
     config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
@@ -160,7 +162,7 @@ async def _open_player(config: EvalConfig, directory: Path, stack: AsyncExitStac
     played = {"model": model, "engine": await engine_record(config.engine, engine)}
     with whole_file(directory / PLAYED_FILE) as file:
         file.write(json.dumps(played, indent=2).encode() + b"\n")
-    return Player(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
+    return RolloutWorker(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
 def _directory(config: EvalConfig, shard: OfShards | None) -> Path:

@@ -18,8 +18,9 @@ from paravt_jax.data.splits import Sample
 from paravt_jax.data.splits.public import Official
 from paravt_jax.rewards.answers import interval, option_letter
 from paravt_jax.rewards.official import OFFICIAL, STRICT, reply_of
-from paravt_jax.rl.metrics import member_metrics
-from paravt_jax.rl.rollouts import Member, member_record
+from paravt_jax.rl.episodes import Rollout
+from paravt_jax.rl.metrics import rollout_metrics
+from paravt_jax.rl.records import rollout_record
 from paravt_jax.run.log import load_jsonl
 from rollout.episode import Dispatch
 
@@ -69,7 +70,7 @@ def sample_key(settings: str, sample: Sample) -> str:
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def line_of(key: str, sample: Sample, subtitles: str, members: Sequence[Member], official: Official | None) -> Line:
+def line_of(key: str, sample: Sample, subtitles: str, rollouts: Sequence[Rollout], official: Official | None) -> Line:
     prompt = sample.prompt
     return {
         "key": key,
@@ -79,20 +80,20 @@ def line_of(key: str, sample: Sample, subtitles: str, members: Sequence[Member],
         "question_type": prompt.question_type,
         "groups": {name: list(labels) for name, labels in sample.groups.items()},
         "subtitles": subtitles,
-        "episodes": [_episode(member, sample, official) for member in members],
+        "episodes": [_episode(rollout, sample, official) for rollout in rollouts],
     }
 
 
-def _episode(member: Member, sample: Sample, official: Official | None) -> dict[str, Any]:
-    record = member_record(member) | {"metrics": member_metrics([member])}
-    if member.missing or member.episode is None or member.terms is None:
+def _episode(rollout: Rollout, sample: Sample, official: Official | None) -> dict[str, Any]:
+    record = rollout_record(rollout) | {"metrics": rollout_metrics([rollout])}
+    if rollout.missing or rollout.episode is None or rollout.terms is None:
         return record
-    turns, prompt = [turn.text for turn in member.episode.turns], sample.prompt
-    scores = {STRICT: member.terms.accuracy}
+    turns, prompt = [turn.text for turn in rollout.episode.turns], sample.prompt
+    scores = {STRICT: rollout.terms.accuracy}
     if official is not None:
         scores[OFFICIAL] = official(reply_of(turns), prompt.answer, sample.options)
-    overview, *crops = (len(ledger.pictures) for ledger in member.episode.ledgers)
-    answered = is_answer(member.terms.prediction, prompt.question_type, prompt.question)
+    overview, *crops = (len(ledger.pictures) for ledger in rollout.episode.ledgers)
+    answered = is_answer(rollout.terms.prediction, prompt.question_type, prompt.question)
     return record | {"scores": scores, "answered": answered, "num_frames": overview, "num_crop_frames": sum(crops)}
 
 

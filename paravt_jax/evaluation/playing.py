@@ -10,7 +10,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.evaluation.lines import Line, Lines, SampleResult, line_of, result_of
 from paravt_jax.rewards.official import STRICT
-from paravt_jax.rl.rollouts import Player
+from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.threads import in_thread
 from rollout.episode import Task
 from rollout.toolbox.search_subtitles import subtitle_file
@@ -28,7 +28,7 @@ class Playing:
     """A cell while it is played."""
 
     name: str  # in progress and errors
-    player: Player
+    worker: RolloutWorker
     split: PublicSplit | None
     frame_budget: int
     num_samples: int  # episodes of a sample
@@ -63,14 +63,14 @@ class Playing:
             prompt, subtitles = await self._subtitled(sample)
         num_frames = max(self.frame_budget, len(prompt.videos))
         task = Task(f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles)
-        members = await self.player.play_all(task, prompt, self.num_samples)
-        return line_of(key, sample, subtitles, members, self.split and self.split.official)
+        rollouts = await self.worker.run_group(task, prompt, self.num_samples)
+        return line_of(key, sample, subtitles, rollouts, self.split and self.split.official)
 
     async def _subtitled(self, sample: Sample) -> tuple[Prompt, str]:
         """The prompt with the lines that are on screen with its frames; and whether there are such: shown, none, or
         unreadable. Where the video itself cannot be opened, playing it will say so.
         """
-        prompt, agent = sample.prompt, self.player.agent
+        prompt, agent = sample.prompt, self.worker.agent
         if not prompt.subtitles[0]:
             return prompt, "none"
         try:

@@ -14,8 +14,8 @@ from model_port.config import ModelConfig
 from model_port.processing import VisionContract
 from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
+from paravt_jax.data.sample_order import PromptSample, SampleOrder
 from paravt_jax.data.traces import Trace
-from paravt_jax.data.visits import Visit, Visits
 from paravt_jax.imitation.ledgers import Rendered, TraceRenderer
 from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
@@ -50,7 +50,7 @@ class TraceBatches:
     def __init__(
         self,
         renderer: TraceRenderer,
-        visits: Visits[Trace],
+        visits: SampleOrder[Trace],
         first: int,
         model: ModelConfig,
         contract: VisionContract,
@@ -85,7 +85,7 @@ class TraceBatches:
 
     async def of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
         """Batches of these traces, a few traces at a time; those that cannot be shown are left out."""
-        visits = [Visit(number, 0, trace) for number, trace in enumerate(traces)]
+        visits = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
         for first in range(0, len(visits), RENDERED_AHEAD):
             rendering = map(self._render, visits[first : first + RENDERED_AHEAD])
             rendered = await asyncio.gather(*rendering, return_exceptions=True)
@@ -153,7 +153,7 @@ class TraceBatches:
         while len(self._rendered) < RENDERED_AHEAD:
             self._rendered.append(asyncio.create_task(self._render(self._visits[self._next + len(self._rendered)])))
 
-    async def _render(self, visit: Visit[Trace]) -> RenderedTrace:
+    async def _render(self, visit: PromptSample[Trace]) -> RenderedTrace:
         (budget,) = budgets_of([visit], self._video, self._seed)
         rendered = await self._renderer.render(visit.item, budget)
         return RenderedTrace(self._renderer.dialogue(rendered.ledger, visit.number), rendered)

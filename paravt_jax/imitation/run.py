@@ -13,8 +13,8 @@ import numpy as np
 
 from paravt_jax.config import DataConfig, SftConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
+from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Trace, load_traces
-from paravt_jax.data.visits import Visits
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
 from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
@@ -150,7 +150,7 @@ async def open_sft_run(
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )
-        visits = Visits(train, config.seed)
+        visits = SampleOrder(train, config.seed)
         training = await Training.resume(
             directory,
             policy,

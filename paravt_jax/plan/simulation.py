@@ -2,8 +2,8 @@
 
 What waits for what is that of the run itself: the turns of an episode and the sub-agents of a turn (`rollout.episode`),
 a group's server and the idlest one (`rollout.engine.sglang`), a server that reads before it decodes, rollouts that
-begin as many steps early as staleness allows (`rl.rollouts`), weights for which all servers pause. Only how long things
-take is a model: see `plan.service`.
+begin as many steps early as staleness allows (`rl.scheduler`), weights for which all servers pause. Only how long
+things take is a model: see `plan.service`.
 """
 
 import math

@@ -26,7 +26,7 @@ from paravt_jax.learner.packing import (
     used_frac,
 )
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.rl.rollouts import Group
+from paravt_jax.rl.groups import Group
 from paravt_jax.run.host_times import OwnTime
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.sampling.frames import frame_of
@@ -97,7 +97,7 @@ class PolicyUpdate:
     def parts(self, groups: Sequence[Group]) -> list[StepPart]:
         """The data of each update of the step."""
         learner, loss = self._learner, self._learner.loss
-        groups = [group for group in groups if group.teaches]
+        groups = [group for group in groups if group.has_signal]
         parts = self._packed(groups)
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if kl_in_reward or len(parts) > 1:
@@ -144,19 +144,19 @@ class PolicyUpdate:
         """The dialogues of the kept episodes of this host; an episode's number is its index in the whole step."""
         train, dialogues = self._train, []
         for first, group in enumerate(groups):
-            if group.away:
+            if group.is_remote:
                 continue
             earned = group.advantages
-            for number, member in enumerate(group.members):
+            for number, rollout in enumerate(group.rollouts):
                 if not group.keep[number]:
                     continue
-                assert member.episode is not None
-                assert member.terms is not None
+                assert rollout.episode is not None
+                assert rollout.terms is not None
                 dialogues += dialogues_of(
-                    member.episode,
+                    rollout.episode,
                     first * train.group_size + number,
                     earned.of(number),
-                    member.terms,
+                    rollout.terms,
                     self._chat,
                     self._contract.unit_px,
                     anchors=train.anchor_tokens,
@@ -196,9 +196,9 @@ class PolicyUpdate:
         pictures = {
             picture.key: picture
             for group in groups
-            for member in group.members
-            if member.episode is not None and not group.away
-            for ledger in (member.episode.ledgers if self._train.subagent_loss else [member.episode.ledger])
+            for rollout in group.rollouts
+            if rollout.episode is not None and not group.is_remote
+            for ledger in (rollout.episode.ledgers if self._train.subagent_loss else [rollout.episode.ledger])
             for picture in ledger.pictures
         }
         return {key: frame_of(picture, self._contract) for key, picture in pictures.items()}

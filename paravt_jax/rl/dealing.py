@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Visit
+from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.learner.advantages import GroupAdvantages
 from paravt_jax.rewards.grammar import Place, Tag
 from paravt_jax.rewards.terms import AnchorProperty, Credit, OwnTerm, RewardTerms, Summand
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 RECORDS = (  # what the results of an episode consist of
-    *(Visit, Prompt, GroupAdvantages, RewardTerms, Summand, AnchorProperty, OwnTerm, Credit, Place, Tag),
+    *(PromptSample, Prompt, GroupAdvantages, RewardTerms, Summand, AnchorProperty, OwnTerm, Credit, Place, Tag),
     *(Episode, Task, ShownVideo, Turn, Call, Window, Box, Segment),
 )
 FORMS = {

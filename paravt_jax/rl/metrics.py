@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from paravt_jax.rewards.terms import OUTCOMES, RewardTerms
-from paravt_jax.rl.rollouts import REASONS, Group, Member
+from paravt_jax.rl.episodes import REASONS, Rollout
+from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
 from rollout.ledger import Ledger
 
@@ -15,43 +16,43 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; beyond it those that are left are told to be shorter than the policy's
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    members = [member for group in groups for member in group.members]
-    budgets = [(f"k{group.frame_budget}", member) for group in groups for member in group.members]
-    types = [(group.visit.item.question_type, member) for group in groups for member in group.members]
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    budgets = [(f"k{group.frame_budget}", rollout) for group in groups for rollout in group.rollouts]
+    types = [(group.sample.item.question_type, rollout) for group in groups for rollout in group.rollouts]
     learnt = [group.advantages.sequence[group.keep] for group in groups]
     metrics = {
-        **member_metrics(members),
+        **rollout_metrics(rollouts),
         **metrics_in_parts(budgets),
         **metrics_in_parts(types),
         **_quantiles("advantage", np.concatenate(learnt)),
         "frame_budget_mean": float(np.mean([group.frame_budget for group in groups])),
         "num_groups": float(len(groups)),
         "num_groups_without_spread": float(sum(not group.advantages.has_spread for group in groups)),
-        "taught_frac": _mean(group.teaches for group in groups),
+        "taught_frac": _mean(group.has_signal for group in groups),
     }
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
-def metrics_in_parts(members: Iterable[tuple[str, Member]]) -> dict[str, float]:
-    """Accuracy and kappa of the members of each part: `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
+def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float]:
+    """Accuracy and kappa of the rollouts of each part: `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
     return {
         f"{name}_{part}": metrics[name]
-        for part, of_part in parted(members).items()
-        if (metrics := member_metrics(of_part))["num_episodes"]
+        for part, of_part in parted(rollouts).items()
+        if (metrics := rollout_metrics(of_part))["num_episodes"]
         for name in IN_PARTS
     }
 
 
-def parted(members: Iterable[tuple[str, Member]]) -> dict[str, list[Member]]:
-    parts: dict[str, list[Member]] = {}
-    for part, member in members:
-        parts.setdefault(part, []).append(member)
+def parted(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, list[Rollout]]:
+    parts: dict[str, list[Rollout]] = {}
+    for part, rollout in rollouts:
+        parts.setdefault(part, []).append(rollout)
     return parts
 
 
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
-    """What is to be said where a deadline takes the long episodes away."""
+    """A warning if a deadline removes the long episodes."""
     num_cut = metrics["rollout/missing_deadline"]
     num_begun = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
     if num_cut <= MAX_DEADLINE_FRAC * num_begun:
@@ -64,24 +65,24 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
     )
 
 
-def member_metrics(members: Sequence[Member]) -> dict[str, float]:
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` and nowhere else."""
-    whole = [member for member in members if not member.missing]
-    terms = [member.terms for member in whole if member.terms is not None]
-    episodes = [member.episode for member in whole if member.episode is not None]
+    whole = [rollout for rollout in rollouts if not rollout.missing]
+    terms = [rollout.terms for rollout in whole if rollout.terms is not None]
+    episodes = [rollout.episode for rollout in whole if rollout.episode is not None]
 
     def mean_term(of: Callable[[RewardTerms], float | None]) -> float:
         return _mean(value for value in map(of, terms) if value is not None)
 
     metrics = {
         "num_episodes": float(len(whole)),
-        "num_missing": float(len(members) - len(whole)),
+        "num_missing": float(len(rollouts) - len(whole)),
         "reward_mean": mean_term(lambda term: term.total),
         "reward_std": float(np.std([term.total for term in terms if term.total is not None])) if terms else 0.0,
         "accuracy_mean": mean_term(lambda term: term.accuracy),
         "anchor_mean": mean_term(lambda term: term.anchor),
         "tool_reward_mean": mean_term(lambda term: term.tool),
-        "format_reward": _mean(member.format_reward for member in whole),
+        "format_reward": _mean(rollout.format_reward for rollout in whole),
         "parseable_frac": mean_term(lambda term: float(term.parseable)),
         "tool_calls_mean": _mean(len(episode.calls) for episode in episodes),
         "tool_use_frac": _mean("ok" in episode.outcomes for episode in episodes),
@@ -94,8 +95,8 @@ def member_metrics(members: Sequence[Member]) -> dict[str, float]:
         own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
     metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)
-    missing = Counter(member.reason for member in members if member.missing)
-    cut = [float(member.num_lost) for member in members if member.missing and member.reason == "deadline"]
+    missing = Counter(rollout.reason for rollout in rollouts if rollout.missing)
+    cut = [float(rollout.num_lost) for rollout in rollouts if rollout.missing and rollout.reason == "deadline"]
     return {
         **metrics,
         **_quantiles("sampled_tokens", np.array([episode.ledger.num_sampled for episode in episodes])),
@@ -123,9 +124,9 @@ def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
 
 def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
     for group in groups:
-        for member in group.members:
-            if member.episode is not None:
-                yield from member.episode.ledgers
+        for rollout in group.rollouts:
+            if rollout.episode is not None:
+                yield from rollout.episode.ledgers
 
 
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:

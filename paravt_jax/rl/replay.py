@@ -21,19 +21,11 @@ import numpy as np
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import Config, TrainConfig
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visit, Visits
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rl.rollouts import (
-    Group,
-    Member,
-    Player,
-    advantages_of,
-    learnable,
-    over_step,
-    scored_together,
-    task_of,
-)
+from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of, with_group_terms
+from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
@@ -155,28 +147,28 @@ class Verdict(Judge):
 
 
 class Replay:
-    """Gives the groups of one step after another, as `Rollouts` does, from what a run has logged."""
+    """Gives the groups of one step after another, as `RolloutScheduler` does, from a run's log."""
 
-    played_s = 0.0
+    rollout_s = 0.0
 
     def __init__(
         self,
         log: LoggedSteps,
-        player: Player,
-        visits: Visits[Prompt],
+        worker: RolloutWorker,
+        order: SampleOrder[Prompt],
         cursor: Cursor,
         train: TrainConfig,
         advantage: AdvantageConfig,
     ):
-        self.log, self.player, self.visits, self.cursor = log, player, visits, cursor
+        self.log, self.worker, self.order, self.cursor = log, worker, order, cursor
         self._train, self._advantage = train, advantage
 
-    async def take(self, step: int) -> list[Group]:
+    async def next_groups(self, step: int) -> list[Group]:
         """The groups of a step. With other rewards more of them may teach than a step has place for."""
         try:
             by_visit = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
-            begun = [self._group(self.visits[number], list(records)) for number, records in by_visit]
-            groups = list(learnable(await asyncio.gather(*begun), self._train.prompts_per_step))
+            begun = [self._group(self.order[number], list(records)) for number, records in by_visit]
+            groups = list(for_step(await asyncio.gather(*begun), self._train.prompts_per_step))
         except KeyError as problem:
             raise ValueError(
                 f"{self.log.run_dir}: an episode of step {step} has no {problem}: it was logged by another version; "
@@ -184,19 +176,19 @@ class Replay:
             ) from None
         except VideoError as problem:
             raise ValueError(f"a video of step {step} of {self.log.run_dir} cannot be read now: {problem}") from None
-        self.cursor.take_these(group.visit.number for group in groups)
-        return over_step(groups, self.player.reward, self._advantage)
+        self.cursor.take_these(group.sample.number for group in groups)
+        return over_step(groups, self.worker.reward, self._advantage)
 
     def metrics(self) -> dict[str, float]:
-        """What was thrown away is not in a log."""
+        """A log does not have aborted groups."""
         return {}
 
-    async def _group(self, visit: Visit[Prompt], records: Sequence[Mapping[str, Any]]) -> Group:
-        task = task_of(visit, records[0]["frame_budget"])
+    async def _group(self, sample: PromptSample[Prompt], records: Sequence[Mapping[str, Any]]) -> Group:
+        task = task_of(sample, records[0]["frame_budget"])
         asked = records[0]["id"].rpartition("/")[0]
         if task.id != asked:
             raise ValueError(
-                f"{self.log.run_dir} asked {asked} at visit {visit.number}, the data now have {task.id} there: "
+                f"{self.log.run_dir} asked {asked} at visit {sample.number}, the data now have {task.id} there: "
                 f"data.train or seed are not those of the run"
             )
         if len(records) != self._train.group_size:
@@ -204,24 +196,26 @@ class Replay:
                 f"train.group_size={self._train.group_size}, and {asked} has {len(records)} episodes in "
                 f"{self.log.run_dir}; leave it as it was"
             )
-        overview = await self.player.agent.overview(task) if any("segments" in record for record in records) else None
-        members = [await self._member(record, visit.item, overview) for record in records]
-        members = scored_together(members, self.player.reward)
-        advantages = advantages_of(members, self.player.reward, self._advantage)
-        return Group(visit, task.frame_budget, members, advantages)
+        overview = await self.worker.agent.overview(task) if any("segments" in record for record in records) else None
+        rollouts = [await self._rollout(record, sample.item, overview) for record in records]
+        rollouts = with_group_terms(rollouts, self.worker.reward)
+        advantages = advantages_of(rollouts, self.worker.reward, self._advantage)
+        return Group(sample, task.frame_budget, rollouts, advantages)
 
-    async def _member(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview | None) -> Member:
+    async def _rollout(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview | None) -> Rollout:
         if "segments" not in record:
-            return Member(record["id"], problem=record["problem"], reason=record["reason"], num_lost=record["num_lost"])
+            return Rollout(
+                record["id"], problem=record["problem"], reason=record["reason"], num_lost=record["num_lost"]
+            )
         assert overview is not None
         score = record["reward"]["accuracy"] if "reward" in record else None
-        player = replace(self.player, judge=Verdict(score)) if self.player.reward.oe_mode == "llm" else self.player
-        return await player.scored(record["id"], await self._episode(record, prompt, overview), prompt)
+        worker = replace(self.worker, judge=Verdict(score)) if self.worker.reward.oe_mode == "llm" else self.worker
+        return await worker.score(record["id"], await self._episode(record, prompt, overview), prompt)
 
     async def _episode(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview) -> Episode:
         turns = []
         for turn in record["turns"]:
-            asked = find_calls(turn["text"], self.player.agent.signatures)
+            asked = find_calls(turn["text"], self.worker.agent.signatures)
             called = zip(asked[: len(turn["calls"])], turn["calls"], strict=True)
             calls = [await self._call(call, of_call, overview) for call, of_call in called]
             said = turn["text"], turn["finish"], tuple(turn["token_span"])
@@ -239,7 +233,7 @@ class Replay:
         done.started_s = record.get("started_s", 0.0)
         if record["segments"] is not None:
             assert window is not None
-            done.path, prompter = video_of(call.arguments, overview.names), self.player.agent.prompter
+            done.path, prompter = video_of(call.arguments, overview.names), self.worker.agent.prompter
             frames = (
                 prompter.crop(done.path, window) if box is None else prompter.detail(done.path, window.start_s, box)
             )

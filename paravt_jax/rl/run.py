@@ -14,16 +14,19 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.dealing import dealt
+from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
+from paravt_jax.rl.groups import Group
 from paravt_jax.rl.metrics import (
     deadline_remark,
-    member_metrics,
+    group_metrics,
     metrics_in_parts,
     num_tokens,
     rollout_metrics,
     staleness_mean,
 )
+from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import Replay
-from paravt_jax.rl.rollouts import Group, Member, Player, Rollouts, evaluate, records
+from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
@@ -44,8 +47,8 @@ class Run:
     policy: Policy
     policy_update: PolicyUpdate
     engine: Engine
-    rollouts: Rollouts | Replay
-    greedy: Player
+    rollouts: RolloutScheduler | Replay
+    greedy: RolloutWorker
     held_out: Sequence[Prompt]  # none in a replay
     frames: FrameReader
     hosts: Hosts
@@ -56,13 +59,13 @@ class Run:
 
     async def collect(self) -> list[Group] | None:
         """The next step's episodes, or None when there is nothing more to do."""
-        return await self.training.begin_step("rollout", lambda: self.rollouts.take(self.training.step + 1))
+        return await self.training.begin_step("rollout", lambda: self.rollouts.next_groups(self.training.step + 1))
 
     async def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""
         training = self.training
         rollout_s = time.monotonic() - training.began_step_s
-        metrics = rollout_metrics(groups) | self.rollouts.metrics()
+        metrics = group_metrics(groups) | self.rollouts.metrics()
         metrics["staleness_mean"] = staleness_mean(groups, training.version)
         if remark := deadline_remark(metrics, self.config.rollout.turn_deadline_s):
             training.log.say(f"step {training.step + 1}: {remark}")
@@ -74,10 +77,10 @@ class Run:
         if self.hosts.num > 1:
             devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
             update_s = self.policy_update.own_time.seconds
-            self.own_s = {"rollout": self.rollouts.played_s, "update": update_s, "devices": devices_s}
+            self.own_s = {"rollout": self.rollouts.rollout_s, "update": update_s, "devices": devices_s}
         self._heed_mismatch(metrics)
         training.step += 1
-        self.rollouts.cursor.done([group.visit.number for group in groups])
+        self.rollouts.cursor.done([group.sample.number for group in groups])
         return metrics
 
     async def publish(self) -> float:
@@ -120,15 +123,15 @@ class Run:
             return
         training.log.phase("validation")
 
-        def play(prompts: Sequence[Prompt]) -> Coroutine[Any, Any, list[Member]]:
+        def play(prompts: Sequence[Prompt]) -> Coroutine[Any, Any, list[Rollout]]:
             return evaluate(self.greedy, prompts, self.config.video.overview_frames)
 
-        playing = dealt(self.hosts, "validation", self.held_out, play, (Member,))
-        members = await training.directory.unless_stopped(playing)
-        if members is None:
+        playing = dealt(self.hosts, "validation", self.held_out, play, (Rollout,))
+        rollouts = await training.directory.unless_stopped(playing)
+        if rollouts is None:
             return
         types = [prompt.question_type for prompt in self.held_out]
-        found = member_metrics(members) | metrics_in_parts(zip(types, members, strict=True))
+        found = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
         metrics = {f"validation/{name}": value for name, value in found.items()}
         training.log.validation(training.step, metrics | {"policy_version": training.version})
 

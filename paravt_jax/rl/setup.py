@@ -10,16 +10,17 @@ from model_port.bucket import is_address
 from paravt_jax.config import SYNTHETIC, Config, computed_on, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import dropped_rows
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import make_synthetic
-from paravt_jax.data.visits import Cursor, Visits
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
-from paravt_jax.rl.rollouts import Player, Rollouts
 from paravt_jax.rl.run import Run
+from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.directory import run_id
 from paravt_jax.run.host_times import DeviceProbe
 from paravt_jax.run.hosts import ALONE, Hosts
@@ -75,16 +76,16 @@ async def open_run(
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         remarks.append(policy.attention(config.pack.row_tokens))
-        visits = Visits(train, config.seed)
-        training = await _resume(config, directory, policy, visits, log, remarks, stack)
+        order = SampleOrder(train, config.seed)
+        training = await _resume(config, directory, policy, order, log, remarks, stack)
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
         if log is None and hosts.leads:
             videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
-        rollouts = await _rollouts(config, training, policy, frames, plugin, visits, log, gpus, take_over, stack)
-        player = rollouts.player
+        rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
+        worker = rollouts.worker
         run = Run(
             config=config,
             training=training,
@@ -100,9 +101,9 @@ async def open_run(
                 seed=config.seed,
                 hosts=hosts,
             ),
-            engine=player.agent.engine,
+            engine=worker.agent.engine,
             rollouts=rollouts,
-            greedy=replace(player, agent=player.agent.with_settings(temperature=0.0)),
+            greedy=replace(worker, agent=worker.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
             hosts=hosts,
@@ -124,7 +125,7 @@ async def _resume(
     config: Config,
     directory: RunDirectory,
     policy: Policy,
-    visits: Visits[Prompt],
+    order: SampleOrder[Prompt],
     log: LoggedSteps | None,
     remarks: list[str],
     stack: AsyncExitStack,
@@ -149,7 +150,7 @@ async def _resume(
         stack,
         num_steps=num_steps if log is None else min(num_steps, log.last),
         beginning={"step": 0, "geometric_mask": False, "cursor": Cursor().to_record()},
-        visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+        visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
         checkpoint=config.checkpoint,
         log=config.log,
         remarks=remarks,
@@ -162,18 +163,18 @@ async def _rollouts(
     policy: Policy,
     frames: FrameReader,
     plugin: Plugin | None,
-    visits: Visits[Prompt],
+    order: SampleOrder[Prompt],
     log: LoggedSteps | None,
     gpus: Sequence[Gpus],
     take_over: bool,
     stack: AsyncExitStack,
-) -> Rollouts | Replay:
+) -> RolloutScheduler | Replay:
     """What gives a step its groups: an engine that plays, or a log."""
     cursor = Cursor.from_record(training.begun_with["cursor"])
     if log is not None:
         agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
-        player = Player(agent, config.reward, None, config.seed, plugin, config.train.truncated)
-        return Replay(log, player, visits, cursor, config.train, config.advantage)
+        worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
+        return Replay(log, worker, order, cursor, config.train, config.advantage)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
     samples_away = config.engine.kind == "sglang"
     engine = await open_engine(
@@ -193,10 +194,10 @@ async def _rollouts(
     )
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)
-    player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-    rollouts = Rollouts(
-        player,
-        visits,
+    worker = RolloutWorker(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
+    rollouts = RolloutScheduler(
+        worker,
+        order,
         cursor,
         config.train,
         config.video,

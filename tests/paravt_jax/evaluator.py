@@ -12,7 +12,7 @@ from published import make_copy
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.evaluation import evaluation
 from paravt_jax.evaluation.evaluation import Cell
-from paravt_jax.rl.rollouts import Player
+from paravt_jax.rl.episodes import RolloutWorker
 from rollout.chat import Chat
 from rollout.engine.protocol import Request
 from rollout.engine.scripted import ScriptedEngine
@@ -48,7 +48,7 @@ class Evaluator:
         self.asked: list[str] = []  # names of episodes
         self.prompts: list[str] = []
         self.frames: Any = FakeFrames(duration_s=32)
-        monkeypatch.setattr(evaluation, "_open_player", self.open_player)
+        monkeypatch.setattr(evaluation, "_open_worker", self.open_worker)
 
     async def reply(self, request: Request) -> list[int]:
         if is_subagent(self.chat, request):
@@ -57,9 +57,9 @@ class Evaluator:
         self.prompts.append(self.chat.decode(request.ids))
         return self.chat.encode(self.say(request.episode, request)).tolist()
 
-    async def open_player(self, config: EvalConfig, directory: Path, stack: Any, samples: Any) -> Player:
+    async def open_worker(self, config: EvalConfig, directory: Path, stack: Any, samples: Any) -> RolloutWorker:
         agent = Agent(ScriptedEngine(self.reply), self.frames, self.chat, config.rollout)
-        return Player(agent, config.reward, None, config.seed)
+        return RolloutWorker(agent, config.reward, None, config.seed)
 
     def run(self, config: EvalConfig, shard: tuple[int, int] | None = None) -> list[Cell]:
         from paravt_jax.eval import run_eval

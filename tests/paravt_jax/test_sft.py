@@ -18,8 +18,8 @@ from model_port.config import ModelConfig
 from model_port.processing import VisionContract
 from model_port.tiny import tiny_config
 from paravt_jax.config import SftConfig, load_config
+from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.data.visits import Visits
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
 from paravt_jax.imitation.ledgers import TraceRenderer
 from paravt_jax.miniature.model import make_model
@@ -147,7 +147,7 @@ def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) 
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
     settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "num_row_parts": 1, "seed": 0}
-    return TraceBatches(renderer, Visits(traces, 0), first, model, contract, **settings)
+    return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
 
 def take(of: TraceBatches, num: int) -> list[TraceBatch]:

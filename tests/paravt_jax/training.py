@@ -13,13 +13,14 @@ from model_port.processing import VisionContract
 from paravt_jax import train as trainer
 from paravt_jax.config import Config, load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
+from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.replay import OF_THE_MACHINE
-from paravt_jax.rl.rollouts import Player, Rollouts
+from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.chat import Chat
 from rollout.episode import Agent
@@ -49,15 +50,15 @@ OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a us
 
 def rollouts_of(
     agent: Agent,
-    visits: Visits[Prompt],
+    order: SampleOrder[Prompt],
     cursor: Cursor,
     config: Config,
     judge: Judge | None = None,
     hosts: Hosts = ALONE,
-) -> Rollouts:
+) -> RolloutScheduler:
     plugin = load_plugin(config.reward)
-    player = Player(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-    return Rollouts(player, visits, cursor, config.train, config.video, config.advantage, hosts=hosts)
+    worker = RolloutWorker(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
+    return RolloutScheduler(worker, order, cursor, config.train, config.video, config.advantage, hosts=hosts)
 
 
 def update_of(

@@ -17,12 +17,14 @@ from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import Config, LogConfig, to_record
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Visit
+from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.rl.metrics import member_metrics, rollout_metrics
-from paravt_jax.rl.rollouts import Group, Member, advantages_of, records
+from paravt_jax.rl.episodes import Rollout
+from paravt_jax.rl.groups import Group, advantages_of
+from paravt_jax.rl.metrics import group_metrics, rollout_metrics
+from paravt_jax.rl.records import records
 from paravt_jax.run.directory import write_settings
 from paravt_jax.run.log import RunLog
 from rollout.chat import Chat
@@ -128,8 +130,8 @@ def make_run(
             groups.append(_group_of(99, [[text] for text in texts], 4, config, chance))
         log.step(step, _metrics(groups, step, skill, chance), records(groups, step, CHAT))
         if step % max(1, num_planned // 5) == 0:
-            members = [member for group in groups for member in group.members]
-            log.validation(step, {f"validation/{name}": value for name, value in member_metrics(members).items()})
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            log.validation(step, {f"validation/{name}": value for name, value in rollout_metrics(rollouts).items()})
     log.close()
     return run_dir
 
@@ -163,20 +165,23 @@ def _group_of(
     prompt = Prompt(f"{number:016x}", question, (VIDEO,), answer, question_type)
     name = f"{number:06d}-{prompt.id}"
     task = Task(name, question, prompt.videos, frame_budget)
-    members = []
-    for member, turns in enumerate(stories):
-        if one_missing and member == 5:
-            members.append(
-                Member(f"{name}/{member}", problem="EngineError: no server answered within 600.0 s", reason="engine")
+    rollouts = []
+    for index, turns in enumerate(stories):
+        if one_missing and index == 5:
+            rollouts.append(
+                Rollout(f"{name}/{index}", problem="EngineError: no server answered within 600.0 s", reason="engine")
             )
             continue
-        episode = _episode(f"{name}/{member}", task, turns, chance)
+        episode = _episode(f"{name}/{index}", task, turns, chance)
         own = asyncio.run(PLUGIN.terms(episode, answer, question_type))
         terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward, own=own)
         fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
-        members.append(Member(episode.id, episode, terms, fixed.format))
+        rollouts.append(Rollout(episode.id, episode, terms, fixed.format))
     return Group(
-        Visit(number, 0, prompt), frame_budget, members, advantages_of(members, config.reward, config.advantage)
+        PromptSample(number, 0, prompt),
+        frame_budget,
+        rollouts,
+        advantages_of(rollouts, config.reward, config.advantage),
     )
 
 
@@ -226,7 +231,7 @@ def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random
     rollout_s, update_s = chance.uniform(100, 140), chance.uniform(80, 90)
     noise = chance.normal(0, 1, 6)
     return {
-        **rollout_metrics(groups),
+        **group_metrics(groups),
         "policy_version": float(step),
         "loss/policy": 0.02 * noise[0],
         "loss/total": 0.02 * noise[0] + 0.001,

@@ -22,8 +22,8 @@ from paravt_jax.bench.hosts import difference
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.learner.learner import Learner, StepPart
+from paravt_jax.rl.groups import Group
 from paravt_jax.rl.replay import differing
-from paravt_jax.rl.rollouts import Group
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run.log import METRICS_FILE, rows_by_step
 from rollout.ledger import Segment
@@ -77,7 +77,11 @@ def parts_used(learner: Learner) -> list[StepPart]:
 def _sampled(groups: Sequence[Group], image_id: int) -> Iterator[Sampled]:
     """Every sampled span with its prompt."""
     ledgers = (
-        ledger for group in groups for member in group.members if member.episode for ledger in member.episode.ledgers
+        ledger
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.episode
+        for ledger in rollout.episode.ledgers
     )
     for ledger in ledgers:
         before: list[Segment] = []

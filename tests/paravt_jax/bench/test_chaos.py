@@ -34,10 +34,10 @@ from paravt_jax.bench.chaos.stage import Exit, TrainerStage
 from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import PolicyUpdate
-from paravt_jax.rl.rollouts import records
+from paravt_jax.rl.records import records
 from paravt_jax.rl.run import Run
 from paravt_jax.run import training
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
@@ -138,7 +138,7 @@ def step(tiny_hf):
 
     async def play():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
 
     groups = asyncio.run(play())
     lines = json.loads(json.dumps(records(groups, 1, chat)))

@@ -11,7 +11,7 @@ import model_port
 from model_port.processing import VisionContract
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.advantages import EpisodeAdvantage
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
@@ -19,7 +19,7 @@ from paravt_jax.learner.packing import PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.rl.metrics import rollout_metrics
+from paravt_jax.rl.metrics import group_metrics
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
@@ -113,14 +113,14 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
     async def train() -> list[float]:
         engine = EmbeddedEngine(learner.model, contract, max_rows=16, max_context_tokens=256)
         agent = Agent(engine, FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits([PROMPT], 0), Cursor(), config)
+        rollouts = rollouts_of(agent, SampleOrder([PROMPT], 0), Cursor(), config)
         rewards = []
         try:
             for step in range(1, RL_STEPS + 1):
-                groups = await rollouts.take(step)
-                rewards.append(rollout_metrics(groups)["rollout/reward_mean"])
+                groups = await rollouts.next_groups(step)
+                rewards.append(group_metrics(groups)["rollout/reward_mean"])
                 update.run(groups, geometric_mask=False)
-                rollouts.cursor.done([group.visit.number for group in groups])
+                rollouts.cursor.done([group.sample.number for group in groups])
                 await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step)
                 if is_right(rewards, arm):
                     break

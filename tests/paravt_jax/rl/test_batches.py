@@ -13,7 +13,7 @@ import model_port
 from model_port.processing import VisionContract
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import dealt_out
@@ -62,8 +62,8 @@ def taught(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
 
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)
-        return [do(update, await rollouts.take(step)) for step in range(1, steps + 1)]
+        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
+        return [do(update, await rollouts.next_groups(step)) for step in range(1, steps + 1)]
 
     return learner, asyncio.run(work())
 
@@ -195,7 +195,7 @@ def test_a_detail_larger_than_any_frame_has_room_in_a_batch(tiny_hf):
 
     async def collected():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
 
     groups = asyncio.run(collected())
     rows = [row for part in update.parts(groups) for batch in part.batches for row in batch.vision.segment_ids]

@@ -17,12 +17,14 @@ from model_port.processing import VisionContract
 from model_port.sharding import make_mesh, on_host
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import LANGUAGE, Learner
 from paravt_jax.rl import batches
 from paravt_jax.rl.dealing import FORMS, RECORDS
-from paravt_jax.rl.metrics import num_tokens, rollout_metrics
-from paravt_jax.rl.rollouts import Group, Member, records
+from paravt_jax.rl.episodes import Rollout
+from paravt_jax.rl.groups import Group
+from paravt_jax.rl.metrics import group_metrics, num_tokens
+from paravt_jax.rl.records import records
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.wire import Wire
@@ -82,7 +84,7 @@ def find_slow_hosts(hosts, rollouts, update, groups, learner):
         host_times.products = slow(host_times.products)
     update.run(groups, geometric_mask=False)
     own = {
-        "rollout": rollouts.played_s,
+        "rollout": rollouts.rollout_s,
         "update": update.own_time.seconds,
         "devices": probe.seconds(learner.state),
     }
@@ -105,13 +107,13 @@ def two_steps(hosts, tiny_hf, file):
 
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config, hosts=hosts)
+        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config, hosts=hosts)
         found = []
         for step in (1, 2):
-            groups = await rollouts.take(step)
-            rollouts.cursor.done([group.visit.number for group in groups])
+            groups = await rollouts.next_groups(step)
+            rollouts.cursor.done([group.sample.number for group in groups])
             tokens = num_tokens(groups, chat, contract.unit_px)
-            found.append(rollout_metrics(groups) | update.run(groups, geometric_mask=False) | {"tokens": tokens})
+            found.append(group_metrics(groups) | update.run(groups, geometric_mask=False) | {"tokens": tokens})
         return found, rollouts, groups
 
     metrics, rollouts, groups = asyncio.run(work())
@@ -153,7 +155,7 @@ def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
     }
 
 
-def there_and_back(value, results=(Group, Member)):
+def there_and_back(value, results=(Group, Rollout)):
     wire = Wire((*RECORDS, *results), FORMS)
     return wire.decode(wire.encode(value))
 
@@ -176,15 +178,15 @@ def test_groups_arrive_as_they_were_played(tiny_hf):
 
     async def play():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config).take(1)
+        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
 
     groups = asyncio.run(play())
-    calls = groups[0].members[0].episode.calls
+    calls = groups[0].rollouts[0].episode.calls
     assert [one.outcome for one in calls] == ["invalid", "ok"] and calls[0].call.arguments
     again = there_and_back(groups)
     assert records(again, 1, chat) == records(groups, 1, chat)
-    assert rollout_metrics(again) == rollout_metrics(groups)
-    assert again[0].members[0].terms == groups[0].members[0].terms
+    assert group_metrics(again) == group_metrics(groups)
+    assert again[0].rollouts[0].terms == groups[0].rollouts[0].terms
 
 
 def test_a_dialogue_to_score_arrives_with_its_pixels():

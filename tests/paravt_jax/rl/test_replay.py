@@ -10,11 +10,12 @@ from training import rollouts_of
 
 from paravt_jax.config import Config, load_config, to_record
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
-from paravt_jax.rl.metrics import num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.episodes import RolloutWorker
+from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
+from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay, differing
-from paravt_jax.rl.rollouts import Player, records
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -67,7 +68,7 @@ def played(chat):
 
     async def work():
         agent = Agent(ScriptedEngine(reply, version=3), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config, Counting()).take(1)
+        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config, Counting()).next_groups(1)
 
     return asyncio.run(work())
 
@@ -84,19 +85,20 @@ def write_log(run_dir, groups, chat, step=1):
 
 def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
     config = load_config(None, *SETTINGS, *overrides)
-    player = Player(Agent(NoEngine(), frames or FakeFrames(), chat, config.rollout), config.reward, None, config.seed)
-    log, visits = LoggedSteps.of(run_dir, config), Visits(prompts, 0)
-    replay = Replay(log, player, visits, Cursor(), config.train, config.advantage)
-    return asyncio.run(replay.take(1)), replay
+    agent = Agent(NoEngine(), frames or FakeFrames(), chat, config.rollout)
+    worker = RolloutWorker(agent, config.reward, None, config.seed)
+    log, order = LoggedSteps.of(run_dir, config), SampleOrder(prompts, 0)
+    replay = Replay(log, worker, order, Cursor(), config.train, config.advantage)
+    return asyncio.run(replay.next_groups(1)), replay
 
 
 def test_groups_made_again_from_their_log_are_those_that_were_logged(played, chat, tmp_path):
     groups, replay = replayed(write_log(tmp_path, played, chat), chat)
-    metrics = rollout_metrics(played)
+    metrics = group_metrics(played)
     assert metrics["rollout/calls_ok"] == 4 and metrics["rollout/missing_deadline"] == 1
     assert metrics["rollout/missing_video"] == 6 and metrics["rollout/missing_judge"] == 1
     assert records(groups, 1, chat) == records(played, 1, chat)
-    assert rollout_metrics(groups) == metrics
+    assert group_metrics(groups) == metrics
     assert staleness_mean(groups, 7) == staleness_mean(played, 7)
     assert num_tokens(groups, chat, 32) == num_tokens(played, chat, 32)
     assert replay.cursor.to_record() == {"next": 3, "again": [0, 1, 2]}  # open until they are learnt from
@@ -111,25 +113,25 @@ def test_a_log_from_before_times_were_kept_is_replayed(played, chat, tmp_path):
             for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
                 told.pop(name, None)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert rollout_metrics(replayed(run_dir, chat)[0]) == rollout_metrics(played)
+    assert group_metrics(replayed(run_dir, chat)[0]) == group_metrics(played)
 
 
 def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     rewards = [
-        rollout_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
+        group_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
         for overrides in ([], ["reward.format_weight=0"])
     ]
     assert rewards[0] != rewards[1]
 
 
 def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, tmp_path):
-    assert sum(group.teaches for group in played) == 2
+    assert sum(group.has_signal for group in played) == 2
     groups, replay = replayed(write_log(tmp_path, played, chat), chat, "train.prompts_per_step=1")
-    assert [group.teaches for group in groups].count(True) == 1
+    assert [group.has_signal for group in groups].count(True) == 1
     assert len(groups) == 2  # and the one that teaches nothing
-    (left,) = {0, 1, 2} - {group.visit.number for group in groups}
-    replay.cursor.done([group.visit.number for group in groups])
+    (left,) = {0, 1, 2} - {group.sample.number for group in groups}
+    replay.cursor.done([group.sample.number for group in groups])
     assert replay.cursor.take(1) == [left]
 
 

@@ -1,4 +1,4 @@
-"""Visits become groups; what cannot be had is missing and counted; what teaches nothing is replaced."""
+"""Samples become groups; a failure makes an episode missing; groups without signal are replaced."""
 
 import asyncio
 import math
@@ -12,10 +12,11 @@ from training import rollouts_of
 
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visits
+from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
-from paravt_jax.rl.metrics import deadline_remark, member_metrics, num_tokens, rollout_metrics, staleness_mean
-from paravt_jax.rl.rollouts import Player, evaluate, records
+from paravt_jax.rl.episodes import RolloutWorker, evaluate
+from paravt_jax.rl.metrics import deadline_remark, group_metrics, num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.records import records
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -57,9 +58,9 @@ def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=
 
     async def work():
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits(prompts, 0), cursor or Cursor(), config, judge)
+        rollouts = rollouts_of(agent, SampleOrder(prompts, 0), cursor or Cursor(), config, judge)
         try:
-            return [await rollouts.take(step) for step in range(1, steps + 1)]
+            return [await rollouts.next_groups(step) for step in range(1, steps + 1)]
         finally:
             await rollouts.close()
 
@@ -72,12 +73,12 @@ def half_right(episode, request):
 
 def test_a_step_has_its_prompts_with_their_groups_scored(chat):
     (groups,) = collect(chat, half_right)
-    assert [len(group.members) for group in groups] == [4, 4]
-    assert len({group.visit.item.id for group in groups}) == 2
+    assert [len(group.rollouts) for group in groups] == [4, 4]
+    assert len({group.sample.item.id for group in groups}) == 2
     for group in groups:
-        assert [member.terms.accuracy for member in group.members] == [0, 1, 0, 1]
+        assert [rollout.terms.accuracy for rollout in group.rollouts] == [0, 1, 0, 1]
         assert group.advantages.sequence == pytest.approx([-1, 1, -1, 1], abs=1e-4)
-        assert group.teaches
+        assert group.has_signal
 
 
 def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
@@ -88,10 +89,10 @@ def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
 
     (groups,) = collect(chat, say)
     for group in groups:
-        assert [member.missing for member in group.members] == [False, False, True, False]
-        assert group.members[2].problem == "EngineError: the server is gone"
+        assert [rollout.missing for rollout in group.rollouts] == [False, False, True, False]
+        assert group.rollouts[2].problem == "EngineError: the server is gone"
         assert list(group.advantages.keep) == [True, True, False, True]
-    metrics = rollout_metrics(groups)
+    metrics = group_metrics(groups)
     assert metrics["rollout/num_missing"] == 2
     assert metrics["rollout/accuracy_mean"] == pytest.approx(2 / 3)
 
@@ -99,9 +100,9 @@ def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
 def test_a_video_that_cannot_be_read_makes_its_group_missing(chat):
     prompts = [replace(PROMPTS[0], videos=("/missing.mp4",)), PROMPTS[1]]
     (groups,) = collect(chat, half_right, prompts=prompts)
-    assert sorted(group.teaches for group in groups) == [False, True]
-    (lost,) = [group for group in groups if not group.teaches]
-    assert all(member.problem == "overview: VideoError: the video cannot be opened" for member in lost.members)
+    assert sorted(group.has_signal for group in groups) == [False, True]
+    (lost,) = [group for group in groups if not group.has_signal]
+    assert all(rollout.problem == "overview: VideoError: the video cannot be opened" for rollout in lost.rollouts)
 
 
 KINDS = [
@@ -143,7 +144,7 @@ def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, 
         prompts[0] = replace(prompts[0], answer="no letter", question_type="mcq")
     judged = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m")
     (groups,) = collect(chat, say, *judged, judge=judge, prompts=prompts)
-    problems = [member.problem for group in groups for member in group.members if member.missing]
+    problems = [rollout.problem for group in groups for rollout in group.rollouts if rollout.missing]
     assert len(problems) == {"engine": 2, "video": 4, "judge": 1, "scoring": 4}[where]
     assert all(kind.__name__ in problem or where == "scoring" for problem in problems)
 
@@ -170,8 +171,8 @@ def test_an_answer_without_a_verdict_is_missing(chat):
         prompts=prompts,
     )
     (group,) = groups
-    assert sorted(m.terms.accuracy for m in group.members if not m.missing) == [0.0, 0.5, 1.0]
-    assert [m.problem for m in group.members if m.missing] == ["no verdict of the judge"]
+    assert sorted(m.terms.accuracy for m in group.rollouts if not m.missing) == [0.0, 0.5, 1.0]
+    assert [m.problem for m in group.rollouts if m.missing] == ["no verdict of the judge"]
 
 
 @pytest.mark.slow
@@ -180,10 +181,10 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
         return RIGHT
 
     (groups,) = collect(chat, same, "train.max_resamples=2")
-    assert [group.teaches for group in groups] == [False] * 6
+    assert [group.has_signal for group in groups] == [False] * 6
     (groups,) = collect(chat, half_right, "train.max_resamples=2")
-    assert [group.teaches for group in groups] == [True] * 2
-    assert rollout_metrics(collect(chat, same)[0])["rollout/num_groups_without_spread"] == 2
+    assert [group.has_signal for group in groups] == [True] * 2
+    assert group_metrics(collect(chat, same)[0])["rollout/num_groups_without_spread"] == 2
 
 
 def oversampled(chat, say, *overrides, steps=1):
@@ -196,18 +197,18 @@ def oversampled(chat, say, *overrides, steps=1):
 
     async def work():
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), cursor, config)
+        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), cursor, config)
         for step in range(1, steps + 1):
-            groups = await rollouts.take(step)
+            groups = await rollouts.next_groups(step)
             found.append((groups, rollouts.metrics()))
-            cursor.done([group.visit.number for group in groups])
+            cursor.done([group.sample.number for group in groups])
 
     asyncio.run(work())
     return found, cursor
 
 
 def test_when_enough_groups_teach_the_rest_is_aborted_and_given_back(chat):
-    slow = {"000000", "000002"}  # visits
+    slow = {"000000", "000002"}  # samples
 
     async def say(episode):
         if episode[:6] in slow and not episode.endswith("/0"):
@@ -215,11 +216,11 @@ def test_when_enough_groups_teach_the_rest_is_aborted_and_given_back(chat):
         return half_right(episode, None)
 
     ((groups, metrics),), cursor = oversampled(chat, say)
-    assert [group.visit.number for group in groups] == [1, 3]
+    assert [group.sample.number for group in groups] == [1, 3]
     assert cursor.to_record() == {"next": 4, "again": [0, 2]}
-    whole = sum(member.episode.num_sampled for group in groups for member in group.members)
+    whole = sum(rollout.episode.num_sampled for group in groups for rollout in group.rollouts)
     assert metrics["rollout/num_groups_aborted"] == 2
-    assert metrics["rollout/aborted_tokens_frac"] == pytest.approx(2 / (2 + 8), abs=0.02)  # their first members
+    assert metrics["rollout/aborted_tokens_frac"] == pytest.approx(2 / (2 + 8), abs=0.02)  # their first rollouts
     assert whole > 0
 
 
@@ -233,9 +234,9 @@ def test_a_prompt_that_was_given_back_is_waited_for_the_next_time(chat):
         return half_right(episode, None)
 
     found, cursor = oversampled(chat, say, steps=2)
-    assert [[group.visit.number for group in groups] for groups, _ in found] == [[2, 3], [0, 1]]
+    assert [[group.sample.number for group in groups] for groups, _ in found] == [[2, 3], [0, 1]]
     assert cursor.to_record() == {"next": 6, "again": [4, 5]}
-    assert all(group.teaches for groups, _ in found for group in groups)
+    assert all(group.has_signal for groups, _ in found for group in groups)
 
 
 @pytest.mark.slow
@@ -247,10 +248,10 @@ def test_oversampling_loses_no_visit_and_makes_none_twice_however_long_each_take
         return RIGHT if "p3" in episode else half_right(episode, None)  # that group teaches nothing
 
     found, cursor = oversampled(chat, say, "train.max_resamples=1", steps=6)
-    numbers = [group.visit.number for groups, _ in found for group in groups]
+    numbers = [group.sample.number for groups, _ in found for group in groups]
     record = cursor.to_record()
     assert sorted([*numbers, *record["again"]]) == list(range(record["next"]))
-    assert all(sum(group.teaches for group in groups) <= 2 for groups, _ in found)
+    assert all(sum(group.has_signal for group in groups) <= 2 for groups, _ in found)
     assert sum(metrics["rollout/num_groups_aborted"] for _, metrics in found) > 0
 
 
@@ -267,9 +268,9 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
     for ahead in (0, 2):
         cursor = Cursor()
         steps = collect(chat, half_right, "train.num_steps=4", f"train.max_staleness={ahead}", steps=4, cursor=cursor)
-        numbers = [group.visit.number for groups in steps for group in groups]
+        numbers = [group.sample.number for groups in steps for group in groups]
         assert sorted(numbers) == list(range(8))
-        epochs = [group.visit.item.id for groups in steps for group in groups][:5]
+        epochs = [group.sample.item.id for groups in steps for group in groups][:5]
         assert len(set(epochs)) == 5
 
 
@@ -286,11 +287,11 @@ def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat
     async def work():
         engine, version = ScriptedEngine(reply, version=0), 0
         agent = Agent(engine, FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)
+        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
         for step in range(1, 7):
-            groups = await rollouts.take(step)
+            groups = await rollouts.next_groups(step)
             for _ in range(updates):
-                ages.extend(version - s.version for g in groups for m in g.members for s in m.episode.ledger.sampled)
+                ages.extend(version - s.version for g in groups for m in g.rollouts for s in m.episode.ledger.sampled)
                 version += 1
             await engine.publish(None, version)
         await rollouts.close()
@@ -320,7 +321,7 @@ def test_episodes_are_recorded_with_what_they_earned(chat):
     assert first["turns"][0]["calls"][0]["outcome"] == "ok"
     assert math.fsum(c["value"] for c in first["reward"]["credits"] if c["term"] == "tool") == first["reward"]["tool"]
     assert (lost["missing"], lost["problem"], "reward" in lost) == (True, "EngineError: gone", False)
-    assert lost["id"] == groups[0].members[3].id
+    assert lost["id"] == groups[0].rollouts[3].id
 
 
 def test_an_episode_is_recorded_with_the_advantage_of_every_character(chat):
@@ -336,7 +337,7 @@ def test_an_episode_is_recorded_with_the_advantage_of_every_character(chat):
     assert places[-1][1:3] == [len(text)] * 2  # the token that ended the turn
     assert "<think>" not in "".join(text[start:end] for _, start, end, _ in places)  # given, not sampled
     assert thoughtless["advantage"]["anchor"] < 0
-    left_out = replace(group, members=[replace(member, left_out=True) for member in group.members])
+    left_out = replace(group, rollouts=[replace(rollout, left_out=True) for rollout in group.rollouts])
     assert [record["advantage"]["places"] for record in records([left_out], 1, chat)] == [[]] * 4
 
 
@@ -349,7 +350,7 @@ def test_the_numbers_of_a_step_by_hand(chat):
         )
 
     (groups,) = collect(chat, say)
-    metrics = rollout_metrics(groups)
+    metrics = group_metrics(groups)
     assert metrics["rollout/tool_calls_mean"] == metrics["rollout/tool_use_frac"] == 0.25  # one of four
     assert metrics["rollout/calls_ok"] == 2
     assert metrics["rollout/parseable_frac"] == 1
@@ -357,9 +358,9 @@ def test_the_numbers_of_a_step_by_hand(chat):
     assert metrics["rollout/frame_budget_mean"] == 3
     assert metrics["rollout/turns_mean"] == 1.25
     assert staleness_mean(groups, 7) == 2
-    ledgers = [ledger for group in groups for member in group.members for ledger in member.episode.ledgers]
+    ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
     assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
-    assert member_metrics([])["num_episodes"] == 0
+    assert rollout_metrics([])["num_episodes"] == 0
 
 
 def test_numbers_are_also_those_of_each_budget_and_question_type(chat):
@@ -368,7 +369,7 @@ def test_numbers_are_also_those_of_each_budget_and_question_type(chat):
     def say(episode, request):
         return CALL.replace("video.mp4", "video_1.mp4") if "oe" in episode and before_calls(chat, request) else RIGHT
 
-    metrics = rollout_metrics(collect(chat, say, prompts=prompts)[0])
+    metrics = group_metrics(collect(chat, say, prompts=prompts)[0])
     by_budget = {key: metrics[f"rollout/{key}"] for key in ("accuracy_mean_k3", "accuracy_mean_k4")}
     assert by_budget == {"accuracy_mean_k3": 1.0, "accuracy_mean_k4": 0.0}  # the second has a frame of each video
     assert (metrics["rollout/tool_calls_mean_mcq"], metrics["rollout/tool_calls_mean_oe"]) == (0.0, 1.0)
@@ -385,11 +386,11 @@ def test_shares_and_quantiles_of_a_step_by_hand(chat):
         return RIGHT if "p0" in episode else half_right(episode, request)
 
     prompts = [PROMPTS[0], PROMPTS[1]]
-    metrics = rollout_metrics(collect(chat, say, "advantage.normalise=none", prompts=prompts)[0])
+    metrics = group_metrics(collect(chat, say, "advantage.normalise=none", prompts=prompts)[0])
     assert metrics["rollout/taught_frac"] == 0.5
     assert [metrics[f"rollout/advantage_{p}"] for p in ("p10", "p50", "p90")] == pytest.approx([-0.5, 0, 0.5])
     assert metrics["rollout/sampled_tokens_p10"] == metrics["rollout/sampled_tokens_p90"]  # all are as long
-    untaught = rollout_metrics(collect(chat, lambda *_: RIGHT)[0])
+    untaught = group_metrics(collect(chat, lambda *_: RIGHT)[0])
     assert untaught["rollout/taught_frac"] == 0 and "rollout/advantage_p50" not in untaught
 
 
@@ -402,7 +403,7 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
         return half_right(episode, request)
 
     groups = collect(chat, say)[0]
-    metrics = rollout_metrics(groups)
+    metrics = group_metrics(groups)
     assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
     assert records(groups, 1, chat)[1]["reason"] == "deadline"
@@ -415,7 +416,7 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
 @pytest.mark.slow
 def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):
     arms = [["reward.anchor_weight=0", "reward.unclosed_penalty=0"], ["reward.format_weight=0.1"], []]
-    found = [rollout_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
+    found = [group_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
     assert len({metrics["rollout/format_reward"] for metrics in found}) == 1
     assert len({metrics["rollout/reward_mean"] for metrics in found}) == 3
 
@@ -442,21 +443,21 @@ def test_terms_of_a_plugin_are_in_r_in_the_log_and_in_the_metrics(chat, own_rewa
         return CALL if begins and episode.endswith(("/0", "/1")) else RIGHT
 
     (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool_reward=false")
-    assert [member.terms.total for member in groups[0].members] == [2.5, 2.5, 2.0, 2.0]
+    assert [rollout.terms.total for rollout in groups[0].rollouts] == [2.5, 2.5, 2.0, 2.0]
     assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
     reward = records(groups, 1, chat)[0]["reward"]
     assert reward["own"] == [{"name": "looked", "value": 1.0, "places": ((0, 0, 5),), "weight": 0.5}]
     assert reward["credits"][-1] == {"name": "looked", "term": "looked", "value": 0.5, "places": ((0, 0, 5),)}
-    assert rollout_metrics(groups)["rollout/reward_looked_mean"] == 0.5
+    assert group_metrics(groups)["rollout/reward_looked_mean"] == 0.5
 
 
 def test_an_episode_whose_plugin_fails_is_missing_and_stays_in_the_log(chat, own_reward):
     (groups,) = collect(chat, half_right, own_reward)
     for group in groups:
-        assert [member.missing for member in group.members] == [True, False, True, False]
-        assert group.members[0].problem == "reward.plugin: KeyError: 'no letter but A'"
-        assert group.members[0].episode is not None
-    assert rollout_metrics(groups)["rollout/num_missing"] == 4
+        assert [rollout.missing for rollout in group.rollouts] == [True, False, True, False]
+        assert group.rollouts[0].problem == "reward.plugin: KeyError: 'no letter but A'"
+        assert group.rollouts[0].episode is not None
+    assert group_metrics(groups)["rollout/num_missing"] == 4
 
 
 class BrokenJudge(GivenScores):
@@ -474,8 +475,8 @@ def test_an_episode_whose_judge_is_cancelled_or_exits_is_missing_and_the_run_goe
     settings = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m", "train.prompts_per_step=1")
     (groups,) = collect(chat, half_right, *settings, "train.max_missing_frac=0.9", judge=judge, prompts=prompts)
     kinds = ("CancelledError", "KeyboardInterrupt", "SystemExit")
-    assert sorted(m.problem for m in groups[0].members) == ["", *(f"RuntimeError: {kind}: broken" for kind in kinds)]
-    assert rollout_metrics(groups)["rollout/missing_other"] == 3
+    assert sorted(m.problem for m in groups[0].rollouts) == ["", *(f"RuntimeError: {kind}: broken" for kind in kinds)]
+    assert group_metrics(groups)["rollout/missing_other"] == 3
 
 
 def test_a_step_that_is_cancelled_ends_at_once(chat):
@@ -488,7 +489,7 @@ def test_a_step_that_is_cancelled_ends_at_once(chat):
 
         config = load_config(None, *COMMON)
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        step = asyncio.create_task(rollouts_of(agent, Visits(PROMPTS, 0), Cursor(), config)._collect(1))
+        step = asyncio.create_task(rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)._collect(1))
         await asked.wait()
         step.cancel()
         async with asyncio.timeout(5):
@@ -505,7 +506,7 @@ def test_needed_calls_are_paid_within_their_group(chat):
 
     def tools(kind):
         (groups,) = collect(chat, say, f"reward.tool_right={kind}", "train.prompts_per_step=1")
-        return [member.terms.tool for member in groups[0].members]
+        return [rollout.terms.tool for rollout in groups[0].rollouts]
 
     assert tools("any") == pytest.approx([0.8, 0, 0, 0])
     assert tools("needed") == pytest.approx([0.3 + 0.5 * 2 / 3, 0, 0, 0])
@@ -534,11 +535,12 @@ def test_validation_plays_every_prompt_once(chat):
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, replace(config.rollout, temperature=0.0))
         bad = replace(PROMPTS[0], videos=("/missing.mp4",), id="bad")
-        return await evaluate(Player(agent, config.reward, None, 0), [*PROMPTS, bad], config.video.overview_frames)
+        worker = RolloutWorker(agent, config.reward, None, 0)
+        return await evaluate(worker, [*PROMPTS, bad], config.video.overview_frames)
 
-    members = asyncio.run(work())
-    assert len({member.id for member in members}) == 6
-    metrics = member_metrics(members)
+    rollouts = asyncio.run(work())
+    assert len({rollout.id for rollout in rollouts}) == 6
+    metrics = rollout_metrics(rollouts)
     assert (metrics["num_episodes"], metrics["num_missing"], metrics["accuracy_mean"]) == (5, 1, 1.0)
 
 
@@ -555,15 +557,15 @@ def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
         truncated: collect(chat, one_cut_off, "rollout.max_new_tokens=64", f"train.truncated={truncated}")[0][0]
         for truncated in ("learn", "leave_out", "soft")
     }
-    rewards = {truncated: [member.terms.total for member in group.members] for truncated, group in found.items()}
-    assert found["learn"].members[3].episode.finish == "length"
+    rewards = {truncated: [rollout.terms.total for rollout in group.rollouts] for truncated, group in found.items()}
+    assert found["learn"].rollouts[3].episode.finish == "length"
     assert found["learn"].keep.all() and found["soft"].keep.all()
     assert found["leave_out"].keep.tolist() == [True, True, True, False]
     # It counts in the mean and std of its group all the same.
     assert found["leave_out"].advantages.sequence.tolist() == found["learn"].advantages.sequence.tolist()
     assert rewards["leave_out"] == rewards["learn"]
     assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
-    assert rollout_metrics([found["soft"]])["rollout/reward_length_mean"] == -0.25
+    assert group_metrics([found["soft"]])["rollout/reward_length_mean"] == -0.25
     assert [record["reward"]["own"][0]["value"] for record in records([found["soft"]], 1, chat)] == [0, 0, 0, -1]
     assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1, chat)] == [
         True,
@@ -576,7 +578,7 @@ def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
 def test_a_group_of_which_all_is_left_out_teaches_nothing(chat):
     (groups,) = collect(chat, lambda *_: LONG, "rollout.max_new_tokens=64", "train.truncated=leave_out",
                         "advantage.filter_zero_variance=false")  # fmt: skip
-    assert not any(group.teaches for group in groups)
+    assert not any(group.has_signal for group in groups)
 
 
 @pytest.mark.parametrize(("tools", "earned"), [("crop_video,zoom_frame", 0.1), ("crop_video", 0.0)])
@@ -587,7 +589,7 @@ def test_the_tools_of_a_run_are_those_its_reward_knows(chat, tools, earned):
         return WRONG if "Error: " in chat.decode(request.ids) else late
 
     (groups,) = collect(chat, say, f"rollout.tools=[{tools}]")
-    terms = [member.terms for group in groups for member in group.members]
+    terms = [rollout.terms for group in groups for rollout in group.rollouts]
     assert [term.tool for term in terms] == pytest.approx([earned] * 8)
     assert all(term.parseable for term in terms)
 
@@ -601,4 +603,4 @@ def test_subtitles_of_a_row_are_searched_in_its_episodes(chat, tmp_path):
         return RIGHT if "1.0 to 2.0 seconds: A heron." in chat.decode(request.ids) else search
 
     (groups,) = collect(chat, say, "rollout.tools=[search_subtitles]", prompts=prompts)
-    assert [member.terms.accuracy for group in groups for member in group.members] == [1.0] * 8
+    assert [rollout.terms.accuracy for group in groups for rollout in group.rollouts] == [1.0] * 8

@@ -10,7 +10,7 @@ from agents import FakeFrames
 
 from paravt_jax.config import LogConfig, load_config
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.rl.rollouts import Player
+from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.run import Run
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import RunLog
@@ -42,7 +42,7 @@ def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -
     run: Any = object.__new__(Run)
     run.config, run.held_out, run.training, run.hosts = config, HELD_OUT, training, ALONE
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-    run.greedy = Player(agent, config.reward, None, 0)
+    run.greedy = RolloutWorker(agent, config.reward, None, 0)
     asyncio.run(run.validate_if_due())
     path = run_dir / "validation.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

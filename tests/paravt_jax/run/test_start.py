@@ -144,7 +144,7 @@ def test_an_evaluation_computes_as_its_engine_does_and_records_what_was_set(engi
 
     async def open_player():
         async with AsyncExitStack() as stack:
-            await evaluation._open_player(config, tmp_path, stack, [])
+            await evaluation._open_worker(config, tmp_path, stack, [])
 
     with pytest.raises(KeyError, match=dtype):
         asyncio.run(open_player())

@@ -1,4 +1,4 @@
-"""Visits: every epoch a permutation, known from numbers alone. Frame budgets: uniform, known from their keys alone."""
+"""Sample order: every epoch a permutation, from numbers alone. Frame budgets: uniform, from their keys alone."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paravt_jax.config import VideoConfig
 from paravt_jax.data.budget import budgets_of, frame_budget, stratified_budgets
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Cursor, Visit, Visits
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 
 PUBLISHED = [4, 8, 16, 32, 64]
 # With probability 0.001, chi-square is above these; the draws are fixed by their keys, so no test fails by chance.
@@ -28,7 +28,7 @@ def prompts(num: int, num_videos: int = 1) -> list[Prompt]:
 
 
 def order(num: int, seed: int, numbers: range) -> list[str]:
-    visits = Visits(prompts(num), seed)
+    visits = SampleOrder(prompts(num), seed)
     return [visits[number].item.id for number in numbers]
 
 
@@ -39,7 +39,7 @@ def chi_square(counts: list[int], num_cells: int) -> float:
 
 @pytest.mark.parametrize("num", [1, 2, 7, 97])
 def test_every_epoch_visits_every_prompt_once(num):
-    visits = Visits(prompts(num), seed=3)
+    visits = SampleOrder(prompts(num), seed=3)
     for epoch in (0, 1, 11):
         visited = [visits[epoch * num + place] for place in range(num)]
         assert {visit.item.id for visit in visited} == {prompt.id for prompt in prompts(num)}
@@ -52,14 +52,14 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_a_prompt_comes_first_as_often_as_any_other():
-    visits = Visits(prompts(5), seed=0)
+    visits = SampleOrder(prompts(5), seed=0)
     firsts = Counter(visits[5 * epoch].item.id for epoch in range(100))
     assert len(firsts) == 5 and chi_square([*firsts.values()], 5) < CRITICAL[4]
 
 
 def test_a_visit_follows_from_its_number_alone():
     in_order = order(13, 5, range(40))
-    visits = Visits(prompts(13), seed=5)
+    visits = SampleOrder(prompts(13), seed=5)
     shuffled = random.Random(0).sample(range(40), 40)
     random.seed(1)
     list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # grain was busy with something else
@@ -73,8 +73,8 @@ import json, multiprocessing, os, threading
 import jax, numpy, pyarrow
 before = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.visits import Visits
-visits = Visits([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
+from paravt_jax.data.sample_order import SampleOrder
+visits = SampleOrder([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
 ids = [visits[number].item.id for number in reversed(range(40))]
 after = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
 print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.active_children()), before == after]))
@@ -87,9 +87,9 @@ print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.activ
 
 def test_impossible_visits_are_refused():
     with pytest.raises(ValueError, match="nothing to visit"):
-        Visits([], seed=0)
+        SampleOrder([], seed=0)
     with pytest.raises(IndexError, match="visit -1"):
-        Visits(prompts(3), seed=0)[-1]
+        SampleOrder(prompts(3), seed=0)[-1]
 
 
 def test_open_visits_come_first_after_a_kill():
@@ -195,7 +195,7 @@ def test_stratified_order_and_remainder_are_drawn():
         assert chi_square([*Counter(step[place] for step in steps).values()], 5) < CRITICAL[4]
 
 
-VISITS = Visits(prompts(11), seed=0)
+VISITS = SampleOrder(prompts(11), seed=0)
 STEP = [VISITS[number] for number in range(14, 21)]
 
 
@@ -210,7 +210,7 @@ def test_budgets_belong_to_visits_and_not_to_their_places(stratified):
     assert budgets_of(STEP[::-1], video, seed=0) == ahead[::-1]
     assert budgets_of(STEP, video, seed=0) == ahead
     assert budgets_of(STEP, video, seed=1) != ahead
-    next_epoch = [Visit(visit.number + 11, visit.epoch + 1, visit.item) for visit in STEP]
+    next_epoch = [PromptSample(visit.number + 11, visit.epoch + 1, visit.item) for visit in STEP]
     assert budgets_of(next_epoch, video, seed=0) != ahead
 
 
@@ -227,5 +227,5 @@ def test_a_stratified_step_covers_the_budgets():
 
 @pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(stratified=True), VideoConfig(False, overview_frames=4)])
 def test_every_video_of_a_prompt_has_at_least_a_frame(video):
-    visits = Visits(prompts(7, num_videos=5), seed=0)
+    visits = SampleOrder(prompts(7, num_videos=5), seed=0)
     assert min(budgets_of([visits[number] for number in range(7)], video, seed=0)) >= 5

@@ -1,9 +1,9 @@
-"""Episodes that were cut off, by the length of a turn or by the context, and what length costs."""
+"""Episodes that are cut off, by a turn's length or by the context, and the length penalty of `train.truncated=soft`."""
 
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.episode import Episode
 
-SOFT_FRAC = 0.2  # of a turn's tokens, in which soft takes effect; DAPO's 4096 of 20480 (arXiv 2503.14476)
+SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO has 4096 of 20480 (arXiv 2503.14476)
 
 
 def is_cut_off(episode: Episode) -> bool:
@@ -11,12 +11,11 @@ def is_cut_off(episode: Episode) -> bool:
 
 
 def length_term(episode: Episode, max_new_tokens: int) -> OwnTerm:
-    """What an episode's length costs, as a term of its reward."""
     return OwnTerm(LENGTH, length_penalty(episode, max_new_tokens))
 
 
 def length_penalty(episode: Episode, max_new_tokens: int) -> float:
-    """DAPO's: from 0 down to −1 as the longest turn nears what a turn may have; −1 where the episode was cut off."""
+    """DAPO's: falls from 0 to −1 as the longest turn approaches `max_new_tokens`; −1 for a cut-off episode."""
     if is_cut_off(episode):
         return -1.0
     sampled = episode.ledger.sampled_mask

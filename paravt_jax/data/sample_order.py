@@ -28,13 +28,13 @@ Item = TypeVar("Item", bound=Visitable)
 
 
 @dataclass(frozen=True)
-class Visit(Generic[Item]):
+class PromptSample(Generic[Item]):
     number: int
     epoch: int
     item: Item
 
 
-class Visits(Generic[Item]):
+class SampleOrder(Generic[Item]):
     """Endless: every epoch has every item once, in an order of its own."""
 
     def __init__(self, items: Sequence[Item], seed: int):
@@ -46,12 +46,12 @@ class Visits(Generic[Item]):
         self.fingerprint = f"{derived_seed(seed, [item.id for item in items]):016x}"  # equal: equal visits
         self._items = grain.MapDataset.source(items).shuffle(order_seed).repeat()
 
-    def __getitem__(self, number: int) -> Visit[Item]:
+    def __getitem__(self, number: int) -> PromptSample[Item]:
         if number < 0:
             raise IndexError(f"visit {number} does not exist, the first is 0")
         item = self._items[number]
         assert item is not None  # only grain's filters leave gaps
-        return Visit(number, number // self.num_items, item)
+        return PromptSample(number, number // self.num_items, item)
 
 
 class Cursor:

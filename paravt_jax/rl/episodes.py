@@ -1,0 +1,157 @@
+"""Runs episodes and scores them.
+
+If an engine, a video, a plugin or the judge fails, the episode is *missing*: it is counted, it never gets a reward of
+0, and it does not end the run.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from paravt_jax.config import Truncated
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.sample_order import PromptSample
+from paravt_jax.rewards.judge import Judge
+from paravt_jax.rewards.plugin import Plugin, PluginError
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
+from paravt_jax.rl.length import is_cut_off, length_term
+from rollout.engine.protocol import DeadlineExceeded, EngineError
+from rollout.episode import Agent, Episode, Overview, Task
+from rollout.user_code import await_user_code
+from rollout.video.errors import VideoError
+
+Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
+REASONS = get_args(Reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """An episode and its reward. A missing rollout may lack the episode (None) or only its score (`terms` is None)."""
+
+    id: str
+    episode: Episode | None = None
+    terms: RewardTerms | None = None
+    format_reward: float = 0.0  # R_fmt by the default rules, so that runs with different rewards compare
+    problem: str = ""  # why it is missing, as a sentence
+    reason: Reason = "other"  # the same as a category
+    num_lost: int = 0  # tokens that the main agent had sampled when a missing episode ended
+    left_out: bool = False  # counts in the statistics of its group, but its tokens are no loss tokens
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.problem)
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutWorker:
+    """Runs and scores episodes: an agent, a reward, and optionally a judge of open answers and a plugin."""
+
+    agent: Agent
+    reward: RewardConfig
+    judge: Judge | None
+    seed: int
+    plugin: Plugin | None = None
+    truncated: Truncated = "learn"
+
+    async def run_group(
+        self,
+        task: Task,
+        prompt: Prompt,
+        num_episodes: int,
+        version: int | None = None,
+        on_done: Callable[[], object] = lambda: None,
+        started: list[Episode] | None = None,
+    ) -> list[Rollout]:
+        """Episodes of one prompt, which share their first frames.
+
+        `on_done` is called after each episode; each is added to `started` when it starts.
+        """
+        started = [] if started is None else started
+
+        async def run_one(overview: Overview, number: int) -> Rollout:
+            rollout = await self.run_episode(overview, prompt, number, version, started)
+            on_done()
+            return rollout
+
+        try:
+            overview = await await_user_code(self.agent.overview(task))
+        except Exception as error:
+            problem = f"overview: {type(error).__name__}: {error}"
+            return [Rollout(f"{task.id}/{n}", problem=problem, reason=_reason(error)) for n in range(num_episodes)]
+        rollouts = await asyncio.gather(*(run_one(overview, number) for number in range(num_episodes)))
+        return with_group_terms(rollouts, self.reward)
+
+    async def run_episode(
+        self, overview: Overview, prompt: Prompt, number: int, version: int | None, started: list[Episode]
+    ) -> Rollout:
+        """One episode. With a `version`, every token must be of that policy version."""
+        name = f"{overview.task.id}/{number}"
+        try:
+            episode = await await_user_code(self.agent.run(overview, number, self.seed, version, started.append))
+            return await await_user_code(self.score(name, episode, prompt))
+        except Exception as error:  # any failure only invalidates this episode
+            num_lost = sum(episode.ledger.num_sampled for episode in started if episode.id == name)
+            return Rollout(name, problem=f"{type(error).__name__}: {error}", reason=_reason(error), num_lost=num_lost)
+
+    async def score(self, name: str, episode: Episode, prompt: Prompt) -> Rollout:
+        if episode.finish == "abort":
+            return Rollout(name, episode, problem="aborted", reason="aborted")
+        turns = [turn.text for turn in episode.turns]
+        judged = None
+        if self.judge is not None and prompt.question_type == "oe":
+            prediction = find_prediction(turns, self.reward)
+            judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
+        scored = (turns, episode.outcomes, prompt.answer, prompt.question_type)
+        try:
+            own = await self.plugin.terms(episode, prompt.answer, prompt.question_type) if self.plugin else ()
+        except PluginError as error:
+            return Rollout(name, episode, problem=f"reward.plugin: {error}", reason="plugin")
+        if self.truncated == "soft":
+            own = (*own, length_term(episode, self.agent.config.max_new_tokens))
+        tools = self.agent.signatures
+        terms = reward_terms(*scored, self.reward, judged, prompt.question, own, tools)
+        by_default = reward_terms(*scored, RewardConfig(), question=prompt.question, tools=tools)
+        if terms.missing:
+            return Rollout(name, episode, terms, by_default.format, "no verdict of the judge", "judge")
+        left_out = self.truncated == "leave_out" and is_cut_off(episode)
+        return Rollout(name, episode, terms, by_default.format, left_out=left_out)
+
+
+async def evaluate(
+    worker: RolloutWorker,
+    prompts: Sequence[Prompt],
+    frame_budget: int,
+    num_samples: int = 1,
+    on_done: Callable[[], object] = lambda: None,
+) -> list[Rollout]:
+    """`num_samples` episodes per prompt, in the order of the prompts; `on_done` is called after each prompt."""
+
+    async def run_one(prompt: Prompt) -> list[Rollout]:
+        task = _task(f"validation-{prompt.id}", prompt, frame_budget)
+        rollouts = await worker.run_group(task, prompt, num_samples)
+        on_done()
+        return rollouts
+
+    return [rollout for rollouts in await asyncio.gather(*map(run_one, prompts)) for rollout in rollouts]
+
+
+def with_group_terms(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
+    """The rollouts of a prompt, with the reward terms that depend on the whole group."""
+    terms = with_needed_calls([rollout.terms for rollout in rollouts], reward)
+    return [replace(rollout, terms=own) for rollout, own in zip(rollouts, terms, strict=True)]
+
+
+def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:
+    return _task(f"{sample.number:06d}-{sample.item.id}", sample.item, frame_budget)
+
+
+def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
+    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, DeadlineExceeded | TimeoutError):
+        return "deadline"
+    return "engine" if isinstance(error, EngineError) else "video" if isinstance(error, VideoError) else "other"

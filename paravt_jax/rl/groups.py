@@ -1,0 +1,66 @@
+"""Groups: the rollouts of one prompt and their advantages."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Bool
+
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.sample_order import PromptSample
+from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_advantages, group_rewards
+from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rl.episodes import Rollout
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The rollouts of one prompt sample, which share their first frames."""
+
+    sample: PromptSample[Prompt]
+    frame_budget: int
+    rollouts: list[Rollout]
+    advantages: GroupAdvantages
+    is_remote: bool = False  # another host ran it, has its pixels and packs it
+
+    @property
+    def keep(self) -> Bool[np.ndarray, " G"]:
+        """True for rollouts whose tokens are loss tokens."""
+        return self.advantages.keep & [not rollout.left_out for rollout in self.rollouts]
+
+    @property
+    def has_signal(self) -> bool:
+        return bool(self.keep.any())
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Any)  # a Group or a PendingGroup
+
+
+def for_step(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]:
+    """The first `num_wanted` groups with signal, and every group without."""
+    for group in groups:
+        if num_wanted or not group.has_signal:
+            num_wanted -= group.has_signal
+            yield group
+
+
+def advantages_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
+    return group_advantages(_rewards_of(rollouts, reward, advantage), advantage)
+
+
+def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
+    """With `advantage.normalise=batch`, the groups of a step with advantages in the unit of the whole step."""
+    if advantage.normalise != "batch":
+        return groups
+    step = [_rewards_of(group.rollouts, reward, advantage) for group in groups]
+    return [
+        replace(group, advantages=group_advantages(rewards, advantage, step))
+        for group, rewards in zip(groups, step, strict=True)
+    ]
+
+
+def _rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
+    terms = [None if rollout.missing else rollout.terms for rollout in rollouts]
+    return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)

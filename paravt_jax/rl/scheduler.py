@@ -1,0 +1,207 @@
+"""Collects the groups of each step.
+
+With train.max_staleness=0 a step's groups start after the previous step; otherwise they start as many steps early as
+that allows, so that no token is ever too old and nothing has to be discarded. A step ends the run only if most of its
+episodes are missing.
+
+With train.oversample, more groups start than the step needs, and the slowest are aborted. Which ones depends on
+timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
+comes first in the next step, which waits for it: no prompt is lost for being slow.
+
+Each host runs its part of the samples, whose numbers host 0 hands out, and receives the results of all hosts.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from paravt_jax.config import TrainConfig, VideoConfig
+from paravt_jax.data.budget import budgets_of
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
+from paravt_jax.learner.settings import AdvantageConfig
+from paravt_jax.rl.dealing import dealt
+from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
+from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
+from paravt_jax.run.hosts import ALONE, Hosts
+from rollout.episode import Episode
+
+ABORT_GRACE_S = 1.0  # time for an engine to report the tokens of an aborted request
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """A group whose episodes are running."""
+
+    sample: PromptSample[Prompt]
+    frame_budget: int
+    episodes: list[Episode]  # started so far
+    task: asyncio.Task[Group] = field(init=False)
+
+    @property
+    def has_signal(self) -> bool:
+        return self.task.done() and self.task.result().has_signal
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(episode.num_sampled for episode in self.episodes)
+
+
+@dataclass(eq=False)
+class StepCost:
+    """What a step cost this host besides its groups."""
+
+    aborted: list[PendingGroup] = field(default_factory=list)
+    seconds: float = 0.0  # spent on rollouts
+
+
+class RolloutScheduler:
+    """Starts and collects the groups of each step."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        order: SampleOrder[Prompt],
+        cursor: Cursor,
+        train: TrainConfig,
+        video: VideoConfig,
+        advantage: AdvantageConfig,
+        on_progress: Callable[[str], None] = lambda text: None,
+        hosts: Hosts = ALONE,
+    ):
+        self.worker, self.order, self.cursor = worker, order, cursor
+        self._hosts = hosts
+        self._train, self._video, self._advantage = train, video, advantage
+        self._on_progress = on_progress
+        self._running: dict[int, asyncio.Task[tuple[list[Group], StepCost]]] = {}  # by step
+        self._num_started = self._num_done = 0
+        self._cost: dict[str, float] = {}
+        self.rollout_s = 0.0  # of this host, for the step that was returned last
+
+    async def next_groups(self, step: int) -> list[Group]:
+        """The groups of a step; groups of later steps start as far ahead as staleness allows."""
+        train = self._train
+        for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
+            if ahead not in self._running:
+                self._running[ahead] = asyncio.create_task(self._collect(ahead))
+        groups, cost = await self._running[step]
+        del self._running[step]
+        self._cost = _oversampling_metrics(groups, cost.aborted) if train.oversample else {}
+        self.rollout_s = cost.seconds
+        self._check_missing(groups)
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        """The cost of oversampling in the step that was returned last."""
+        return self._cost
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _collect(self, step: int) -> tuple[list[Group], StepCost]:
+        """Groups for one step. Groups without signal are replaced up to max_resamples times."""
+        train, groups, cost = self._train, [], StepCost()
+        for _ in range(1 + train.max_resamples):
+            num_wanted = train.prompts_per_step - sum(group.has_signal for group in groups)
+            if not num_wanted:
+                break
+            groups += await self._sample_round(step, num_wanted, cost)
+        return over_step(groups, self.worker.reward, self._advantage), cost
+
+    async def _sample_round(self, step: int, num_wanted: int, cost: StepCost) -> list[Group]:
+        """Groups of all hosts, until enough have signal or all are done."""
+        num_again = self.cursor.num_again
+        numbers = await self._next_indices(step, num_wanted + self._train.oversample)
+        samples = [self.order[number] for number in numbers]
+        budgets = budgets_of(samples, self._video, self.worker.seed)
+
+        async def run(pending: Sequence[PendingGroup]) -> list[Group]:
+            start_s = time.monotonic()
+            finished, aborted = await self._run_until_enough(pending, num_again, num_wanted)
+            cost.aborted += aborted
+            cost.seconds += time.monotonic() - start_s
+            return [group.task.result() for group in finished]
+
+        pending = [PendingGroup(sample, budget, []) for sample, budget in zip(samples, budgets, strict=True)]
+        groups = await dealt(self._hosts, f"groups of step {step}", pending, run, (Group, Rollout))
+        own = range(self._hosts.index, len(groups), self._hosts.num)
+        return [group if number in own else replace(group, is_remote=True) for number, group in enumerate(groups)]
+
+    async def _next_indices(self, step: int, num: int) -> list[int]:
+        """Numbers of samples; host 0 keeps the cursor and broadcasts them."""
+        own = self.cursor.take(num) if self._hosts.leads else []
+        numbers, *_ = await self._hosts.gathered(f"visits of step {step}", own)
+        if not self._hosts.leads:
+            self.cursor.take_these(numbers)
+        return numbers
+
+    async def _run_until_enough(
+        self, pending: Sequence[PendingGroup], num_again: int, num_wanted: int
+    ) -> tuple[list[PendingGroup], list[PendingGroup]]:
+        """Runs groups until enough have signal. Returns the finished groups, and the rest, which it aborts."""
+        self._num_started += self._train.group_size * len(pending)
+        async with asyncio.TaskGroup() as tasks:
+            for group in pending:
+                group.task = tasks.create_task(self._run_group(group))
+            running = {group.task for group in pending}
+            while running and not _is_enough(pending, num_again, num_wanted):
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            finished = list(for_step([group for group in pending if group.task.done()], num_wanted))
+            aborted = [group for group in pending if group not in finished]
+            await self._abort(aborted)
+        self.cursor.give_back(group.sample.number for group in aborted)
+        return finished, aborted
+
+    async def _run_group(self, pending: PendingGroup) -> Group:
+        # A synchronous rollout must be of one version; otherwise it is missing.
+        version = None if self._train.max_staleness else self.worker.agent.engine.version
+        sample, size = pending.sample, self._train.group_size
+        task = task_of(sample, pending.frame_budget)
+        rollouts = await self.worker.run_group(task, sample.item, size, version, self._count_done, pending.episodes)
+        return Group(sample, task.frame_budget, rollouts, advantages_of(rollouts, self.worker.reward, self._advantage))
+
+    async def _abort(self, pending: Sequence[PendingGroup]) -> None:
+        """Aborts groups. The engine first gets time to report the tokens sampled so far, which are their cost."""
+        running = [group for group in pending if not group.task.done()]
+        if running:
+            episodes = [episode.id for group in running for episode in group.episodes]
+            aborting = asyncio.create_task(self._abort_on_engine(episodes))
+            _, late = await asyncio.wait([aborting, *(group.task for group in running)], timeout=ABORT_GRACE_S)
+            for task in late:
+                task.cancel()
+
+    async def _abort_on_engine(self, episodes: Sequence[str]) -> None:
+        await asyncio.gather(*map(self.worker.agent.engine.abort, episodes), return_exceptions=True)
+
+    def _count_done(self) -> None:
+        self._num_done += 1
+        self._on_progress(f"rollout {self._num_done}/{self._num_started}")
+
+    def _check_missing(self, groups: Sequence[Group]) -> None:
+        """A step without most of its episodes would train on noise."""
+        missing = [rollout for group in groups for rollout in group.rollouts if rollout.missing]
+        num_episodes = sum(len(group.rollouts) for group in groups)
+        if len(missing) > self._train.max_missing_frac * num_episodes:
+            raise RuntimeError(
+                f"{len(missing)} of {num_episodes} episodes are missing, more than train.max_missing_frac="
+                f"{self._train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
+            )
+
+
+def _is_enough(pending: Sequence[PendingGroup], num_again: int, num_wanted: int) -> bool:
+    """Enough groups have signal, and the first `num_again`, which were aborted before, are done."""
+    again_done = all(group.task.done() for group in pending[:num_again])
+    return again_done and sum(group.has_signal for group in pending) >= num_wanted
+
+
+def _oversampling_metrics(groups: Sequence[Group], aborted: Sequence[PendingGroup]) -> dict[str, float]:
+    """Aborted groups and their tokens, as far as the engine reported them."""
+    episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode is not None]
+    used, lost = sum(episode.num_sampled for episode in episodes), sum(group.num_sampled for group in aborted)
+    return {
+        "rollout/num_groups_aborted": float(len(aborted)),
+        "rollout/aborted_tokens_frac": lost / max(1, used + lost),
+    }
