@@ -1,11 +1,11 @@
-"""A policy on held-out prompts or a public split: by frame budget, by the way calls are made, by type of question.
+"""Evaluates a policy on held-out prompts or a public split, by frame budget, dispatch and question type.
 
 python -m paravt_jax.eval --config configs/eval_8b.yaml [data.split=videomme] [--shard K/N] [a.b=c …]
 python -m paravt_jax.eval table RUN… [--png FILE]
 
-Every pair of budget and dispatch is a cell. Every sample has its line as soon as it ends, so that an evaluation that
-was interrupted goes on where it was. The agent loop is that of training. What an engine, a video or the judge failed
-to give is counted as missing, and never as a wrong answer; a public split has a headline only where nothing is missing.
+Every pair of frame budget and dispatch is a cell. Samples are logged as they end, so an interrupted evaluation
+resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample is missing, not
+wrong; a public split has a headline only if no sample is missing.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import sys
 from model_port.cli import run_cli
 from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig
-from paravt_jax.evaluation.results import Cell, OfShards, cell_table, refusal, score_table
+from paravt_jax.evaluation.results import Cell, Shard, cell_table, refusal, score_table
 from paravt_jax.run.command import config_parser, read_config
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.process import claim_memory
 
 
-async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Cell]:
-    """The cells, in the order of dispatches and budgets; of one shard, the k-th of n, where that is given."""
+async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]:
+    """Runs all cells, or one shard of them, and returns them in the order of dispatches and budgets."""
     from paravt_jax.evaluation.evaluation import (
         open_evaluation,
     )  # late: --help and wrong settings need not wait for jax
@@ -38,10 +38,10 @@ async def run_eval(config: EvalConfig, shard: OfShards | None = None) -> list[Ce
     return cells
 
 
-def shard_of(text: str) -> OfShards:
+def shard_of(text: str) -> Shard:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shard such as 3/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard, for example 3/8")
     return int(match[1]), int(match[2])
 
 
@@ -53,15 +53,15 @@ def main() -> None:
         return
     parser = config_parser(
         "paravt_jax.eval",
-        "Evaluates a policy on held-out prompts. Run again with the same run_dir, it goes on where it was. "
-        "`table RUN…` in place of all else prints the published tables with the runs beside.",
+        "Evaluate a policy on held-out prompts. The same run_dir resumes an interrupted evaluation. "
+        "`table RUN…` prints the published tables with your runs next to them.",
     )
     parser.add_argument(
         "--shard",
         type=shard_of,
         metavar="K/N",
-        help="only every N-th sample, from the K-th on, in run_dir/shards/K_of_N; the same command without it puts "
-        "all of them together",
+        help="run every N-th sample from the K-th, in run_dir/shards/K_of_N; the same command without it merges "
+        "all shards",
     )
     args = parser.parse_intermixed_args()
     config = read_config(parser, args, EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE")

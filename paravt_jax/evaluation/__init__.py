@@ -1,1 +1,1 @@
-"""Samples played so many at a time, a line for each as it ends, and a certificate for what they add up to."""
+"""Evaluation: runs samples with bounded concurrency, logs each one, and writes a certificate per cell."""

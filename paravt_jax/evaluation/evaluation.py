@@ -1,4 +1,4 @@
-"""Everything that is open while a policy is evaluated, and how a cell comes about."""
+"""State of an evaluation, and how a cell is filled."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,10 +13,10 @@ from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
-from paravt_jax.evaluation.lines import SHARDS_DIR, Lines, SampleResult, cell_name, sample_key
-from paravt_jax.evaluation.playing import Playing
 from paravt_jax.evaluation.provenance import changed_sections, engine_record, model_record, provenance, settings_key
-from paravt_jax.evaluation.results import Cell, OfShards
+from paravt_jax.evaluation.results import Cell, Shard
+from paravt_jax.evaluation.runner import CellRunner
+from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult, cell_name, sample_key
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
@@ -38,24 +38,24 @@ class Evaluation:
 
     directory: Path
     config: EvalConfig
-    record: Mapping[str, Any]  # the same as RUN/config.json has it
+    record: Mapping[str, Any]  # the content of RUN/config.json
     loaded: SampleSet
-    samples: Sequence[Sample]  # those that this run plays
-    worker: RolloutWorker | None = None  # None where nothing is left to play
+    samples: Sequence[Sample]  # the samples of this run or shard
+    worker: RolloutWorker | None = None  # None if every sample is done
 
     async def fill(self, dispatch: Dispatch, frame_budget: int) -> None:
-        """Plays what is not done of a cell, then writes what it adds up to. One that is done stays as it is."""
-        keys, lines = self._keys(dispatch, frame_budget), self._lines(dispatch, frame_budget)
-        before = lines.read(keys)
-        todo = _undone(keys, before)
+        """Runs the remaining samples of a cell, then writes its certificate. A finished cell is not changed."""
+        keys, log = self._keys(dispatch, frame_budget), self._log(dispatch, frame_budget)
+        finished = log.read(keys)
+        todo = _undone(keys, finished)
         file = self._cell_file(dispatch, frame_budget)
         if todo:
             assert self.worker is not None
-            await self._playing(self.worker, dispatch, frame_budget).play(todo, lines, before.values())
+            await self._runner(self.worker, dispatch, frame_budget).run(todo, log, finished.values())
         elif file.exists() and self.cell(dispatch, frame_budget)["n"]["rows"] == self._num_rows:
             return
-        found = lines.read(keys)
-        cell = self._certified(dispatch, frame_budget, [found[key] for key in keys if key in found])
+        results = log.read(keys)
+        cell = self._certified(dispatch, frame_budget, [results[key] for key in keys if key in results])
         with whole_file(file) as content:
             content.write(json.dumps(cell, indent=2).encode() + b"\n")
 
@@ -67,16 +67,16 @@ class Evaluation:
         return json.loads(self._cell_file(dispatch, frame_budget).read_bytes())
 
     def is_done(self) -> bool:
-        """Whether every sample of every cell has its line."""
-        cells = [(self._keys(*cell), self._lines(*cell)) for cell in self.config.eval.cells]
-        return not any(_undone(keys, lines.read(keys)) for keys, lines in cells)
+        """Whether every sample of every cell is done."""
+        cells = [(self._keys(*cell), self._log(*cell)) for cell in self.config.eval.cells]
+        return not any(_undone(keys, log.read(keys)) for keys, log in cells)
 
     def _keys(self, dispatch: Dispatch, frame_budget: int) -> dict[str, Sample]:
         settings = settings_key(self.record, dispatch, frame_budget)
         return {sample_key(settings, sample): sample for sample in self.samples}
 
-    def _lines(self, dispatch: Dispatch, frame_budget: int) -> Lines:
-        return Lines(self.directory, cell_name(dispatch, frame_budget))
+    def _log(self, dispatch: Dispatch, frame_budget: int) -> SampleLog:
+        return SampleLog(self.directory, cell_name(dispatch, frame_budget))
 
     def _cell_file(self, dispatch: Dispatch, frame_budget: int) -> Path:
         return self.directory / f"cell_{cell_name(dispatch, frame_budget)}.json"
@@ -84,9 +84,9 @@ class Evaluation:
     def _name(self, dispatch: Dispatch, frame_budget: int) -> str:
         return ", ".join([*filter(None, [self.config.data.split]), dispatch, f"{frame_budget} frames"])
 
-    def _playing(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> Playing:
+    def _runner(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> CellRunner:
         agent = Agent(worker.agent.engine, worker.agent.frames, worker.agent.chat, self.config.episode(dispatch))
-        return Playing(
+        return CellRunner(
             self._name(dispatch, frame_budget),
             replace(worker, agent=agent),
             self.loaded.split,
@@ -105,14 +105,14 @@ class Evaluation:
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
-def _undone(keys: Mapping[str, Sample], found: Mapping[str, SampleResult]) -> dict[str, Sample]:
-    """The samples without a line, or with one that is missing."""
-    return {key: sample for key, sample in keys.items() if key not in found or found[key].missing}
+def _undone(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> dict[str, Sample]:
+    """The samples without a record, or with a missing one."""
+    return {key: sample for key, sample in keys.items() if key not in results or results[key].missing}
 
 
 @asynccontextmanager
-async def open_evaluation(config: EvalConfig, shard: OfShards | None = None) -> AsyncIterator[Evaluation]:
-    """Opens an evaluation, or one shard of it; a model is loaded only where something is left to play."""
+async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> AsyncIterator[Evaluation]:
+    """Opens an evaluation or one shard of it. The model is loaded only if samples remain."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(held(_directory(config, shard)))
         loaded, record = _load(config), to_record(config)
@@ -131,7 +131,7 @@ async def open_evaluation(config: EvalConfig, shard: OfShards | None = None) -> 
 async def _open_worker(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]
 ) -> RolloutWorker:
-    gpus = place_servers(config.engine, 0)  # with servers, nothing is computed here
+    gpus = place_servers(config.engine, 0)  # SGLang servers compute everything
     own = config.engine.kind == "jax"
     config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
@@ -139,8 +139,8 @@ async def _open_worker(
     policy = await policy_of(config, directory, data=f"{len(samples):,} samples")
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(
-            f"model.path={config.model.path} is an adapter, and servers of SGLang are given whole models: make it part "
-            f"of its model with python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
+            f"model.path={config.model.path} is an adapter, and SGLang servers need a merged model: merge it with "
+            f"python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
         )
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
@@ -165,7 +165,7 @@ async def _open_worker(
     return RolloutWorker(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
-def _directory(config: EvalConfig, shard: OfShards | None) -> Path:
+def _directory(config: EvalConfig, shard: Shard | None) -> Path:
     run_dir = Path(config.run_dir)
     return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
 
@@ -185,9 +185,9 @@ def _load(config: EvalConfig) -> SampleSet:
 
 
 def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
-    """Cells of another model or of other prompts must not be mixed with those to come."""
-    before = settings_of(directory)
-    changed = changed_sections(record, before) if before and any(directory.glob("samples_*.jsonl")) else []
+    """A run directory must not mix cells with different settings."""
+    old = settings_of(directory)
+    changed = changed_sections(record, old) if old and any(directory.glob("samples_*.jsonl")) else []
     if changed:
         raise ValueError(
             f"{directory} has cells of an evaluation with other settings ({', '.join(changed)}); choose another run_dir"
@@ -195,18 +195,18 @@ def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
-    """Samples of another model must not be mixed with those to come, though its path is the same."""
-    if any(one["model"]["digest"] != model["digest"] for one in _played_by(directory)):
+    """A run directory must not mix samples of different models, even with the same path."""
+    if any(played["model"]["digest"] != model["digest"] for played in _played_by(directory)):
         raise ValueError(
-            f"{directory} has samples of another model: the files of {model['path']} were others then; choose another "
+            f"{directory} has samples of another model: the files of {model['path']} have changed; choose another "
             f"run_dir"
         )
 
 
 def _played_by(directory: Path) -> list[dict[str, Any]]:
-    """What played the run and each of its shards, which must be of one model."""
+    """Model and engine of the run and of each shard. All must have the same model."""
     files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
     played = [json.loads(file.read_bytes()) for file in files if file.exists()]
-    if len({one["model"]["digest"] for one in played}) > 1:
-        raise ValueError(f"{directory}: its shards are of different models ({PLAYED_FILE} of each says which)")
+    if len({record["model"]["digest"] for record in played}) > 1:
+        raise ValueError(f"{directory}: its shards have different models (see their {PLAYED_FILE})")
     return played

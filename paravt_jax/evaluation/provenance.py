@@ -1,4 +1,4 @@
-"""What a certificate says of how a cell came about: data, words, schemas, scorers, model, engine, versions."""
+"""The provenance in a certificate: data, prompts, tool schemas, scorers, model, engine and versions."""
 
 import hashlib
 import json
@@ -15,24 +15,24 @@ from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
 from rollout.episode import Dispatch
 
-SCORERS = ("answers", "grammar", "official", "terms")  # the modules of `paravt_jax/rewards` that make a score
-ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # no answer depends on these sections, but on OF_EVAL
-OF_EVAL = ("mode", "num_samples")
+SCORERS = ("answers", "grammar", "official", "terms")  # modules of `paravt_jax/rewards` that affect a score
+ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
+EVAL_KEYS = ("mode", "num_samples")
 PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
 
 def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: int) -> str:
-    """Of all settings that an answer depends on, but for what lies where; `record` has all of a run."""
+    """A hash of all settings in `record` that an answer depends on, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
-    evaluated = [*(record["eval"][name] for name in OF_EVAL), dispatch, frame_budget, record["data"]["split"]]
+    evaluated = [*(record["eval"][name] for name in EVAL_KEYS), dispatch, frame_budget, record["data"]["split"]]
     return digest([settings, evaluated])
 
 
-def changed_sections(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """What an answer depends on and is set otherwise than before."""
-    changed = sorted(key for key in now if key not in ABOUT_THE_MACHINE and before.get(key) != now[key])
-    return changed + [f"eval.{key}" for key in OF_EVAL if before["eval"].get(key) != now["eval"][key]]
+def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Settings that an answer depends on and that differ from an earlier run's."""
+    changed = sorted(key for key in new if key not in ABOUT_THE_MACHINE and old.get(key) != new[key])
+    return changed + [f"eval.{key}" for key in EVAL_KEYS if old["eval"].get(key) != new["eval"][key]]
 
 
 def provenance(
@@ -42,7 +42,7 @@ def provenance(
     dispatch: Dispatch,
     frame_budget: int,
 ) -> dict[str, Any]:
-    """`played` says which model and engine it was, of a run and of each of its shards."""
+    """`played` has the model and engine of the run, and of each of its shards."""
     episode = config.episode(dispatch)
     repository = loaded.split.repo if loaded.split else config.data.validation
     return {
@@ -64,21 +64,21 @@ def provenance(
 
 
 def scorer_digest(config: EvalConfig) -> str:
-    """Of the rules as they stand in the source, and of what the run has set."""
+    """A hash of the scorers' source code and settings."""
     folder = Path(rewards.__file__).parent
     sources = [(folder / f"{name}.py").read_text() for name in SCORERS]
     return digest([sources, asdict(config.reward), config.judge and config.judge.model])
 
 
 def model_record(path: str, source: Path) -> dict[str, Any]:
-    """Which model it is: its files by name and size, and three pieces of each, which other weights would not share."""
+    """Identifies a model by the names and sizes of its files, and three pieces of each."""
     files = sorted(file for file in source.rglob("*") if file.is_file())
-    tasted = [[file.relative_to(source).as_posix(), *_taste(file)] for file in files]
-    return {"path": path, "source": str(source), "digest": digest(tasted)}
+    fingerprints = [[file.relative_to(source).as_posix(), *_fingerprint(file)] for file in files]
+    return {"path": path, "source": str(source), "digest": digest(fingerprints)}
 
 
 async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:
-    """What samples, and of which version its servers are."""
+    """The kind of engine, and its servers' versions."""
     record: dict[str, Any] = {"kind": settings.kind}
     if settings.kind == "jax":
         return record
@@ -91,8 +91,8 @@ async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any
     return record | {"servers": {url: info.get("version") for url, info in zip(urls, infos, strict=True)}}
 
 
-def _taste(file: Path) -> tuple[int, str]:
-    """The size of a file, and a digest of its beginning, middle and end: 16 GB of weights are not read for a name."""
+def _fingerprint(file: Path) -> tuple[int, str]:
+    """The size of a file and a hash of its start, middle and end, because hashing 16 GB of weights takes too long."""
     num_bytes, pieces = file.stat().st_size, hashlib.blake2b(digest_size=12)
     with file.open("rb") as content:
         for start in (0, num_bytes // 2, max(0, num_bytes - PIECE_BYTES)):

@@ -1,7 +1,7 @@
-"""What the paper's page publishes (arXiv 2605.20342, evolvinglmms-lab.github.io/ParaVT): tables 1, A, B, C, in percent.
+"""Tables 1, A, B and C of the paper's page (arXiv 2605.20342, evolvinglmms-lab.github.io/ParaVT), in percent.
 
-None is a number that was withheld or not given. Format rewards and calls of the ablations are of training, and not an
-evaluation's to compare with.
+None: the number is not published. The ablations' format rewards and calls are measured during training, so they are
+not here.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ ABLATED = ("videomme", "videomme_subtitles", "lvbench", "mlvu")
 
 class PublishedTable(NamedTuple):
     title: str
-    splits: tuple[str, ...]  # of each number
+    splits: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
 
 

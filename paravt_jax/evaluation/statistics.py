@@ -1,6 +1,6 @@
-"""What many scores add up to, and how sure that is: pure functions of arrays.
+"""Means and confidence intervals of scores.
 
-The questions on one video are not independent, so an interval is over videos: bootstrap draws whole ones.
+Questions on one video are not independent, so the bootstrap resamples whole videos.
 """
 
 import math
@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 
 
 def mean_over(scores: Sequence[float | int], strata: Sequence[Hashable]) -> float:
-    """The mean over strata of the mean in each; with one stratum the mean."""
+    """The mean over strata of each stratum's mean."""
     sums, counts = _sums(scores, [0] * len(scores), strata)
     return float(_mean_of_means(sums, counts)[0])
 
@@ -24,7 +24,7 @@ def mean_over(scores: Sequence[float | int], strata: Sequence[Hashable]) -> floa
 def interval(
     scores: Sequence[float | int], clusters: Sequence[Hashable], strata: Sequence[Hashable], seed: Hashable = 0
 ) -> tuple[float, float]:
-    """The bounds between which `mean_over` lies in so much of draws of clusters with replacement."""
+    """The bootstrap interval of `mean_over`, resampling clusters with replacement."""
     sums, counts = _sums(scores, clusters, strata)
     random = np.random.default_rng(derived_seed("bootstrap", seed))
     num_clusters = len(sums)
@@ -35,7 +35,7 @@ def interval(
 
 
 def pass_at(num: int, num_right: int, k: int) -> float:
-    """How probable it is that of `k` of `num` episodes, drawn without replacement, one is right."""
+    """The probability that at least one of `k` of `num` episodes, drawn without replacement, is right."""
     return 1 - math.comb(num - num_right, k) / math.comb(num, k)
 
 
@@ -52,11 +52,11 @@ def _sums(
 
 
 def _mean_of_means(sums: Float[np.ndarray, "C S"], counts: Float[np.ndarray, "C S"]) -> Float[np.ndarray, " C"]:
-    """Over the strata that were drawn at all."""
+    """The mean over strata in the draw."""
     drawn = counts > 0
     return (sums / np.maximum(counts, 1)).sum(-1) / drawn.sum(-1)
 
 
 def _numbers(names: Sequence[Hashable]) -> list[int]:
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(name, len(known)) for name in names]
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]

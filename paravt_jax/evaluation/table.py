@@ -1,4 +1,4 @@
-"""The published tables with our runs beside them: what was measured, on how many samples, and nothing else."""
+"""The published tables with your runs next to them."""
 
 import argparse
 import json
@@ -22,55 +22,55 @@ ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
 
 @dataclass
 class OwnRow:
-    """One policy, played and scored in one way, on whatever splits that was done."""
+    """One policy, mode, dispatch and frame budget, on one or more splits."""
 
     name: str
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)  # by split
 
-    def shown(self, split: str, scorer: str) -> str:
+    def score(self, split: str, scorer: str) -> str:
         cell = self.cells.get(split)
         if cell is None:
             return NOT_MEASURED
         if cell["refused"]:
-            there, expected = cell["n"]["answered"] + cell["n"]["unanswered"], cell["n"]["expected"]
-            return f"refused, {there} of {expected}"
+            num_complete, expected = cell["n"]["answered"] + cell["n"]["unanswered"], cell["n"]["expected"]
+            return f"incomplete, {num_complete} of {expected}"
         low, high = cell["scores"][scorer]["interval_95"]
         return f"{100 * cell['scores'][scorer]['score']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
-    """The cells of public splits in these run directories; those of one policy and one way of playing make a row."""
+    """Reads the cells of public splits; cells with the same policy, mode, dispatch and frames make one row."""
     rows: dict[str, OwnRow] = {}
     for run in runs:
         file = run / RESULTS_FILE
         if not file.is_file():
-            raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of an evaluation that came to its end")
+            raise ValueError(f"{run} has no {RESULTS_FILE}; name the run_dir of a finished evaluation")
         for cell in json.loads(file.read_bytes())["cells"]:
             if cell.get("split") is None:
                 continue
             name = f"{cell['model']['path']}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames"
             row = rows.setdefault(name, OwnRow(name))
             if cell["split"] in row.cells and row.cells[cell["split"]] != cell:
-                raise ValueError(f"{run} and another run both have {cell['split']} of {name}; give one of them")
+                raise ValueError(f"{run} and another run both have {cell['split']} of {name}; name only one")
             row.cells[cell["split"]] = cell
     if not rows:
-        raise ValueError("these runs have no cell of a public split (data.split)")
+        raise ValueError("these runs have no cells of public splits (data.split)")
     return list(rows.values())
 
 
 def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]:
-    """Header, published rows, then ours by both rules."""
+    """The header, the published rows, then yours by both rules."""
     lines = [["model", *(SPLITS[split].title for split in table.splits)]]
     for name, numbers in table.rows.items():
         lines.append([name, *(NOT_PUBLISHED if number is None else f"{number:.1f}" for number in numbers)])
     for row in rows:
         for scorer in (STRICT, OFFICIAL):
-            lines.append([f"ours: {row.name}, {scorer}", *(row.shown(split, scorer) for split in table.splits)])
+            lines.append([f"ours: {row.name}, {scorer}", *(row.score(split, scorer) for split in table.splits)])
     return lines
 
 
 def markdown(rows: Sequence[OwnRow]) -> str:
-    """The published tables 1, A, B and C, ours beside them by the strict and by the official rule."""
+    """Print the published tables 1, A, B and C with your runs, by the strict and the official rule."""
     return "\n\n".join(_markdown(table, rows) for table in TABLES)
 
 
@@ -81,7 +81,7 @@ def _markdown(table: PublishedTable, rows: Sequence[OwnRow]) -> str:
 
 
 def draw(rows: Sequence[OwnRow], path: Path) -> None:
-    """The same as a picture."""
+    """Draws the tables as a PNG."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -94,8 +94,7 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
     for panel, table, grid in zip(panels, TABLES, grids, strict=True):
         panel.axis("off")
         panel.set_title(f"Table {table.title}", loc="left", fontsize=10)
-        share = COLUMN_WIDTH_IN / width_in
-        widths = [NAME_WIDTH_IN / width_in, *[share] * (len(grid[0]) - 1)]
+        widths = [inches / width_in for inches in (NAME_WIDTH_IN, *[COLUMN_WIDTH_IN] * (len(grid[0]) - 1))]
         drawn = panel.table(grid[1:], colLabels=grid[0], colWidths=widths, cellLoc="center", loc="upper left")
         drawn.auto_set_font_size(False)
         drawn.set_fontsize(7)
@@ -111,8 +110,8 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} table", description=markdown.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of an evaluation")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it there")
-    parser.add_argument("--force", action="store_true", help="replace FILE also if this command did not write it")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the tables as a PNG")
+    parser.add_argument("--force", action="store_true", help="replace FILE even if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
     png = args.png and OutputFile(args.png, "eval table --png", inputs=args.runs, force=args.force)

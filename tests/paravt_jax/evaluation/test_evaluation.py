@@ -1,4 +1,4 @@
-"""Every split from its file to a certificate, with an engine that says what is written here."""
+"""Every split from its file to a certificate, with a scripted engine."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import evaluation, provenance
-from paravt_jax.evaluation.lines import Lines, result_of
-from paravt_jax.evaluation.playing import Tally, on_screen
 from paravt_jax.evaluation.results import refusal, score_table
+from paravt_jax.evaluation.runner import Tally, on_screen
+from paravt_jax.evaluation.sample_log import SampleLog, result_of
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
 
-RIGHT = {  # of the rows of published.py: what is said to each, and the scores of each by both rules
+RIGHT = {  # split -> the reply to every row of published.py, and the scores of each row by both rules
     "videomme": ("A", [1, 1, 1], [1, 1, 1]),
     "videomme_subtitles": ("A", [1, 1, 1], [1, 1, 1]),
     "longvideobench": ("The answer is B", [0, 1, 0], [0, 1, 0]),
@@ -43,7 +43,7 @@ def chat(tiny_hf):
 
 @pytest.fixture
 def evaluator(chat, monkeypatch):
-    """Says a text, or what a function of the episode gives."""
+    """An engine with a fixed reply, or with a function from an episode to its reply."""
 
     def make(say) -> Evaluator:
         return Evaluator(chat, say if callable(say) else lambda episode, request: answer(say), monkeypatch)
@@ -64,9 +64,9 @@ def lines_of(config):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evaluator, tmp_path):
-    said, strict, official = RIGHT[split]
+    reply, strict, official = RIGHT[split]
     config = config_of(split, tmp_path / split, "eval.max_in_flight=1")
-    (cell,) = evaluator(said).run(config)
+    (cell,) = evaluator(reply).run(config)
     scores = [line["episodes"][0]["scores"] for line in lines_of(config)]
     assert [one["strict"] for one in scores] == pytest.approx(strict)
     assert [one["official"] for one in scores] == pytest.approx(official)
@@ -77,7 +77,7 @@ def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evalua
     assert refusal([cell]).startswith("no headline for none, 3 frames: 3 of")
 
 
-def test_a_certificate_says_what_was_asked_shown_and_scored(evaluator, tmp_path, complete):
+def test_a_certificate_has_counts_frames_data_hashes_and_scores(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy")
     (cell,) = evaluator("B").run(config)
     assert cell["n"] == {
@@ -92,14 +92,6 @@ def test_a_certificate_says_what_was_asked_shown_and_scored(evaluator, tmp_path,
     assert set(cell["hashes"]) == {"prompt", "schema", "scorer"} and cell["packages"]["jax"]
     assert cell["scores"]["official"]["groups"]["duration_group"] == {"15": {"score": pytest.approx(1 / 3), "n": 3}}
     assert cell["metrics"]["format_reward"] > 0.5 and cell["by_type"]["mcq"]["num_episodes"] == 3
-
-
-def test_other_prompts_have_another_digest(evaluator, tmp_path):
-    digests = []
-    for number, mode in enumerate(("reasoning", "direct")):
-        config = config_of("longvideobench", tmp_path / str(number), f"eval.mode={mode}")
-        digests.append(evaluator("B").run(config)[0]["hashes"])
-    assert digests[0]["prompt"] != digests[1]["prompt"] and digests[0]["scorer"] == digests[1]["scorer"]
 
 
 def test_choice_and_open_questions_are_printed_apart(evaluator, tmp_path):
@@ -127,14 +119,12 @@ def test_charades_has_the_shares_above_each_threshold(evaluator, tmp_path):
 
 def test_a_video_that_cannot_be_opened_is_neither_wrong_nor_right(evaluator, tmp_path, complete):
     root = make_copy("longvideobench", tmp_path / "copy")
-    write_rows("longvideobench", root, [longvideobench_row(n, correct_choice=0) for n in range(2)])
     row = longvideobench_row(2, video_path="missing.mp4")
     write_rows("longvideobench", root, [*(longvideobench_row(n, correct_choice=0) for n in range(2)), row])
     (cell,) = evaluator("A").run(config_of("longvideobench", root))
     assert cell["n"]["missing"] == {"video": 1} and cell["n"]["answered"] == 2
-    assert cell["scores"]["strict"]["score"] == 1 and cell["scores"]["strict"]["missing_as_wrong"] == pytest.approx(
-        2 / 3
-    )
+    assert cell["scores"]["strict"]["score"] == 1
+    assert cell["scores"]["strict"]["missing_as_wrong"] == pytest.approx(2 / 3)
     assert cell["headline"] is None and cell["refused"] == "2 of 3 samples: 1 missing (video)"
 
 
@@ -144,34 +134,30 @@ def test_a_reply_without_an_answer_is_unanswered_and_wrong(evaluator, tmp_path, 
     assert cell["scores"]["official"]["score"] == 0.25  # a guess
 
 
-def test_rows_that_cannot_be_used_keep_a_headline_back(evaluator, tmp_path, complete):
-    root = make_copy("longvideobench", tmp_path / "copy", 4)
-    write_rows("longvideobench", root, [longvideobench_row(n, correct_choice=n % 3) for n in range(3)])
-    rows = [longvideobench_row(n) for n in range(2)] + [longvideobench_row(2, correct_choice=9)]
-    write_rows("longvideobench", root, rows)
-    (cell,) = evaluator("A").run(config_of("longvideobench", root, "data.max_bad_frac=0.5"))
-    assert cell["refused"] == "2 of 3 samples: 1 missing (row: answer outside of the options)"
-
-
 @pytest.mark.parametrize(
-    ("path", "reason"), [("../../outside.mp4", "file outside of data.video_root"), ("x" * 5000, "impossible path")]
+    ("changed", "reason"),
+    [
+        ({"video_path": "../../outside.mp4"}, "file outside of data.video_root"),
+        ({"video_path": "x" * 5000}, "impossible path"),
+        ({"correct_choice": 9}, "answer outside of the options"),
+    ],
 )
-def test_a_hostile_row_is_counted_by_its_reason_and_the_others_are_played(path, reason, evaluator, tmp_path, complete):
+def test_a_bad_row_is_counted_by_its_reason_and_prevents_a_headline(changed, reason, evaluator, tmp_path, complete):
     (tmp_path / "outside.mp4").touch()
     root = make_copy("longvideobench", tmp_path / "copy")
-    write_rows("longvideobench", root, [*map(longvideobench_row, range(2)), longvideobench_row(2, video_path=path)])
+    write_rows("longvideobench", root, [*map(longvideobench_row, range(2)), longvideobench_row(2, **changed)])
     (cell,) = evaluator("A").run(config_of("longvideobench", root, "data.max_bad_frac=0.5"))
     assert cell["refused"] == f"2 of 3 samples: 1 missing (row: {reason})"
 
 
-def test_a_dead_engine_ends_it_and_the_next_start_goes_on(evaluator, tmp_path, complete):
+def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=1")
 
     def dead(episode, request):
         raise EngineError("no server is alive")
 
     with pytest.raises(
-        RuntimeError, match=r"failed 3 samples in a row, the last .*no server is alive; when it is back"
+        RuntimeError, match=r"failed 3 samples in a row, the last .*no server is alive; when it works again"
     ):
         evaluator(dead).run(config)
     assert [line["episodes"][0]["reason"] for line in lines_of(config)] == ["engine"] * 3
@@ -180,14 +166,14 @@ def test_a_dead_engine_ends_it_and_the_next_start_goes_on(evaluator, tmp_path, c
     assert again.run(config)[0]["headline"] == pytest.approx(1 / 3) and len(again.asked) == 3
 
 
-def dies_at(number, said="A"):
-    """Says it so many times."""
-    left = iter(range(number))
+def dies_at(number):
+    """Replies so many times, then exits."""
+    remaining = iter(range(number))
 
     def say(episode, request):
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise SystemExit
-        return answer(said)
+        return answer("A")
 
     return say
 
@@ -196,7 +182,7 @@ MOMENTS = ["before a line", "after a line", "in a line", "before the certificate
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment_it_goes_on_and_gives_the_same(moment, evaluator, tmp_path, monkeypatch):
+def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, evaluator, tmp_path, monkeypatch):
     def settings(name):
         return config_of("longvideobench", tmp_path / "copy", f"run_dir={tmp_path / name}", "eval.max_in_flight=1")
 
@@ -221,16 +207,14 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same(moment, evaluator, t
     assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
 
 
-def test_shards_merge_to_what_the_whole_would_be(evaluator, tmp_path):
+def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     copy = tmp_path / "copy"
     whole = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'whole'}"))
     config = config_of("longvideobench", copy, f"run_dir={tmp_path / 'shards'}")
-    asked = []
-    for shard in ((1, 2), (2, 2)):
-        one = evaluator("A")
-        one.run(config, shard)
-        asked.append(len(one.asked))
-    assert asked == [2, 1]
+    for shard, num_samples in (((1, 2), 2), ((2, 2), 1)):
+        engine = evaluator("A")
+        engine.run(config, shard)
+        assert len(engine.asked) == num_samples
     merged = evaluator("B")
     assert merged.run(config) == whole and not merged.asked
 
@@ -247,12 +231,12 @@ def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
     first, other = ({"model": {"path": "m", "digest": digest}, "engine": {}} for digest in "12")
     (tmp_path / "played_by.json").write_text(json.dumps(first))
     evaluation._check_model(tmp_path, first["model"])
-    with pytest.raises(ValueError, match="has samples of another model: the files of m were others then"):
+    with pytest.raises(ValueError, match="has samples of another model: the files of m have changed"):
         evaluation._check_model(tmp_path, other["model"])
     shard = tmp_path / "shards" / "1_of_2"
     shard.mkdir(parents=True)
     (shard / "played_by.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="its shards are of different models"):
+    with pytest.raises(ValueError, match="its shards have different models"):
         evaluation._played_by(tmp_path)
 
 
@@ -280,7 +264,7 @@ def test_an_engine_of_servers_is_known_by_their_versions():
 def test_a_shard_is_written_as_such():
     assert shard_of("3/8") == (3, 8)
     for text in ("8", "0/8", "9/8", "a/b"):
-        with pytest.raises(Exception, match="is no shard such as 3/8"):
+        with pytest.raises(Exception, match="is not a shard, for example 3/8"):
             shard_of(text)
 
 
@@ -300,7 +284,7 @@ def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
     assert counting.most == 4 and len(counting.asked) == 20
 
 
-def test_several_episodes_have_their_mean_and_whether_one_is_right(evaluator, tmp_path):
+def test_several_episodes_per_sample_give_avg_and_pass_at_k(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy", "eval.num_samples=2", "rollout.temperature=0.5", num_rows=2)
     (cell,) = evaluator(lambda episode, request: answer("A" if episode.endswith("/0") else "C")).run(config)
     scores = cell["scores"]["strict"]  # the answers are A and B
@@ -308,7 +292,7 @@ def test_several_episodes_have_their_mean_and_whether_one_is_right(evaluator, tm
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "state"),
     [
         (b"1\r\n00:00:00,000 --> 00:00:20,000\r\nCaf\xe9 lid\r\n", "shown"),  # Latin-1, CRLF
         ("\ufeff1\n00:00:00,000 --> 00:00:20,000\n<i>Café</i> lid\n".encode(), "shown"),
@@ -318,54 +302,57 @@ def test_several_episodes_have_their_mean_and_whether_one_is_right(evaluator, tm
         (None, "none"),
     ],
 )
-def test_lines_on_screen_stand_before_the_question_and_broken_files_are_counted(content, found, evaluator, tmp_path):
+def test_lines_on_screen_precede_the_question_and_broken_files_are_counted(content, state, evaluator, tmp_path):
     root = make_copy("videomme_subtitles", tmp_path / "copy", 1)
     file = root / "subtitle" / "fFjv93ACGo0.srt"
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    asked = evaluator("A")
-    (cell,) = asked.run(config_of("videomme_subtitles", root))
-    assert cell["subtitles"] == {found: 1}
-    assert ("Café lid\n\nHow many lids?" in asked.prompts[0]) == (found == "shown")
+    engine = evaluator("A")
+    (cell,) = engine.run(config_of("videomme_subtitles", root))
+    assert cell["subtitles"] == {state: 1}
+    assert ("Café lid\n\nHow many lids?" in engine.prompts[0]) == (state == "shown")
 
 
-def test_without_subtitles_nothing_of_them_is_shown(evaluator, tmp_path):
+def test_the_split_without_subtitles_does_not_show_them(evaluator, tmp_path):
     root = make_copy("videomme_subtitles", tmp_path / "copy", 1)
-    asked = evaluator("A")
-    asked.run(config_of("videomme", root))
-    assert "lid comes off" not in asked.prompts[0]
+    engine = evaluator("A")
+    engine.run(config_of("videomme", root))
+    assert "lid comes off" not in engine.prompts[0]
 
 
-def test_a_line_is_on_screen_while_its_time_lasts():
+def test_a_cue_is_on_screen_between_its_times():
     cues = [Cue(0, 2, "a"), Cue(2, 4, "b"), Cue(4, 6, "c"), Cue(6, 8, "a")]
     assert on_screen(cues, [1.0, 4.0, 7.0]) == ["a", "c"]
 
 
-def test_a_mode_says_what_is_asked_for_and_forced(evaluator, tmp_path):
-    told = {}
+def test_a_mode_decides_the_prompt_the_forced_prefix_and_the_prompt_hash(evaluator, tmp_path):
+    prompts, hashes = {}, {}
     for mode in ("reasoning", "direct"):
-        asked = evaluator("A")
-        asked.run(config_of("longvideobench", tmp_path / mode, f"eval.mode={mode}"))
-        told[mode] = asked.prompts[0]
-    assert told["reasoning"].endswith("<think>\n") and "Think first" in told["reasoning"]
-    assert not told["direct"].endswith("<think>\n") and DIRECT in told["direct"] and "Think" not in told["direct"]
+        engine = evaluator("A")
+        (cell,) = engine.run(config_of("longvideobench", tmp_path / mode, f"eval.mode={mode}"))
+        prompts[mode], hashes[mode] = engine.prompts[0], cell["hashes"]
+    assert prompts["reasoning"].endswith("<think>\n") and "Think first" in prompts["reasoning"]
+    assert not prompts["direct"].endswith("<think>\n")
+    assert DIRECT in prompts["direct"] and "Think" not in prompts["direct"]
+    assert hashes["reasoning"]["prompt"] != hashes["direct"]["prompt"]
+    assert hashes["reasoning"]["scorer"] == hashes["direct"]["scorer"]
 
 
-def test_the_release_is_asked_in_its_own_words_or_not_at_all(evaluator, tmp_path):
+def test_the_release_mode_needs_the_releases_prompts(evaluator, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text('system: "Crop with crop_video."\nsystem_has_tools: true\nwith_tool: "{question} It is {names}"\n')
-    given = ["eval.mode=agentic_release", "eval.dispatches=[parallel]", f"rollout.prompts_file={words}"]
-    asked = evaluator("A")
-    asked.run(config_of("longvideobench", tmp_path / "copy", *given))
-    assert "Crop with crop_video." in asked.prompts[0] and not asked.prompts[0].endswith("<think>\n")
+    settings = ["eval.mode=agentic_release", "eval.dispatches=[parallel]", f"rollout.prompts_file={words}"]
+    engine = evaluator("A")
+    engine.run(config_of("longvideobench", tmp_path / "copy", *settings))
+    assert "Crop with crop_video." in engine.prompts[0] and not engine.prompts[0].endswith("<think>\n")
     with pytest.raises(ValueError, match=r"needs the release's prompts: `python -m paravt_jax\.prompts import-release"):
-        config_of("longvideobench", tmp_path / "copy", *given[:2])
+        config_of("longvideobench", tmp_path / "copy", *settings[:2])
     with pytest.raises(ValueError, match=r"eval\.mode=direct offers no tool, eval\.dispatches=\['parallel'\] does"):
-        config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", given[1])
+        config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", settings[1])
 
 
-def test_calls_are_played_and_their_frames_counted(evaluator, tmp_path):
+def test_calls_run_and_their_frames_are_counted(evaluator, tmp_path):
     turns = {}
 
     def say(episode, request):
@@ -377,14 +364,14 @@ def test_calls_are_played_and_their_frames_counted(evaluator, tmp_path):
     assert cell["metrics"]["calls_ok"] == 6 and cell["hashes"]["schema"]
 
 
-def test_progress_has_accuracy_rate_and_what_is_missing(evaluator, tmp_path):
+def test_progress_has_accuracy_and_rate(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy", num_rows=4)
     evaluator("A").run(config)
     results = list(map(result_of, lines_of(config)))
     times_s = iter([0.0, 30.0])
     tally = Tally("longvideobench", results[:1], now_s=lambda: next(times_s))
     tally.add(results[1])
-    assert tally.told() == "longvideobench · 50.0 % of 2 right · 2.0 a minute"
+    assert tally.summary() == "longvideobench · 50.0 % of 2 right · 2.0 a minute"
 
 
 def test_the_command_fails_where_there_is_no_headline(evaluator, tmp_path, monkeypatch, capsys):
@@ -402,7 +389,7 @@ def test_the_command_fails_where_there_is_no_headline(evaluator, tmp_path, monke
 
 def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path):
     path = tmp_path / "samples_none_3.jsonl"
-    for content, kept in ((b"{}\n{}\n", b"{}\n{}\n"), (b'{}\n{"key', b"{}\n"), (b'{"key', b""), (b"", b"")):
+    for content, remaining in ((b"{}\n{}\n", b"{}\n{}\n"), (b'{}\n{"key', b"{}\n"), (b'{"key', b""), (b"", b"")):
         path.write_bytes(content)
-        Lines(tmp_path, "none_3")
-        assert path.read_bytes() == kept
+        SampleLog(tmp_path, "none_3")
+        assert path.read_bytes() == remaining

@@ -41,7 +41,7 @@ def test_runs_on_several_splits_are_one_row_and_what_was_not_measured_says_so(tm
     shown = markdown(rows).splitlines()
     (ours,) = [line for line in shown if "strict" in line and "not measured" in line and line.count("|") == 9]
     assert ours == (
-        f"| ours: {row.name}, strict | not measured | not measured | not measured | refused, 11 of 2174 "
+        f"| ours: {row.name}, strict | not measured | not measured | not measured | incomplete, 11 of 2174 "
         f"| 50.0 (49.0 to 52.0) | not measured | not measured |"
     )
     assert sum(line.startswith("| ours") for line in shown) == 2 * len(TABLES)
@@ -60,9 +60,9 @@ def test_two_runs_that_say_different_things_are_refused(tmp_path):
         ValueError, match=r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
     ):
         read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
-    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
+    with pytest.raises(ValueError, match=r"has no eval\.json; name the run_dir"):
         read_rows([tmp_path])
-    with pytest.raises(ValueError, match="no cell of a public split"):
+    with pytest.raises(ValueError, match="no cells of public splits"):
         read_rows([make_run(tmp_path / "c", split=None)])
 
 

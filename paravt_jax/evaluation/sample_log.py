@@ -1,8 +1,7 @@
-"""RUN/samples_CELL.jsonl: a line for every sample as it ends, whole or not at all, known by sample and settings.
+"""RUN/samples_CELL.jsonl: one record per sample, written atomically as it ends, identified by sample and settings.
 
-A line is done if no episode of it is missing. Others are played again by the next start, and the last line of a sample
-counts. Those of shards lie in RUN/shards/K_of_N and are read with those of the run, so that shards merge by starting
-the run without one.
+A sample is done if no episode is missing. Other samples run again when the evaluation restarts, and the last record of
+a sample counts. Shards write to RUN/shards/K_of_N. A run without --shard reads the records of all shards too.
 """
 
 import hashlib
@@ -26,12 +25,12 @@ from rollout.episode import Dispatch
 
 SHARDS_DIR = "shards"
 
-Line = dict[str, Any]
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What a certificate needs of a line; the dialogues stay on disk."""
+    """The fields of a record that the certificate needs, without the dialogues."""
 
     id: str
     key: str
@@ -39,11 +38,11 @@ class SampleResult:
     question_type: str
     groups: Mapping[str, Sequence[str]]
     subtitles: str
-    episodes: tuple[Mapping[str, Any], ...]  # of each: metrics, scores and frames, or why it is missing
+    episodes: tuple[Mapping[str, Any], ...]  # metrics, scores and frames, or why it is missing
 
     @property
     def missing(self) -> str:
-        """Why; empty where it is not."""
+        """The reason, or empty if no episode is missing."""
         return next((episode["reason"] for episode in self.episodes if episode["missing"]), "")
 
     @property
@@ -55,7 +54,7 @@ class SampleResult:
         return all(episode["answered"] for episode in self.episodes)
 
     def scores(self, scorer: str) -> list[float]:
-        """Of each episode."""
+        """One score per episode."""
         return [episode["scores"][scorer] for episode in self.episodes]
 
 
@@ -64,13 +63,15 @@ def cell_name(dispatch: Dispatch, frame_budget: int) -> str:
 
 
 def sample_key(settings: str, sample: Sample) -> str:
-    """Equal where a line would say the same: the settings, and all of a sample but where its video lies."""
+    """Identifies a record: a hash of the settings and the sample, except the path of its video."""
     prompt = sample.prompt
     content = json.dumps([settings, prompt.id, prompt.question, prompt.answer, prompt.question_type])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def line_of(key: str, sample: Sample, subtitles: str, rollouts: Sequence[Rollout], official: Official | None) -> Line:
+def sample_record(
+    key: str, sample: Sample, subtitles: str, rollouts: Sequence[Rollout], official: Official | None
+) -> Record:
     prompt = sample.prompt
     return {
         "key": key,
@@ -98,7 +99,7 @@ def _episode(rollout: Rollout, sample: Sample, official: Official | None) -> dic
 
 
 def is_answer(prediction: str | None, question_type: str, question: str) -> bool:
-    """Whether our rule finds an answer of this type, right or wrong."""
+    """Whether the strict rule finds an answer of this type, right or wrong."""
     if not prediction:
         return False
     if question_type == "mcq":
@@ -106,34 +107,35 @@ def is_answer(prediction: str | None, question_type: str, question: str) -> bool
     return question_type == "oe" or interval(prediction) is not None
 
 
-class Lines:
-    """The lines of a cell. Of a directory, one writer at a time."""
+class SampleLog:
+    """The records of a cell. A directory has one writer at a time."""
 
     def __init__(self, directory: Path, cell: str):
         self._path = directory / f"samples_{cell}.jsonl"
-        self._others = sorted(directory.glob(f"{SHARDS_DIR}/*/{self._path.name}"))
-        _mend(self._path)
+        self._shards = sorted(directory.glob(f"{SHARDS_DIR}/*/{self._path.name}"))
+        _cut_incomplete_line(self._path)
 
     def read(self, keys: Container[str]) -> dict[str, SampleResult]:
-        """Those with these keys, the newest of each; one that is done is not undone by a later one that is missing."""
-        found: dict[str, SampleResult] = {}
-        for result in (result for path in (*self._others, self._path) for result in _results(path)):
-            if result.key in keys and (not result.missing or result.key not in found or found[result.key].missing):
-                found[result.key] = result
-        return found
+        """The newest result for each key. A missing result never replaces a complete one."""
+        results: dict[str, SampleResult] = {}
+        for result in (result for path in (*self._shards, self._path) for result in _results(path)):
+            key = result.key
+            if key in keys and (not result.missing or key not in results or results[key].missing):
+                results[key] = result
+        return results
 
-    def write(self, line: Line) -> None:
+    def write(self, record: Record) -> None:
         with named(self._path), self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-def result_of(line: Line) -> SampleResult:
-    kept = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
-    episodes = tuple({name: episode[name] for name in kept if name in episode} for episode in line["episodes"])
+def result_of(record: Record) -> SampleResult:
+    fields = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
+    episodes = tuple({name: episode[name] for name in fields if name in episode} for episode in record["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
-    return SampleResult(**{name: line[name] for name in names}, episodes=episodes)
+    return SampleResult(**{name: record[name] for name in names}, episodes=episodes)
 
 
 def _results(path: Path) -> Iterator[SampleResult]:
@@ -141,8 +143,8 @@ def _results(path: Path) -> Iterator[SampleResult]:
         yield from map(result_of, load_jsonl(path))
 
 
-def _mend(path: Path) -> None:
-    """Without the last line, if a kill cut it short: what is written next must not continue it."""
+def _cut_incomplete_line(path: Path) -> None:
+    """Removes a last line without a newline, which a killed process left: the next record must not continue it."""
     if not path.exists():
         return
     with named(path), path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""The samples of a cell, so many at a time: however many there are, only those in flight are in memory."""
+"""Runs the samples of a cell with bounded concurrency: only samples in flight are in memory."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from model_port.progress import Meter
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
-from paravt_jax.evaluation.lines import Line, Lines, SampleResult, line_of, result_of
+from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, result_of, sample_record
 from paravt_jax.rewards.official import STRICT
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.threads import in_thread
@@ -24,32 +24,32 @@ ENGINE_REASONS = ("engine", "deadline")
 
 
 @dataclass(frozen=True, eq=False)
-class Playing:
-    """A cell while it is played."""
+class CellRunner:
+    """Runs the samples of one cell."""
 
-    name: str  # in progress and errors
+    name: str  # for progress and errors
     worker: RolloutWorker
     split: PublicSplit | None
     frame_budget: int
-    num_samples: int  # episodes of a sample
+    num_samples: int  # episodes per sample
     max_in_flight: int
 
-    async def play(self, todo: Mapping[str, Sample], lines: Lines, so_far: Iterable[SampleResult]) -> None:
-        """Every sample of `todo`, by key: each has its line when it ends. What had ended before is counted too.
+    async def run(self, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]) -> None:
+        """Runs the samples of `todo`, by key, and logs each as it ends. `finished` counts in the progress.
 
-        An engine that gives nothing any more ends it: what is not played then is played by the next start.
+        Raises RuntimeError if the engine keeps failing; a restart runs the remaining samples.
         """
-        tally, left = Tally(self.name, so_far), iter(todo.items())
+        tally, samples = Tally(self.name, finished), iter(todo.items())
 
         async def work() -> None:
-            for key, sample in left:
-                line = await self._line(key, sample)
-                lines.write(line)
-                tally.add(result_of(line))
-                meter.at(meter.done + 1, tally.told())
+            for key, sample in samples:
+                record = await self._record(key, sample)
+                log.write(record)
+                tally.add(result_of(record))
+                meter.at(meter.done + 1, tally.summary())
                 self._check(tally)
 
-        with Meter(tally.told(), len(todo), "sample") as meter:
+        with Meter(tally.summary(), len(todo), "sample") as meter:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(min(self.max_in_flight, len(todo))):
@@ -57,18 +57,19 @@ class Playing:
             except ExceptionGroup as problems:
                 raise problems.exceptions[0] from None
 
-    async def _line(self, key: str, sample: Sample) -> Line:
+    async def _record(self, key: str, sample: Sample) -> Record:
         prompt, subtitles = sample.prompt, ""
         if self.split is not None and self.split.with_subtitles:
             prompt, subtitles = await self._subtitled(sample)
         num_frames = max(self.frame_budget, len(prompt.videos))
         task = Task(f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles)
         rollouts = await self.worker.run_group(task, prompt, self.num_samples)
-        return line_of(key, sample, subtitles, rollouts, self.split and self.split.official)
+        return sample_record(key, sample, subtitles, rollouts, self.split and self.split.official)
 
     async def _subtitled(self, sample: Sample) -> tuple[Prompt, str]:
-        """The prompt with the lines that are on screen with its frames; and whether there are such: shown, none, or
-        unreadable. Where the video itself cannot be opened, playing it will say so.
+        """Adds the subtitle lines on screen in the frames. Returns the prompt, and "shown", "none" or "unreadable".
+
+        An unreadable video is reported later, when the sample runs.
         """
         prompt, agent = sample.prompt, self.worker.agent
         if not prompt.subtitles[0]:
@@ -80,34 +81,34 @@ class Playing:
             return prompt, "unreadable"
         except VideoError:
             return prompt, "none"
-        said = on_screen(cues, overview_times(info.duration_s, info.num_frames, self.frame_budget))
-        if not said:
+        texts = on_screen(cues, overview_times(info.duration_s, info.num_frames, self.frame_budget))
+        if not texts:
             return prompt, "none" if cues else "unreadable"
-        asked = SUBTITLES.format(lines="\n".join(said), question=prompt.question)
-        return replace(prompt, question=asked), "shown"
+        question = SUBTITLES.format(lines="\n".join(texts), question=prompt.question)
+        return replace(prompt, question=question), "shown"
 
     def _check(self, tally: "Tally") -> None:
         if tally.num_failed_in_a_row > 2 * self.max_in_flight:
             raise RuntimeError(
                 f"{self.name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
-                f"; when it is back, start again with the same run_dir: {tally.num_there} samples are done"
+                f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"
             )
 
 
 def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
-    """The texts of the cues that cover one of these moments, each once, in their order."""
-    seen = [cue.text for cue in cues if any(cue.start_s <= time_s < cue.end_s for time_s in times_s)]
-    return list(dict.fromkeys(seen))
+    """The distinct texts of cues that cover one of these times, in order."""
+    texts = [cue.text for cue in cues if any(cue.start_s <= time_s < cue.end_s for time_s in times_s)]
+    return list(dict.fromkeys(texts))
 
 
 @dataclass(eq=False)
 class Tally:
-    """How a cell goes, as far as it is played."""
+    """Progress of a cell."""
 
     name: str
-    so_far: Iterable[SampleResult] = ()
+    finished: Iterable[SampleResult] = ()
     now_s: Callable[[], float] = time.monotonic
-    num_there: int = field(default=0, init=False)
+    num_complete: int = field(default=0, init=False)
     num_new: int = field(default=0, init=False)
     num_missing: int = field(default=0, init=False)
     num_failed_in_a_row: int = field(default=0, init=False)
@@ -115,8 +116,8 @@ class Tally:
     _score: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._began_s = self.now_s()
-        for result in self.so_far:
+        self._start_s = self.now_s()
+        for result in self.finished:
             self._count(result)
 
     def add(self, result: SampleResult) -> None:
@@ -129,12 +130,14 @@ class Tally:
             self.num_missing, self.problem = self.num_missing + 1, result.problem
         else:
             scores = result.scores(STRICT)
-            self.num_there, self._score = self.num_there + 1, self._score + sum(scores) / len(scores)
+            self.num_complete, self._score = self.num_complete + 1, self._score + sum(scores) / len(scores)
 
-    def told(self) -> str:
-        """As progress has it before the counts and the time that is left."""
-        minutes = (self.now_s() - self._began_s) / 60
-        parts = [f"{100 * self._score / self.num_there:.1f} % of {self.num_there} right"] if self.num_there else []
+    def summary(self) -> str:
+        """The text of the progress bar."""
+        minutes = (self.now_s() - self._start_s) / 60
+        parts = (
+            [f"{100 * self._score / self.num_complete:.1f} % of {self.num_complete} right"] if self.num_complete else []
+        )
         parts += [f"{self.num_missing} missing"] if self.num_missing else []
         parts += [f"{self.num_new / minutes:.1f} a minute"] if self.num_new and minutes else []
         return " · ".join([self.name, *parts])
