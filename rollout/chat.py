@@ -1,9 +1,9 @@
-"""Text to ids and back, and everything of a dialogue that no model writes: prompts, role headers, tool responses.
+"""Converts text to ids and back, and builds the parts of a dialogue that no model writes.
 
-A prompt is rendered once, by the chat template of the tokenizer. What the environment adds to a turn is what the same
-template would put after it, so that for an ordinary dialogue the ids of a ledger are those of the template applied to
-the whole. Text from outside, a question or a report, can never become a token that was added to the vocabulary: such
-tokens open and close turns, calls and pictures.
+The tokenizer's chat template renders a prompt once. The environment's text after a turn is the text that the template
+would put there, so that for an ordinary dialogue the ledger's ids equal the template's output for the whole dialogue.
+Outside text, a question or a report, never encodes to added tokens, because these open and close turns, calls and
+pictures.
 """
 
 import json
@@ -22,17 +22,17 @@ VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, 
 TURN_END = "<|im_end|>"
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
-SPOKEN = "\ue000spoken\ue000"  # stands for what the assistant said; no template has it, and what follows may
+SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
 
 
 def _characters(data: bytes) -> list[int]:
-    """For every byte, the number of the character it belongs to, when what is not UTF-8 decodes to replacements."""
+    """For every byte, the index of its character; invalid UTF-8 becomes replacement characters."""
     numbers: list[int] = []
     at = num_chars = 0
     while at < len(data):
         try:
             valid, wrong = data[at:].decode(), 0
-        except UnicodeDecodeError as problem:  # its range becomes one replacement
+        except UnicodeDecodeError as problem:  # its range becomes one replacement character
             valid, wrong = data[at : at + problem.start].decode(), problem.end - problem.start
         for character in valid:
             numbers += [num_chars] * len(character.encode())
@@ -44,10 +44,10 @@ def _characters(data: bytes) -> list[int]:
 
 
 def byte_characters() -> dict[int, str]:
-    """The printable character that stands for each byte in the vocabularies of byte-level tokenizers."""
+    """The printable character of each byte in a byte-level tokenizer's vocabulary."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(unprintable)}
 
 
 BYTES = {character: byte for byte, character in byte_characters().items()}
@@ -74,7 +74,7 @@ class Chat:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "Chat":
-        """From the tokenizer.json and chat template of a Hugging Face directory."""
+        """Reads tokenizer.json and the chat template of a Hugging Face directory."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -82,15 +82,15 @@ class Chat:
         return cls(_read_tokenizer(path), _read_template(directory), str(directory))
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of text that we wrote; the names of added tokens become those tokens."""
+        """Encodes trusted text; the names of added tokens become those tokens."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """All of the text, to be read and shown; never to be encoded again."""
+        """Decodes ids for display and parsing; the result must never be encoded again."""
         return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def spans(self, ids: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-        """Where the characters of `decode(ids)` come from, token by token.
+        """The character range in `decode(ids)` of each token.
 
         A character that several tokens spell belongs to each of them.
         """
@@ -108,32 +108,32 @@ class Chat:
         added = self._added_text.get(token)
         if added is not None:
             return added
-        piece = self.tokenizer.id_to_token(token)  # None for the unused rows at the end of a vocabulary
+        piece = self.tokenizer.id_to_token(token)  # None for unused rows at the end of a vocabulary
         return b"" if piece is None else bytes(BYTES[character] for character in piece)
 
     def escape(self, text: str) -> str:
-        """The text with a space in every name of an added token, so that its ids are ordinary ones."""
+        """Inserts a space into names of added tokens, so that they encode to ordinary tokens."""
         return self._added.sub(_broken, _encodable(text))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
-        """A dialogue up to where the assistant begins to speak. Its texts must be ours or `escape`d."""
+        """The ids of a dialogue up to the assistant's turn. Its texts must be trusted or `escape`d."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
     def encode_turn(self, text: str) -> np.ndarray:
-        """A turn that somebody else wrote for the assistant: its tags are tokens, but it shows and ends nothing."""
+        """Encodes an assistant's turn from outside: tags become tokens, but control and vision tokens do not."""
         return self.encode(self._control.sub(_broken, _encodable(text)))
 
     def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
-        """What follows the assistant's turn: its end, if cut off before, tool responses, and the assistant's header."""
+        """The text after an assistant's turn: its end if it was cut off, tool responses, the assistant's header."""
         return self.after(ids, [{"role": "tool", "content": self.escape(response)} for response in responses])
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-        """The same for any messages up to where the assistant speaks again; their texts must be ours or `escape`d."""
+        """Like `after_turn`, for any messages; their texts must be trusted or `escape`d."""
         after = self._after_spoken(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 
     def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
-        """Nothing, or the end of a turn that was cut off."""
+        """The end of a turn if it was cut off, else nothing."""
         return np.array([] if self.ended(ids) else [self.turn_end_id], np.int32)
 
     def ended(self, ids: np.ndarray) -> bool:
@@ -166,12 +166,12 @@ class Chat:
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Longest first, as the tokenizer matches them."""
+    """Alternatives in order of length, longest first, as the tokenizer matches them."""
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
 
 
 def _encodable(text: str) -> str:
-    """No encoding has a lone surrogate, and JSON can spell one."""
+    """Replaces lone surrogates, which JSON can contain but no encoding can."""
     return text.encode(errors="replace").decode()
 
 
@@ -183,7 +183,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     text = _read(path)
     try:
         tokenizer = Tokenizer.from_str(text)
-    except Exception as problem:  # the library raises no other
+    except Exception as problem:  # the library raises no more specific type
         raise ValueError(f"{path} is not a tokenizer: {problem}") from None
     if strange := set("".join(tokenizer.get_vocab(with_added_tokens=False))) - BYTES.keys():
         raise ValueError(f"{path} is not a byte-level tokenizer: its tokens have characters such as {min(strange)!r}")
@@ -205,12 +205,12 @@ def _read_template(directory: Path) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_read(path))
+        content = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as problem:
         raise ValueError(f"{path} is not valid JSON: {problem}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _read(path: Path) -> str:

@@ -1,16 +1,11 @@
-"""The parity gate: do the servers compute what the learner computes?
+"""The parity gate: compares the log-probs of servers with the learner's.
 
     python -m rollout.check --model CKPT --url URL [--url URL …]
 
-Episodes are played on each server over test pictures of several sizes, then dialogues with every structural token are
-added, and the learner scores the same ids and pictures. The gate compares the log-prob of every token that was sampled,
-as the server gave it while sampling, and of every token of a dialogue, as the server scores it; and the ids after
-expansion, which differ at once when a server resizes a picture. A trainer runs the gate before its first step.
-
-How far rounding moves a log-prob depends on the model: on how wide its logits are, how deep it is, and how its layers
-pass an error on. So no bound is a number of nats. The learner scores every token twice from the weights that servers
-have, in float32 and in bfloat16. The distance between the two is the noise of bfloat16 on this very token, and a server
-may be so many times as far from the first. Distances are compared by their quantiles and by their KL.
+Each server plays episodes on test pictures of several sizes; dialogues with every structural token are added; the
+learner scores the same ids and pictures. The gate compares the log-probs of sampled tokens, as returned while sampling,
+the log-probs of all tokens of the dialogues, as the server scores them, and the expanded ids, which differ if a server
+resizes a picture. A trainer runs the gate before its first step. The bounds are in `rollout.parity`.
 """
 
 import argparse
@@ -22,9 +17,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,15 +32,15 @@ from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent, EpisodeConfig, Task
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
+from rollout.parity import TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
 from rollout.picture import Picture
 from rollout.terminal import say
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
 
-# Height and width of videos as they are found: 16:9, 4:3, 1:1, upright, cinema, and a very small one.
+# Height and width of common videos: 16:9, 4:3, 1:1, portrait, cinema, and a very small one.
 VIDEO_SIZES_PX = ((1080, 1920), (480, 640), (512, 512), (1280, 720), (800, 1920), (64, 96))
 STRUCTURAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>")
-KINDS = ("sampled", "dialogue", "after_image", "structural")
 FIRST_TURN = (
     "<think>\nI look closer.</think>\n\n<tool_call>\n"
     '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30}}\n'
@@ -53,156 +48,10 @@ FIRST_TURN = (
 )
 LAST_TURN = "<think>\nThe report says it.</think><answer>A</answer><|im_end|>"
 DURATION_S = 60.0
-FRAMES_SHOWN = 4
+FRAME_BUDGET = 4
 NEW_TOKENS = 64
 TEMPERATURE = 0.7
-SCORER_DEADLINE_S = 600.0  # of one answer; the first ones compile
-
-# How many times as far from the learner's float32 a server may be as the learner's own bfloat16 is. Right servers were
-# measured at 0.9 to 1.5 in bfloat16, and at 1e-4 in float32, whose roundings are 2^-16 of those and add up in sums. A
-# rope_theta twice as large is at 40, pictures that changed places at 10, one layer that is off by 3 % at 4.
-TIMES_NOISE = {"bfloat16": 3.0, "float32": 2.0**-10}
-QUANTILES = {"half within": 0.5, "90 % within": 0.9, "99 % within": 0.99}
-# What few tokens decide is uncertain by itself, on both sides: where n are beyond a quantile, or make up a mean, it may
-# be 1 + FEW / √n times as far. A quantile with fewer than MIN_BEYOND is next to the largest value, and not judged.
-FEW, MIN_BEYOND = 2.0, 5
-# Beyond it a model is not fit for bfloat16, or the learner computes nonsense in it: no server is judged by such noise.
-MAX_NOISE_KL = 0.03
-TINY = 1e-30  # where nothing may be divided by 0
-FLOOR = 1e-5  # nats; where a log-prob is 0 in bfloat16 as well, float32 still rounds
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreRequest:
-    ids: np.ndarray  # int32, one placeholder a picture
-    pictures: tuple[Picture, ...]
-    temperature: float | int = 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """By the learner, from weights as servers have them."""
-
-    ids: np.ndarray  # int32, expanded
-    logp: np.ndarray  # computed in float32; index t is the log-prob of token t, the first has none
-    bfloat16_logp: np.ndarray  # the same in bfloat16
-
-    def offsets(self, logp: np.ndarray, where: Any = slice(None)) -> np.ndarray:
-        """From the log-probs in float32 of these tokens to those of a server, and to the learner's in bfloat16."""
-        return self.logp[where] - np.stack([logp, self.bfloat16_logp[where]])
-
-
-class Scorer(Protocol):
-    """The learner's side: `paravt_jax.sampling.score.LearnerScorer`, or a process that has one."""
-
-    def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]: ...
-
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]: ...
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One statistic of the distances from the learner in float32."""
-
-    name: str
-    server: float
-    noise: float  # the learner's own, in bfloat16
-    allowed: float
-
-    @property
-    def problem(self) -> str:
-        if self.server <= self.allowed:
-            return ""
-        return f"{self.name} {self.server:.3g}, allowed is {self.allowed:.3g}"
-
-
-@dataclass
-class Difference:
-    """Distances of log-probs over some tokens."""
-
-    times_noise: float
-    sampled: bool = False  # whether the server drew the tokens: then they give its KL from the learner
-    offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))  # of the server, of the noise
-
-    def add(self, offsets: np.ndarray) -> None:
-        self.offsets = np.concatenate([self.offsets, offsets], axis=1)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.offsets.shape[1]
-
-    @property
-    def kl(self) -> Compared:
-        """KL(server‖learner in float32) a token, by Schulman's k3; as a square it may be so many times squared."""
-        terms = k3(self.offsets)
-        server, noise = terms.mean(axis=1).tolist()
-        shares = terms[1] / max(terms[1].sum(), TINY)
-        num_decisive = 1 / max(float(np.square(shares).sum()), TINY)
-        return Compared("KL", server, noise, max(self._times(num_decisive) ** 2 * noise, float(k3(FLOOR))))
-
-    @property
-    def compared(self) -> list[Compared]:
-        if not self.num_tokens:
-            return []
-        beyond = {name: (1 - part) * self.num_tokens for name, part in QUANTILES.items()}
-        quantiles = [self._quantile(name, num) for name, num in beyond.items() if num >= MIN_BEYOND]
-        return [self.kl, *quantiles] if self.sampled else quantiles
-
-    def _quantile(self, name: str, num_beyond: float) -> Compared:
-        server, noise = np.quantile(np.abs(self.offsets), QUANTILES[name], axis=1).tolist()
-        return Compared(name, server, noise, max(self._times(num_beyond) * noise, FLOOR))
-
-    def _times(self, num_decisive: float) -> float:
-        return self.times_noise * (1 + FEW / num_decisive**0.5)
-
-
-def k3(offsets: Any) -> Any:
-    return np.expm1(offsets) - offsets
-
-
-@dataclass
-class Parity:
-    """What was found on one server, by kind of token: sampled, in given dialogues, and two of special interest."""
-
-    url: str
-    dtype: str
-    differences: dict[str, Difference] = field(init=False)
-    wrong_ids: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in TIMES_NOISE:
-            raise ValueError(
-                f"{self.url} computes in {self.dtype}, the gate judges {' and '.join(TIMES_NOISE)}; start it in one"
-            )
-        self.differences = {kind: Difference(TIMES_NOISE[self.dtype], kind == "sampled") for kind in KINDS}
-
-    def add(self, kind: str, offsets: np.ndarray) -> None:
-        self.differences[kind].add(offsets)
-
-    @property
-    def problems(self) -> list[str]:
-        problems = list(self.wrong_ids)
-        for kind, difference in self.differences.items():
-            if difference.num_tokens == 0:
-                problems.append(f"no token was compared for {kind!r}")
-            elif beyond := [compared.problem for compared in difference.compared if compared.problem]:
-                problems.append(
-                    f"log-probs of {kind!r} tokens differ from the learner's in float32: {'; '.join(beyond)}"
-                )
-        sampled = self.differences["sampled"]
-        if self.dtype == "bfloat16" and sampled.num_tokens and not sampled.kl.noise <= MAX_NOISE_KL:
-            problems.append(
-                f"the learner itself is off by a KL of {sampled.kl.noise:.3g} in bfloat16, more than {MAX_NOISE_KL}: "
-                f"no server can be judged by that; compute this model in float32, learner and servers"
-            )
-        return problems
-
-    def to_record(self) -> dict[str, Any]:
-        differences = {
-            kind: {"num_tokens": difference.num_tokens, "compared": [asdict(one) for one in difference.compared]}
-            for kind, difference in self.differences.items()
-        }
-        return {"url": self.url, "dtype": self.dtype, "differences": differences, "problems": self.problems}
+SCORER_DEADLINE_S = 600.0  # per answer; the first ones compile
 
 
 async def check(
@@ -214,7 +63,7 @@ async def check(
     deadline_s: float = 300.0,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> list[Parity]:
-    """The parity of every server; `num_episodes` are played on each, at least one for every size of picture."""
+    """Checks every server with `num_episodes` episodes, at least one for every picture size."""
     sizes_px = list(dict.fromkeys(await asyncio.to_thread(scorer.settled, VIDEO_SIZES_PX)))
     client = HttpClient.make()
     try:
@@ -224,11 +73,11 @@ async def check(
             parity = Parity(url, str(info.get("dtype")))
             for number, size_px in enumerate(sizes_px):
                 on_progress(f"{url}: pictures of {size_px[0]} x {size_px[1]} px ({number + 1} of {len(sizes_px)})")
-                card = await _play(url, size_px, chat, -(-num_episodes // len(sizes_px)), info, deadline_s)
-                for ledger in card.ledgers:
+                played = await _play(url, size_px, chat, -(-num_episodes // len(sizes_px)), info, deadline_s)
+                for ledger in played.ledgers:
                     await _compare_sampled(parity, ledger, scorer, chat)
-                ids, logp = await _server_scores(client, url, card.dialogue, deadline_s)
-                (ours,) = await asyncio.to_thread(scorer.score, [card.dialogue])
+                ids, logp = await _server_scores(client, url, played.dialogue, deadline_s)
+                (ours,) = await asyncio.to_thread(scorer.score, [played.dialogue])
                 _compare_dialogue(parity, ids, logp, ours, chat, size_px)
             parities.append(parity)
         return parities
@@ -237,8 +86,8 @@ async def check(
 
 
 @dataclass(frozen=True, eq=False)
-class _Card:
-    """What was played with pictures of one size."""
+class _Played:
+    """The ledgers and dialogue for pictures of one size."""
 
     ledgers: list[Ledger]
     dialogue: ScoreRequest
@@ -246,7 +95,7 @@ class _Card:
 
 async def _play(
     url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any], deadline_s: float
-) -> _Card:
+) -> _Played:
     config = EpisodeConfig(
         max_turns=1,
         max_new_tokens=NEW_TOKENS,
@@ -258,20 +107,20 @@ async def _play(
     engine = await SGLangEngine.connect([url])
     try:
         agent = Agent(engine, TestCard(size_px), chat, config)
-        overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAMES_SHOWN))
+        overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAME_BUDGET))
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()
     ids = np.concatenate([overview.ids, chat.encode(FIRST_TURN)])
     ids = np.concatenate([ids, chat.after_turn(ids, ["A report."]), chat.encode(LAST_TURN)])
     ledgers = [ledger for episode in episodes for ledger in episode.ledgers]
-    return _Card(ledgers, ScoreRequest(ids, overview.pictures))
+    return _Played(ledgers, ScoreRequest(ids, overview.pictures))
 
 
 async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat: Chat) -> None:
-    """Log-probs as the server gave them while it sampled."""
+    """Compares the log-probs that the server returned while sampling."""
     if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
-        return  # a placeholder that shows nothing cannot be scored
+        return  # a sampled placeholder has no picture and cannot be scored
     (ours,) = await asyncio.to_thread(scorer.score, [ScoreRequest(ledger.ids, ledger.pictures, TEMPERATURE)])
     sampled = ledger.sampled_mask
     offsets = ours.offsets(ledger.behavior_logp[sampled], sampled_positions(ledger, chat))
@@ -282,24 +131,24 @@ async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat:
 def _compare_dialogue(
     parity: Parity, ids: np.ndarray, logp: np.ndarray, ours: Scored, chat: Chat, size_px: tuple[int, int]
 ) -> None:
-    """Ids and log-probs as the server gives them for a dialogue."""
+    """Compares the server's ids and log-probs of a given dialogue."""
     if not np.array_equal(ids, ours.ids):
         parity.wrong_ids.append(
             f"pictures of {size_px[0]} x {size_px[1]} px expand to {len(ids)} ids on {parity.url} and to "
-            f"{len(ours.ids)} in the learner; the server resizes pictures, start it with python -m rollout.serve"
+            f"{len(ours.ids)} in the learner; the server resizes pictures; start it with python -m rollout.serve"
         )
         return
     offsets = ours.offsets(logp)[:, 1:]
-    shown = ours.ids == chat.image_id
-    parity.add("dialogue", offsets[:, ~shown[1:]])
-    parity.add("after_image", offsets[:, shown[:-1] & ~shown[1:]])
+    is_image = ours.ids == chat.image_id
+    parity.add("dialogue", offsets[:, ~is_image[1:]])
+    parity.add("after_image", offsets[:, is_image[:-1] & ~is_image[1:]])
     parity.add("structural", offsets[:, _structural(ours.ids[1:], chat)])
 
 
 async def _server_scores(
     client: HttpClient, url: str, request: ScoreRequest, deadline_s: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids after expansion, and the log-prob of each."""
+    """The expanded ids and their log-probs."""
     body = generate_body(request.ids, request.pictures, Sampling(1, request.temperature))
     body |= {"logprob_start_len": 0, "return_prompt_token_ids": True}
     answer = await client.post(f"{url}/generate", body, deadline_s)
@@ -311,7 +160,7 @@ async def _server_scores(
 
 
 def sampled_positions(ledger: Ledger, chat: Chat) -> np.ndarray:
-    """Where the sampled ids stand after expansion."""
+    """The positions of the sampled ids after expansion."""
     counts = ledger.num_tokens_each(chat.image_id, EpisodeConfig.token_px)
     return (np.cumsum(counts) - 1)[ledger.sampled_mask]
 
@@ -323,9 +172,9 @@ def _structural(ids: np.ndarray, chat: Chat) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TestCard:
-    """A video of noise over a gradient, at one size: nothing that a resize or a lossy format would leave alone.
+    """A video of noise over a gradient, at one size: any resize or lossy encoding changes it.
 
-    Each frame has colours of its own, so that it matters which comes first.
+    Each frame has different colors, so that their order matters.
     """
 
     size_px: tuple[int, int]
@@ -348,7 +197,7 @@ class TestCard:
 
 
 class ProcessScorer:
-    """A scorer in a process of its own, which is asked in JSON lines."""
+    """A scorer in another process, which answers JSON lines."""
 
     def __init__(self, command: Sequence[str]):
         self._command = command
@@ -358,9 +207,9 @@ class ProcessScorer:
         return [(height, width) for height, width in self._ask({"settle": list(sizes_px)})["sizes_px"]]
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        return [self._score_one(request) for request in requests]
+        return [self._score(request) for request in requests]
 
-    def _score_one(self, request: ScoreRequest) -> Scored:
+    def _score(self, request: ScoreRequest) -> Scored:
         pictures = [picture.png_base64 for picture in request.pictures]
         answer = self._ask({"ids": request.ids.tolist(), "pictures": pictures, "temperature": request.temperature})
         logps = (np.array(answer[name], np.float32) for name in ("logp", "bfloat16_logp"))
@@ -369,18 +218,18 @@ class ProcessScorer:
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        late = threading.Timer(SCORER_DEADLINE_S, self._process.kill)
-        late.start()
+        timer = threading.Timer(SCORER_DEADLINE_S, self._process.kill)
+        timer.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # the missing answer tells more
+            with contextlib.suppress(BrokenPipeError):  # the missing answer has the cause
                 self._process.stdin.write(json.dumps(question) + "\n")
                 self._process.stdin.flush()
             line = self._process.stdout.readline()
         finally:
-            late.cancel()
+            timer.cancel()
         if not line:
             code = self._process.wait()
-            raise RuntimeError(f"`{shlex.join(self._command)}` ended with exit code {code}; what it said is above")
+            raise RuntimeError(f"`{shlex.join(self._command)}` ended with exit code {code}; its output is above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -388,42 +237,24 @@ class ProcessScorer:
         self._process.communicate()
 
 
-def table(parities: Sequence[Parity]) -> str:
-    """The result as a Markdown table."""
-    heads = ["server", "computes in", "tokens", "compared", "differences from the learner in float32"]
-    heads += ["the server's", "the learner's own in bfloat16", "allowed"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for parity in parities:
-        for kind, difference in parity.differences.items():
-            tokens = f"| {parity.url} | {parity.dtype} | {kind} | {difference.num_tokens} |"
-            for one in difference.compared:
-                lines.append(f"{tokens} {one.name} | {one.server:.2e} | {one.noise:.2e} | {one.allowed:.2e} |")
-    times = " or ".join(f"{TIMES_NOISE[dtype]:.3g} ({dtype})" for dtype in dict.fromkeys(one.dtype for one in parities))
-    lines += [
-        "",
-        f"Allowed are {times} times the learner's own, squared for the KL, and more where few tokens were compared.",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("rollout.check"),
-        description="Compares the log-probs of SGLang servers with the learner's; fails when they differ too much.",
+        description="Compares the log-probs of SGLang servers with the learner's, and fails if they differ too much.",
     )
-    parser.add_argument("--model", required=True, help="what the learner loads: a Hugging Face directory or checkpoint")
-    parser.add_argument("--url", required=True, action="append", help="of a server; give it again for more servers")
-    parser.add_argument("--tokenizer", help="directory with tokenizer and chat template; by default the model's")
-    parser.add_argument("--dtype", choices=[*TIMES_NOISE], default="float32", help="that the servers compute in")
-    parser.add_argument("--episodes", type=int, default=12, help="played on each server")
-    parser.add_argument("--json", metavar="OUT", help="also write the result to this file")
-    parser.add_argument("--force", action="store_true", help="replace OUT also if this command did not write it")
+    parser.add_argument("--model", required=True, help="the learner's model: a Hugging Face directory or checkpoint")
+    parser.add_argument("--url", required=True, action="append", help="a server's URL; repeat it for more servers")
+    parser.add_argument("--tokenizer", help="directory with tokenizer and chat template (default: the model)")
+    parser.add_argument("--dtype", choices=[*TIMES_NOISE], default="float32", help="the servers' compute type")
+    parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
+    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
+    parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
     read = [args.model, args.tokenizer or ""]
     result = args.json and OutputFile(args.json, "check --json", inputs=read, force=args.force)
     model = Path(args.model)
-    in_checkpoint = model / "hf"  # a converted checkpoint keeps these files there
+    in_checkpoint = model / "hf"  # where a converted checkpoint has these files
     chat = Chat.from_hf(args.tokenizer or (in_checkpoint if in_checkpoint.is_dir() else model))
     scorer = ProcessScorer(
         [sys.executable, "-m", "paravt_jax.sampling.score", "--model", args.model, "--dtype", args.dtype]

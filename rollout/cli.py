@@ -1,4 +1,4 @@
-"""How a command of this package ends: exit code 0, or one message on stderr; `--debug` adds the stack trace."""
+"""Runs a command of this package: exit code 0, or one message on stderr; `--debug` adds the stack trace."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from rollout.terminal import guard_stdout, say
 
 
 def prog_of(module: str) -> str:
-    """What a command calls itself: `paravt NAME` where it was started so, else `python -m MODULE`."""
+    """The command's name in usage: `paravt NAME` if it was started so, else `python -m MODULE`."""
     return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
 
 
@@ -19,13 +19,13 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(main: Callable[[], None]) -> NoReturn:
-    """Runs a command and exits: 0 only when `main` returned and its output could be written."""
+    """Runs a command and exits; the code is 0 only if `main` returned and its output could be written."""
     try:
         guard_stdout()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, what a shell reports
+        sys.exit(130)  # 128 + SIGINT, as in a shell
     except Exception as problem:
         if "--debug" in sys.argv[1:]:
             say(traceback.format_exc().rstrip())

@@ -1,8 +1,8 @@
-"""What one agent saw and said, as ids: the only truth that training and the engine share.
+"""One agent's dialogue as token ids, shared by the engine and the learner.
 
-Ids are appended, never rebuilt from text. What the engine is sent is the concatenation so far, what the learner trains
-on is the whole, and each piece says where it came from: the prompt, a prefix forced on the assistant, the policy itself
-with log-prob and version, or the environment.
+Ids are appended and never rebuilt from text. The engine gets all ids so far, the learner trains on all of them, and
+each segment records its source: the prompt, a prefix forced on the assistant, the policy (with log-prob and version) or
+the environment.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ class Segment:
     kind: Kind
     ids: np.ndarray  # int32; a picture is one placeholder
     pictures: tuple[Picture, ...] = ()
-    behavior_logp: np.ndarray | None = None  # of each sampled id
-    version: int | None = None  # the policy that sampled them
+    behavior_logp: np.ndarray | None = None  # for each sampled id
+    version: int | None = None  # of the policy that sampled the ids
 
     def __post_init__(self) -> None:
         sampled = self.kind == "sampled"
         if sampled != (self.behavior_logp is not None) or sampled != (self.version is not None):
-            raise ValueError(f"log-probs and a version belong to sampled segments and to no others, got {self.kind}")
+            raise ValueError(f"sampled segments, and no others, have log-probs and a version, got {self.kind}")
         if self.behavior_logp is not None and len(self.behavior_logp) != len(self.ids):
             raise ValueError(f"{len(self.ids)} sampled ids have {len(self.behavior_logp)} log-probs")
 
@@ -53,7 +53,7 @@ class Ledger:
             self.segments.append(Segment(kind, np.asarray(ids, np.int32), tuple(pictures)))
 
     def add_sampled(self, generation: Generation) -> None:
-        """One segment for each run of tokens of one policy version."""
+        """Adds one segment for each run of tokens with the same policy version."""
         changes = np.flatnonzero(np.diff(generation.versions)) + 1
         pieces = (
             np.split(values, changes) for values in (generation.ids, generation.behavior_logp, generation.versions)
@@ -80,13 +80,13 @@ class Ledger:
 
     @property
     def sampled_mask(self) -> np.ndarray:
-        """Of all ids, those that the policy sampled."""
+        """True for ids that the policy sampled."""
         kinds = [np.full(len(segment.ids), segment.kind == "sampled") for segment in self.segments]
         return np.concatenate([np.zeros(0, bool), *kinds])
 
     @property
     def behavior_logp(self) -> np.ndarray:
-        """Of all ids; those that the policy did not sample have 0."""
+        """For all ids; 0 where the policy did not sample."""
         logps = [
             np.zeros(len(segment.ids)) if segment.behavior_logp is None else segment.behavior_logp
             for segment in self.segments
@@ -94,15 +94,15 @@ class Ledger:
         return np.concatenate([np.zeros(0), *logps]).astype(np.float32)
 
     def num_tokens_each(self, image_id: int, token_px: int) -> np.ndarray:
-        """How many tokens each id becomes: a picture's placeholder as many as show it, unless it was sampled."""
+        """The number of tokens that each id expands to; only a picture's placeholder, unless sampled, has several."""
         counts = np.ones(len(self.ids), np.int64)
-        shown = (self.ids == image_id) & ~self.sampled_mask
-        counts[shown] = [picture.num_tokens(token_px) for picture in self.pictures]
+        is_picture = (self.ids == image_id) & ~self.sampled_mask
+        counts[is_picture] = [picture.num_tokens(token_px) for picture in self.pictures]
         return counts
 
     @property
     def versions(self) -> list[int]:
-        """Every policy version that sampled here, in order of appearance."""
+        """The policy versions of the sampled ids, in order of appearance."""
         return list(dict.fromkeys(segment.version for segment in self.sampled if segment.version is not None))
 
     def to_record(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""A file that a command writes, such as --html or --json: written atomically, and never over a file of somebody else.
+"""An output file of a command, such as --html or --json: written atomically, without overwriting foreign files.
 
-Make an `OutputFile` before the work and write to it at the end: what may not be replaced is refused at once. A hidden
-record beside the file says which command wrote it, and with what size and time of change. That command replaces its own
-file as long as nobody has changed it; any other file needs --force; an input of the command is never replaced.
+Make an `OutputFile` before the work and write it at the end, so that conflicts are reported early. A hidden record
+beside the file stores which command wrote it and the file's size and mtime. A command replaces its own file if it is
+unchanged. Other files need --force. An input of the command is never replaced.
 """
 
 import fcntl
@@ -17,15 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
-MAX_NAME_BYTES = 200  # so that the names beside it are none that a file system refuses
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
+MAX_NAME_BYTES = 200  # leaves room for the suffixes of the files beside it
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib joins the two slashes
 
 
 class OutputFile:
-    """A file to be written by `by`, which names the command and, where the file took long to make, its source.
+    """`by` names the command and, if the file took long to make, its source.
 
-    `inputs` are the files and directories that the command reads; what is no path is ignored. Of a directory no file is
-    replaced that `by` did not write.
+    `inputs` are the files and directories that the command reads; values that are not paths are ignored. In an input
+    directory only files that `by` wrote are replaced.
     """
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
@@ -34,12 +34,13 @@ class OutputFile:
                 f"{path} is in no local directory: {scheme[1]}:// is not supported here, give a local path"
             )
         self.path = path = Path(path).absolute()
-        self.changed = False  # whether writing it has changed it
+        self.changed = False  # True once a write has changed the content
         self._stream = _is_stream(path)
         linked = path.is_symlink() and not self._stream
-        self._file = path.resolve() if linked else path  # a replaced link would leave its target behind
+        self._file = path.resolve() if linked else path  # write through a link instead of replacing it
         self._record = self._file.with_name(f".{self._file.name}{RECORD_SUFFIX}")
-        self._by, self._inputs, self._force = by, [Path(one) for one in inputs if one and _exists(Path(one))], force
+        self._inputs = [Path(source) for source in inputs if source and _exists(Path(source))]
+        self._by, self._force = by, force
         self._check()
 
     def write(self, content: str | bytes) -> None:
@@ -48,7 +49,7 @@ class OutputFile:
 
     @contextmanager
     def partial(self) -> Iterator[Path]:
-        """Where to write the content; it becomes the file when the body ends, and is removed when it raises."""
+        """Yields a path to write to. It becomes the file when the body ends, and is removed if the body raises."""
         if self._stream:
             with TemporaryDirectory() as directory:
                 yield (partial := Path(directory) / "content")
@@ -61,7 +62,7 @@ class OutputFile:
         lock = _lock(partial, self._file)
         try:
             yield partial
-            self._check()  # something may have appeared there meanwhile
+            self._check()  # a file may have appeared in the meantime
             _sync(partial)
             self.changed = not (self._file.exists() and filecmp.cmp(partial, self._file, shallow=False))
             if self.changed:
@@ -69,36 +70,36 @@ class OutputFile:
                 _sync(self._file.parent)
             self._write_record()
         except OSError as problem:
-            problem.filename = problem.filename or str(self.path)  # a full disk does not say which
+            problem.filename = problem.filename or str(self.path)  # an error such as "disk full" has no name
             raise
         finally:
             partial.unlink(missing_ok=True)
             os.close(lock)
 
     def _check(self) -> None:
-        file, shown = self._file, self.path
+        file, path = self._file, self.path
         if len(os.fsencode(file.name)) > MAX_NAME_BYTES:
-            raise ValueError(f"the name of {shown} is longer than {MAX_NAME_BYTES} bytes; choose a shorter one")
+            raise ValueError(f"the name of {path} is longer than {MAX_NAME_BYTES} bytes; choose a shorter one")
         if not file.exists():
             parent = next(parent for parent in file.parents if _exists(parent))
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-                raise ValueError(f"{shown} cannot be written: {parent} is no directory that may be written to")
+                raise ValueError(f"{path} cannot be written: {parent} is not a writable directory")
             return
         for read in self._inputs:
             if file.samefile(read):
-                raise ValueError(f"{shown} is what this command reads ({read}), so it is not replaced; choose another")
+                raise ValueError(f"{path} is an input of this command ({read}) and is never replaced; choose another")
         if file.is_dir():
-            raise ValueError(f"{shown} is a directory; give the name of a file")
+            raise ValueError(f"{path} is a directory; give the name of a file")
         if self._stream or not file.stat().st_size:
             return
         problem = self._not_own()
         if problem and any(read.is_dir() and file.resolve().is_relative_to(read.resolve()) for read in self._inputs):
-            raise ValueError(f"{shown} {problem} and lies in a directory that this command reads; choose another place")
+            raise ValueError(f"{path} {problem} and is inside a directory that this command reads; choose another path")
         if problem and not self._force:
-            raise ValueError(f"{shown} exists and {problem}; choose another place, or replace it with --force")
+            raise ValueError(f"{path} exists and {problem}; choose another path, or replace it with --force")
 
     def _not_own(self) -> str:
-        """Why the file is not this command's own to replace; empty if it is."""
+        """Why this command may not replace the file, or ""."""
         try:
             record = json.loads(self._record.read_bytes())
             by, status = record["by"], record["status"]
@@ -117,7 +118,7 @@ class OutputFile:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
@@ -127,7 +128,7 @@ def _status(file: Path) -> list[int]:
 
 
 def _is_stream(path: Path) -> bool:
-    """A pipe, a terminal or /dev/null, where nothing can be lost; and what a shell has opened, such as /dev/stdout."""
+    """True for a pipe, a terminal, /dev/null, and files that a shell has opened, such as /dev/stdout."""
     if not _exists(path) or path.is_dir():
         return False
     opened = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
@@ -135,7 +136,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _lock(partial: Path, file: Path) -> int:
-    """Creates `partial` and locks it for this process; the kernel releases the lock of a process that dies."""
+    """Creates and locks `partial`; the kernel releases the lock if the process dies."""
     while True:
         lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -144,10 +145,10 @@ def _lock(partial: Path, file: Path) -> int:
                 return lock
         except BlockingIOError:
             os.close(lock)
-            raise ValueError(f"another process is writing {file}; wait for it, or choose another place") from None
+            raise ValueError(f"another process is writing {file}; wait for it, or choose another path") from None
         except FileNotFoundError:
             pass
-        os.close(lock)  # renamed or removed between opening and locking
+        os.close(lock)  # renamed or removed between open and lock
 
 
 def _sync(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""One image that a model sees: pixels already at their final size, and a name for their content.
+"""An image that a model sees: pixels at their final size, and a key for their content.
 
-Everything that shows, sends or trains on an image holds one of these, so that equal frames are one object in memory,
-are encoded for the wire once, and are recognised as equal by the learner.
+All code that shows, sends or trains on an image shares this object, so that equal frames are stored once, are encoded
+for the wire once, and are recognised as equal by the learner.
 """
 
 import base64
@@ -13,13 +13,13 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-ZERO = b"\0"  # every byte of pixels that are elsewhere
-PNG_EFFORT = 1  # of 9: lossless either way, and the time to encode matters more than bytes over loopback
+ZERO = b"\0"  # stands for all pixels of a picture without pixels
+PNG_EFFORT = 1  # of 9, all lossless; over loopback, encoding time matters more than size
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels, and the name that says which they are; of one that is elsewhere the name and the size alone."""
+    """Pixels and their key. A picture of another process has only key and size."""
 
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only
@@ -39,7 +39,7 @@ class Picture:
 
     @classmethod
     def without_pixels(cls, key: str, size_px: tuple[int, int]) -> "Picture":
-        """One that is known by name, and takes no memory: its pixels are with another process."""
+        """A picture whose pixels another process has; it takes no memory."""
         return cls(key, np.ndarray((*size_px, 3), np.uint8, ZERO, 0, (0, 0, 0)))
 
     @property
@@ -52,7 +52,7 @@ class Picture:
         return self.pixels.shape[0], self.pixels.shape[1]
 
     def num_tokens(self, token_px: int) -> int:
-        """How many tokens show it, each a square of `token_px`."""
+        """The number of tokens that show it, each a square of `token_px`."""
         height, width = self.size_px
         return height * width // token_px**2
 

@@ -1,8 +1,8 @@
-"""Seeds by name: what is drawn follows from what it is for, in whatever order it is asked."""
+"""Named random seeds, independent of the order in which they are used."""
 
 import hashlib
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed of its own for everything that can be named, the same in every process."""
+    """A seed derived from a name; equal in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

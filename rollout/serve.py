@@ -1,9 +1,9 @@
-"""Serves a model with SGLang, in its own environment, until SIGINT or SIGTERM.
+"""Serves a model with SGLang, in SGLang's own environment, until SIGINT or SIGTERM.
 
     python -m rollout.serve --model HF_DIR [--device cpu|cuda] [--port P] [-- options of sglang.launch_server]
 
-Prints one line on stdout when the server is ready: its URL and the model. Exit code 0 after a requested stop; no
-process of the server is left, however this one ends.
+Prints one line on stdout when the server is ready: its URL and the model. Exits with 0 after a requested stop. No
+process of the server survives this one.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings
 from rollout.terminal import visible
 
-PROGRESS_EVERY_S = 5  # where each report is a line of its own
+PROGRESS_EVERY_S = 5  # without a terminal, where each report is a new line
 CLEAR_LINE = "\r\x1b[K"
 
 
 class StartLine:
-    """The server's latest line with the seconds so far: redrawn in place on a terminal, else a line now and then."""
+    """The server's latest line and the elapsed seconds, redrawn in place on a terminal."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -69,13 +69,13 @@ async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     progress.finish("ready")
 
     settings = server.settings
-    shown = {"url": server.url, "model": str(settings.model), "pid": server.pid}
+    report = {"url": server.url, "model": str(settings.model), "pid": server.pid}
     try:
-        print(json.dumps(shown) if args.json else f"{server.url} {settings.model}", flush=True)
+        print(json.dumps(report) if args.json else f"{server.url} {settings.model}", flush=True)
         ending = asyncio.create_task(server.wait())
         await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not stop_requested.is_set():
-            raise server.ended_by_itself()
+            raise server.exit_error()
     finally:
         await server.stop(args.grace_s)
 
@@ -85,26 +85,26 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     default = ServerSettings(model=Path())
     parser = argparse.ArgumentParser(
         prog=prog_of("rollout.serve"),
-        description="Serves a model with SGLang, in its own environment, until SIGINT or SIGTERM. Resizes no image.",
-        epilog="Options after -- go to sglang.launch_server as they are and win over those set here.",
+        description="Serves a model with SGLang until SIGINT or SIGTERM. Images are never resized.",
+        epilog="Options after -- are passed to sglang.launch_server and override the ones above.",
     )
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="HF_DIR", help="model directory in Hugging Face format")
     add("--device", choices=list(DTYPES), default=default.device, help=f"default {default.device}")
     add("--host", default=default.host, help=f"address to listen on (default {default.host})")
-    add("--port", type=int, default=default.port, help="default 0: any free one")
-    add("--dtype", choices=get_args(Dtype), help="default float32 on cpu, bfloat16 on cuda")
-    add("--context-length", type=int, default=default.context_length, metavar="N", help="in tokens (default 32768)")
-    add("--max-total-tokens", type=int, metavar="N", help="KV pool; default two contexts on cpu, by memory on cuda")
-    add("--memory-frac", type=float, default=default.memory_frac, help="of the GPU, for weights and KV pool")
-    add("--max-running-requests", type=int, metavar="N", help="default 16 on cpu, the server's choice on cuda")
-    add("--trainable-vision", action="store_true", help="keep no image embeddings: they outlive new weights")
+    add("--port", type=int, default=default.port, help="port to listen on (default 0: any free port)")
+    add("--dtype", choices=get_args(Dtype), help="compute type (default float32 on cpu, bfloat16 on cuda)")
+    add("--context-length", type=int, default=default.context_length, metavar="N", help="tokens (default 32768)")
+    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default two contexts on cpu, by memory on cuda)")
+    add("--memory-frac", type=float, default=default.memory_frac, help="fraction of GPU memory for weights and KV pool")
+    add("--max-running-requests", type=int, metavar="N", help="requests at once (default 16 on cpu, SGLang's on cuda)")
+    add("--trainable-vision", action="store_true", help="for training the vision tower: cache no image embeddings")
     add("--tensor-parallel", type=int, default=default.tensor_parallel, metavar="N", help="number of GPUs (default 1)")
-    add("--python", type=Path, help=f"of SGLang's environment (default: {PYTHON_VARIABLE}, or .venv-sglang)")
-    add("--deadline-s", type=float, default=600, metavar="S", help="give up starting after this (default 600)")
-    add("--grace-s", type=float, default=30, metavar="S", help="for running requests, when asked to stop (default 30)")
+    add("--python", type=Path, help=f"Python of SGLang's environment (default: {PYTHON_VARIABLE}, or .venv-sglang)")
+    add("--deadline-s", type=float, default=600, metavar="S", help="time limit for starting (default 600)")
+    add("--grace-s", type=float, default=30, metavar="S", help="time to finish requests when stopping (default 30)")
     add("--log-file", type=Path, metavar="FILE", help="append the server's output to this file")
-    add("--json", action="store_true", help="print the line on stdout as JSON, with the process id")
+    add("--json", action="store_true", help="print the stdout line as JSON, with the process id")
     add_debug_flag(parser)
     args = parser.parse_args(ours)
     settings = ServerSettings(

@@ -1,8 +1,8 @@
-"""The SGLang server as a managed process: started with the right flags, watched, and gone when it is no longer wanted.
+"""Runs an SGLang server as a managed process.
 
-The server lives in its own virtual environment (scripts/setup_sglang.sh) and below `rollout.supervisor`, which kills
-all of its processes when this one ends, however it ends. Its output is kept, so that an error can show its last lines.
-Images are never resized by the server: see `NO_RESIZE`.
+The server has its own virtual environment (scripts/setup_sglang.sh) and runs under `rollout.supervisor`, which kills
+all of its processes when this one ends, even by SIGKILL. Its output is kept, so that an error can show its last lines.
+The server never resizes images: see `NO_RESIZE`.
 """
 
 import asyncio
@@ -40,55 +40,55 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[Device, Dtype] = {"cpu": "float32", "cuda": "bfloat16"}  # "auto" would turn float32 files into float16
 
 # Frames arrive at their final size. The published processor files have a lower bound of 65536 pixels and would enlarge
-# every frame below 256 x 256. With this, a size that the patches do not divide is an error instead of a resize.
+# every frame below 256 x 256. With this setting, a size that is not a multiple of the patch size is an error instead.
 NO_RESIZE = {"image": {"do_resize": False}}
 
 VISION_CACHE_MIB = 1024  # about 600 frames of 49 tokens for the 8B model with its DeepStack maps in bfloat16
 
-# Below the ports that the kernel gives to outgoing connections: those could take ours while the server is loading.
+# Below the kernel's range for outgoing connections, which could take the port while the server loads.
 FREE_PORTS = range(20_000, 30_000)
 
-# Without a GPU's kernels the vision tower attends over all pictures of a prefill together, with a mask: eight crops of
-# sixteen frames at once took minutes. A smaller piece of prompt has fewer pictures.
+# Without GPU kernels the vision tower attends over all pictures of a prefill at once, with a mask: eight crops of
+# sixteen frames took minutes. Smaller prefill chunks have fewer pictures.
 CPU_PREFILL_TOKENS = 128
 
 MARK_VARIABLE = "PARAVT_SERVER"
 POLL_S = 0.25
-HEALTH_TIMEOUT_S = 30  # the server generates one token for /health, the first of which compiles
-SHOWN_LINES = 30  # in an error: a Python traceback and what led to it
-SHOWN_CHARS = 300
+HEALTH_TIMEOUT_S = 30  # the server generates a token for /health; the first one compiles
+ERROR_LINES = 30  # in an error: a Python traceback and its context
+ERROR_LINE_CHARS = 300
 KEPT_LINES = 2_000
 MAX_LINE_BYTES = 4_096
 LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
-KILL_TIMEOUT_S = 30  # for the kernel to take back the memory of what was killed
+KILL_TIMEOUT_S = 30  # for the kernel to free a killed process's memory
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or ended by itself: one sentence, then the last lines that the server wrote."""
+    """The server did not start or crashed: one sentence, then the server's last lines."""
 
     def __init__(self, sentence: str, last_lines: list[str]) -> None:
-        shown = "".join(f"\n  | {line[:SHOWN_CHARS]}" for line in last_lines)
+        shown = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
         super().__init__(f"{sentence}; its last lines:{shown}" if shown else f"{sentence}; it wrote nothing")
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One SGLang server: what it serves, where, and within which limits."""
+    """Settings of one SGLang server."""
 
     model: Path  # a Hugging Face directory
     device: Device = "cpu"
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
+    port: int = 0  # 0: any free port
     dtype: Dtype | None = None  # None: float32 on cpu, bfloat16 on cuda
     context_length: int = 32_768
-    max_total_tokens: int | None = None  # in the KV pool; None: two contexts on cpu, what memory_frac leaves on cuda
-    memory_frac: float = 0.8  # cuda: part of the device memory that weights and KV pool may take
-    max_running_requests: int | None = None  # None: 16 on cpu, the server's own choice on cuda
-    trainable_vision: bool = False  # True: no cache of image embeddings, which outlive a weight update
+    max_total_tokens: int | None = None  # size of the KV pool; None: two contexts on cpu, by memory_frac on cuda
+    memory_frac: float = 0.8  # cuda: fraction of the device memory for weights and KV pool
+    max_running_requests: int | None = None  # None: 16 on cpu, SGLang's default on cuda
+    trainable_vision: bool = False  # True: no cache of image embeddings, which would survive a weight update
     tensor_parallel: int = 1
-    gpus: tuple[str, ...] = ()  # cuda: those it computes on, as CUDA_VISIBLE_DEVICES names them; (): the first it sees
-    python: Path | None = None  # of the sidecar's environment; None: see `sidecar_python`
-    extra_args: tuple[str, ...] = ()  # for sglang.launch_server, after ours, so that these win
+    gpus: tuple[str, ...] = ()  # cuda: its GPUs, in the form of CUDA_VISIBLE_DEVICES; (): the first visible ones
+    python: Path | None = None  # interpreter of SGLang's environment; None: see `sidecar_python`
+    extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and so take precedence
 
     def __post_init__(self) -> None:
         if self.device not in DTYPES:
@@ -125,11 +125,11 @@ class ServerSettings:
             "--max-running-requests": self.max_running_requests,
         }
         flags = [
-            "--skip-server-warmup",  # its image is of a size that would have to be resized
-            "--sleep-on-idle",  # else an idle server keeps a core busy, which the learner needs in its turn
+            "--skip-server-warmup",  # the warmup image would have to be resized
+            "--sleep-on-idle",  # else an idle server keeps one core busy, which the learner needs
         ]
         if self.device == "cpu":
-            options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # else: all memory
+            options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # default: all memory
             options["--max-running-requests"] = self.max_running_requests or 16
             options["--attention-backend"] = "torch_native"
             options["--chunked-prefill-size"] = CPU_PREFILL_TOKENS
@@ -144,17 +144,17 @@ class ServerSettings:
         return [str(self.python or sidecar_python()), "-m", "sglang.launch_server", *pairs, *flags, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """Ours, without what belongs to the learner's virtual environment: its libraries are not for the server."""
+        """This process's environment without the learner's libraries, which SGLang must not load."""
         environment = dict(os.environ)
         for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "SGLANG_USE_CPU_ENGINE"):
             environment.pop(name, None)
-        libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # the GPU driver may be found only through it
+        libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # it may be needed to find the GPU driver
         if libraries := [path for path in libraries if path and not Path(path).is_relative_to(sys.prefix)]:
             environment["LD_LIBRARY_PATH"] = ":".join(libraries)
         python = self.python or sidecar_python()
         environment |= {
-            "PATH": f"{python.parent}:{environment.get('PATH', os.defpath)}",  # kernels are built with its ninja
-            "PYTHONSAFEPATH": "1",  # the working directory holds modules of ours, not of the server's
+            "PATH": f"{python.parent}:{environment.get('PATH', os.defpath)}",  # SGLang builds kernels with its ninja
+            "PYTHONSAFEPATH": "1",  # the working directory contains modules of this project
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",  # the model is a directory
             "TRANSFORMERS_OFFLINE": "1",
@@ -167,39 +167,38 @@ class ServerSettings:
             environment |= {
                 "PYTHONPATH": str(SHIM),
                 "SGLANG_USE_CPU_ENGINE": "1",
-                "TORCHDYNAMO_DISABLE": "1",  # compiling for the first image would take longer than all tests
+                "TORCHDYNAMO_DISABLE": "1",  # compiling for the first image takes longer than all tests
                 "OMP_NUM_THREADS": "1",
             }
         return environment
 
 
 def sidecar_python() -> Path:
-    """The interpreter that has SGLang: named by the environment, in .venv-sglang beside the package, or our own."""
+    """The interpreter that has SGLang: from the environment variable, .venv-sglang beside the package, or this one."""
     if named := os.environ.get(PYTHON_VARIABLE):
         return Path(named)
     python = SIDECAR / "bin" / "python"
-    if (SIDECAR / ".setup-stamp").exists():  # written last, so there is none in a half-finished environment
+    if (SIDECAR / ".setup-stamp").exists():  # written last, so a half-finished environment has none
         return python
     if importlib.util.find_spec("sglang"):
         return Path(sys.executable)
     state = "is only half installed" if SIDECAR.exists() else "does not exist"
     raise RuntimeError(
-        f"{SIDECAR} {state}: run `bash scripts/setup_sglang.sh cpu` (or cuda), or name a Python that has SGLang "
-        f"with {PYTHON_VARIABLE}"
+        f"{SIDECAR} {state}: run `bash scripts/setup_sglang.sh cpu` (or cuda), or set {PYTHON_VARIABLE} to a Python "
+        f"that has SGLang"
     )
 
 
 class Server:
-    """One running SGLang server. Belongs to no event loop: it may be started in one and stopped in another."""
+    """One running SGLang server. It is not tied to an event loop: one may start it and another stop it."""
 
     def __init__(self, settings: ServerSettings, log_file: Path | None = None) -> None:
-        self.settings = settings  # with the port that was chosen
+        self.settings = settings  # including the chosen port
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._log = log_file.open("ab") if log_file else None
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
-        self._ended.set_running_or_notify_cancel()  # whoever waits for it and gives up must not cancel it for others
-        # A session of its own: Ctrl-C in the terminal reaches the server only through us.
-        self._mark = uuid.uuid4().hex  # in the environment of whatever belongs to the server
+        self._ended.set_running_or_notify_cancel()  # a cancelled waiter must not cancel it for the others
+        self._mark = uuid.uuid4().hex  # in the environment of every process of the server
         self._process = subprocess.Popen(
             supervisor.supervised(settings.command()),
             env=settings.environment() | {MARK_VARIABLE: self._mark},
@@ -208,7 +207,7 @@ class Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # Threads, since a server whose output nobody reads stops at a full pipe, and event loops may be busy or gone.
+        # Threads, because a server blocks on a full pipe if nobody reads its output, and event loops may be busy.
         reader = threading.Thread(target=self._read_output, name="sglang-output", daemon=True)
         reader.start()
         threading.Thread(target=self._watch, args=(reader,), name="sglang-watch", daemon=True).start()
@@ -222,7 +221,7 @@ class Server:
         on_progress: Callable[[str], None] | None = None,
         log_file: Path | None = None,
     ) -> "Server":
-        """Returns when the server has generated a token; `on_progress` gets its latest line meanwhile."""
+        """Returns when the server has generated a token; `on_progress` gets its latest line while it starts."""
         if not (settings.model / "config.json").is_file():
             raise ValueError(f"model={settings.model} is not a Hugging Face model directory: it has no config.json")
         python = settings.python or sidecar_python()
@@ -235,7 +234,7 @@ class Server:
         except TimeoutError:
             await server.stop(grace_s=0)
             raise server._failure(f"the server was not ready within the deadline of {deadline_s:g} s") from None
-        except BaseException:  # cancelled, too: nobody else knows of this server
+        except BaseException:  # including cancellation: nobody else can stop this server
             await asyncio.shield(server.stop(grace_s=0))
             raise
         return server
@@ -247,7 +246,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor, which is also the number of the session and of the process group."""
+        """The supervisor's pid, which is also the id of its session and process group."""
         return self._process.pid
 
     @property
@@ -255,23 +254,23 @@ class Server:
         return not self._ended.done()
 
     def last_lines(self, n: int) -> list[str]:
-        """The latest lines that the server wrote, oldest first."""
+        """The server's latest lines, oldest first."""
         return list(self._lines)[-n:]
 
     async def wait(self) -> int:
-        """The exit code, once every process of the server is gone; 128 + n for signal n."""
+        """The exit code, once every process of the server has ended; 128 + n for signal n."""
         return await asyncio.wrap_future(self._ended)
 
     async def stop(self, grace_s: float) -> None:
-        """Returns when all of it is gone: it may finish its requests within `grace_s`, and is killed after that."""
+        """Returns when all processes have ended: requests get `grace_s` to finish, then the server is killed."""
         for request, patience_s in (
             (signal.SIGTERM, grace_s),
             (supervisor.KILL_NOW, KILL_TIMEOUT_S),
-            (signal.SIGKILL, KILL_TIMEOUT_S),  # of the supervisor, the children of which then die with it
+            (signal.SIGKILL, KILL_TIMEOUT_S),  # to the supervisor, whose children die with it
         ):
             if patience_s <= 0 or not self.running:
                 continue
-            with contextlib.suppress(ProcessLookupError, TimeoutError):  # ended just now; more force is next
+            with contextlib.suppress(ProcessLookupError, TimeoutError):  # ended just now; else escalate
                 os.kill(self.pid, request)
                 async with asyncio.timeout(patience_s):
                     await self.wait()
@@ -290,7 +289,7 @@ class Server:
             raise ValueError(f"model={self.settings.model} takes no images: its type is {info.get('model_type')!r}")
 
     def _listens(self) -> bool:
-        """Whether the port is open, and open in our server: another one there would answer in its place."""
+        """True if this server has opened the port; another program there would answer in its place."""
         sockets = _listening_sockets(self.settings.host, self.settings.port)
         if not sockets:
             return False
@@ -298,19 +297,19 @@ class Server:
             if process.group == self.pid and sockets & _open_files(process.pid):
                 return True
         if not sockets & _listening_sockets(self.settings.host, self.settings.port):
-            return False  # it was ours, and ended just now
+            return False  # it was this server's, which just ended
         raise self._failure(f"another process took port {self.settings.port} while the server was starting")
 
     def _failure(self, sentence: str) -> ServerFailed:
-        return ServerFailed(sentence, self.last_lines(SHOWN_LINES))
+        return ServerFailed(sentence, self.last_lines(ERROR_LINES))
 
     def _how_it_ended(self) -> str:
         code = self._ended.result(timeout=0)
-        number = code - 128 if code >= 0 else -code  # below 0 it was the supervisor's own end
+        number = code - 128 if code >= 0 else -code  # negative: the supervisor itself was killed
         return signal.Signals(number).name if number in signal.valid_signals() else f"exit code {code}"
 
-    def ended_by_itself(self) -> ServerFailed:
-        """The error to raise for a server that nobody stopped."""
+    def exit_error(self) -> ServerFailed:
+        """The error for a server that nobody stopped."""
         return self._failure(f"the server at {self.url} ended with {self._how_it_ended()}")
 
     def _read_output(self) -> None:
@@ -320,7 +319,7 @@ class Server:
                 if self._log:
                     self._log.write(raw)
                     self._log.flush()
-                shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar draws over itself
+                shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar overwrites itself
                 if shown:
                     self._lines.append(shown.decode(errors="replace"))
         if self._log:
@@ -328,15 +327,15 @@ class Server:
 
     def _watch(self, reader: threading.Thread) -> None:
         shared = supervisor.SharedFiles(self.pid)
-        # Not reaped yet, so the group keeps its number.
+        # WNOWAIT does not reap the process, so its group id stays valid.
         while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             shared.look(supervisor.LOOK_S)
             time.sleep(POLL_S)
-        # There is nobody and nothing left unless the supervisor itself was killed.
+        # Processes are left only if the supervisor itself was killed.
         os.killpg(self.pid, signal.SIGKILL)
         give_up_s = time.monotonic() + KILL_TIMEOUT_S
-        while (left := _marked(self._mark)) and time.monotonic() < give_up_s:
-            for pid in left:
+        while (survivors := _marked(self._mark)) and time.monotonic() < give_up_s:
+            for pid in survivors:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
@@ -346,17 +345,17 @@ class Server:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that have the mark in their environment, in whatever session or group they are now."""
-    found, variable = [], f"{MARK_VARIABLE}={mark}".encode()
+    """Processes that have the mark in their environment, in any session or group."""
+    marked, variable = [], f"{MARK_VARIABLE}={mark}".encode()
     for process in supervisor.processes():
-        with contextlib.suppress(OSError):  # it ended since it was listed, or is another user's
+        with contextlib.suppress(OSError):  # it has ended since, or is another user's
             if variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process.pid)
-    return found
+                marked.append(process.pid)
+    return marked
 
 
 def _settled_port(host: str, port: int) -> int:
-    """The port, or a free one for 0; raises when nothing can listen there."""
+    """The port, or a free one for 0. Raises if nothing can listen there."""
     candidates = [port] if port else random.sample(FREE_PORTS, 100)
     for candidate in candidates:
         try:
@@ -372,12 +371,12 @@ def _settled_port(host: str, port: int) -> int:
 
 def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: a closed connection is no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the server: ignore closed connections
         probe.bind((host, port))
 
 
 def _listening_sockets(host: str, port: int) -> set[str]:
-    """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd name them."""
+    """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd are."""
     address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
     sockets = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
@@ -392,7 +391,7 @@ def _listening_sockets(host: str, port: int) -> set[str]:
 
 def _open_files(pid: int) -> set[str]:
     inodes = set()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended, or closed one, since it was listed
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended or closed a file since the listing
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 inodes.add(str(entry.readlink()))
@@ -400,7 +399,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """What a healthy server says of its model; None as long as it is not healthy."""
+    """A healthy server's description of its model, or None while it is not healthy."""
     try:
         async with http.get("/health", raise_for_status=True):
             pass

@@ -1,9 +1,8 @@
-"""Sends buckets of weights to SGLang servers: a small torch process that runs in the servers' own environment.
+"""Sends buckets of weights to SGLang servers: a small torch process in the servers' environment.
 
-`rollout.engine.publishing` starts it as a script, since nothing else of this package is at home there. It reads one
-JSON command a line: a file of raw tensors, what lies where in it, and the servers that shall get them; it answers with
-one line each, {"problems": {url: what went wrong}}. On a machine with a GPU the servers map the bucket's memory, so
-they must run on this host.
+`rollout.engine.publishing` starts it as a script, because the servers' environment lacks the rest of this package. It
+reads one JSON command per line: a file of raw tensors, their layout, and the servers to send to. It answers each with
+one line, {"problems": {url: problem}}. On a GPU the servers map the bucket's memory, so they must run on this host.
 """
 
 import base64
@@ -30,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not to outlive the learner
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # must not outlive the learner
     _answer({"problems": {}})  # ready
     for line in sys.stdin:
         _answer({"problems": _send(json.loads(line))})
@@ -47,7 +46,7 @@ def _send(command: dict[str, Any]) -> dict[str, str]:
         del raw
     bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=[_metadata(each) for each in command["tensors"]])
     payload = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    # SGLang's serializer hands over the memory of a GPU; with one of the CPU it ends the server that reads it.
+    # SGLang's serializer shares GPU memory. Given CPU tensors, it crashes the server that reads them.
     raw_bytes = MultiprocessingSerializer.serialize(payload) if flat.is_cuda else pickle.dumps(payload)
     encoded = base64.b64encode(raw_bytes).decode()
     with ThreadPoolExecutor(len(command["urls"])) as pool:
@@ -63,7 +62,7 @@ def _metadata(tensor: dict[str, Any]) -> FlattenedTensorMetadata:
 
 
 def _post(url: str, encoded: str, deadline_s: float) -> str:
-    """What went wrong, or nothing."""
+    """The problem, or ""."""
     try:
         with urllib.request.urlopen(f"{url}/server_info", timeout=deadline_s) as response:
             num_ranks = json.load(response).get("tp_size", 1)

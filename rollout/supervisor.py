@@ -1,13 +1,13 @@
-"""Runs one command so that nothing of it outlives the process that wanted it.
+"""Runs a command whose processes never outlive the process that started it.
 
     python -I supervisor.py PARENT_PID COMMAND…
 
-Every descendant of the command, whatever session or group it moves to, is killed when the command ends, when the parent
-is gone (killed by SIGKILL included) or on SIGUSR1. SIGTERM and SIGINT are passed on to the command as SIGTERM. The exit
-code is that of the command, 128 + n for signal n, and it comes only after the last descendant is gone, and with it the
-files that they had in /dev/shm: semaphores and segments, which the killed leave there.
+All descendants of the command, in any session or group, are killed when the command ends, when the parent is gone (even
+by SIGKILL) or on SIGUSR1. SIGTERM and SIGINT are forwarded to the command as SIGTERM. The exit code is the command's,
+or 128 + n for signal n. It is returned only after the last descendant has ended and the semaphores and segments that
+killed processes leave in /dev/shm are removed.
 
-Linux only, standard library only: it runs as a script, outside the package.
+Linux and standard library only, because it runs as a script, outside the package.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 KILL_NOW = signal.SIGUSR1
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, KILL_NOW)
-POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire when only the thread that forked us ends
-LOOK_S = 2.0  # between two looks at what the descendants have in shared memory
+POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire if only the thread that forked us ends
+LOOK_S = 2.0  # between two scans of the descendants' shared memory
 SHARED_MEMORY = Path("/dev/shm")
 MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{SHARED_MEMORY}/[^/\n]+$", re.MULTILINE)  # /proc/PID/maps, see man proc
 
-# Images on their way from SGLang's process with this PID to its scheduler: nobody has them mapped or open meanwhile.
+# Images in transit from SGLang's process with this PID to its scheduler; no process has them mapped or open.
 IN_TRANSIT = re.compile(r"sgl_shm_[a-z_]+_(\d+)_[0-9a-f]+")
 
-NOT_RUN = 127  # what a shell reports for a command that could not be started
+NOT_RUN = 127  # a shell's exit code for a command that could not be started
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
@@ -45,32 +45,32 @@ class Process(NamedTuple):
 
 
 def processes() -> Iterator[Process]:
-    """All living processes; zombies are not among them."""
+    """All living processes, without zombies."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             content = file.read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):  # it ended after the listing
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since the listing
             continue
-        state, parent, group = content.rpartition(")")[2].split()[:3]  # the name before it may hold anything
+        state, parent, group = content.rpartition(")")[2].split()[:3]  # the name in front may contain anything
         if state not in "ZX":
             yield Process(int(file.parent.name), int(parent), int(group))
 
 
 def supervised(command: Sequence[str]) -> list[str]:
-    """The command line under which `command`, with an absolute path, does not outlive this process."""
+    """The command line that runs `command`, given with an absolute path, under a supervisor."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
 class SharedFiles:
-    """The files in /dev/shm that a process's descendants have mapped or open; a directory there is somebody else's.
+    """The files in /dev/shm that a process's descendants have mapped or open, without directories.
 
-    Who is killed cannot say what it leaves, so look now and then. By their inodes: a semaphore is mapped under another
-    name than it has in the end.
+    A killed process cannot report its files, so they are scanned periodically. They are identified by inode, because a
+    semaphore is renamed after it is mapped.
     """
 
     def __init__(self, top: int):
         self._top, self._looked_s = top, 0.0
-        self._others = set(SHARED_MEMORY.glob("*"))  # are there already
+        self._preexisting = set(SHARED_MEMORY.glob("*"))
         self._ours: set[Path] = set()
         self._pids: set[int] = set()
 
@@ -81,47 +81,47 @@ class SharedFiles:
         pids = descendants(self._top)
         self._pids.update(pids)
         ours = mapped_or_open(pids)
-        for path in set(SHARED_MEMORY.glob("*")) - self._others:
-            with suppress(OSError):  # gone already
+        for path in set(SHARED_MEMORY.glob("*")) - self._preexisting:
+            with suppress(OSError):  # already gone
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_ino in ours:
                     self._ours.add(path)
 
     def remove(self) -> None:
-        named = {path: IN_TRANSIT.fullmatch(path.name) for path in set(SHARED_MEMORY.glob("*")) - self._others}
+        named = {path: IN_TRANSIT.fullmatch(path.name) for path in set(SHARED_MEMORY.glob("*")) - self._preexisting}
         in_transit = {path for path, match in named.items() if match and int(match[1]) in self._pids}
         for path in self._ours | in_transit:
-            with suppress(OSError):  # gone already, or another user's
+            with suppress(OSError):  # already gone, or another user's
                 path.unlink()
 
 
 def mapped_or_open(pids: Iterable[int]) -> set[int]:
-    """The inodes of what these processes have in /dev/shm."""
+    """The inodes of these processes' files in /dev/shm."""
     inodes: set[int] = set()
     for process in (Path(f"/proc/{pid}") for pid in pids):
-        with suppress(OSError):  # it ended, or is another user's
+        with suppress(OSError):  # it has ended, or is another user's
             inodes |= {int(inode) for inode in MAPPED.findall((process / "maps").read_text(errors="replace"))}
             for file in (process / "fd").iterdir():
-                with suppress(FileNotFoundError):  # it was closed
+                with suppress(FileNotFoundError):  # closed in the meantime
                     inodes |= {file.stat().st_ino} if file.readlink().parent == SHARED_MEMORY else set()
     return inodes
 
 
 def descendants(top: int) -> list[int]:
-    """Everything below a process."""
+    """All direct and indirect children of a process."""
     children: dict[int, list[int]] = {}
     for process in processes():
         children.setdefault(process.parent, []).append(process.pid)
-    found, below = [], children.get(top, [])
+    result, below = [], children.get(top, [])
     while below:
-        found.append(below.pop())
-        below += children.get(found[-1], [])
-    return found
+        result.append(below.pop())
+        below += children.get(result[-1], [])
+    return result
 
 
 def main(parent: int, command: list[str]) -> int:
     unwatched = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become our children instead of init's, so none can slip away
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process instead of init's, so none can escape
     shared = SharedFiles(os.getpid())
     child = _spawn(command, unwatched)
     status = None
@@ -152,7 +152,7 @@ def _spawn(command: list[str], signal_mask: Iterable[int]) -> int:
     if child:
         return child
     try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the case that the supervisor itself is killed
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the supervisor itself is killed
         if os.getppid() != supervisor:
             os._exit(NOT_RUN)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -163,7 +163,7 @@ def _spawn(command: list[str], signal_mask: Iterable[int]) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """The status of `child` if it ended; orphans that ended are reaped on the way."""
+    """The status of `child` if it has ended; reaps orphans along the way."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in (0, child):
@@ -171,7 +171,7 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_descendants(child: int, status: int | None) -> int:
-    """Kills what is left; each round turns the children of the killed into children of ours, for the next round."""
+    """Kills all descendants: each round turns the children of the killed into our own, for the next round."""
     while True:
         for process in processes():
             if process.parent == os.getpid():

@@ -1,9 +1,9 @@
-"""Chat templates, rendered in a process of their own: a template comes with a model, so it is a stranger's program.
+"""Renders chat templates in a child process, because a template comes with a model and is untrusted code.
 
-Jinja's sandbox keeps it from files and attributes, but bounds neither time nor memory: nested loops, `"x" * 10**10` and
-texts that double themselves take the machine, and a timer in the same process cannot interrupt one long operation. So a
-child process renders. The kernel ends it after so many seconds of CPU and bounds its memory; the next request starts a
-new one. It exits when its standard input closes, that is with its parent.
+Jinja's sandbox denies access to files and attributes but limits neither time nor memory: nested loops, `"x" * 10**10`
+and texts that double themselves exhaust the machine, and a timer in the same process cannot interrupt one long
+operation. The kernel limits the child's CPU time and memory; the next request starts a new child. The child exits when
+its standard input closes, and so with its parent.
 """
 
 import atexit
@@ -24,21 +24,21 @@ from typing import IO, Any, NoReturn
 import jinja2.sandbox
 from jinja2.ext import loopcontrols
 
-DEADLINE_S = 10.0  # of CPU for one text, so that a busy machine changes nothing; the longest rows take a tenth of one
+DEADLINE_S = 10.0  # CPU time per text, independent of other load; the longest rows take a tenth of it
 MAX_MEMORY_BYTES = 2**30
 MAX_TEMPLATE_CHARS = 2**20
-MAX_GROWTH, MIN_CHARS = 16, 2**20  # a text has at most so many times the characters of what it is made of
-MAX_SHOWN = 300  # characters of a problem
+MAX_GROWTH, MIN_CHARS = 16, 2**20  # a text may be this many times longer than its input
+MAX_PROBLEM_CHARS = 300
 LENGTH_BYTES = 8
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **settings: Any) -> str:
-    """What the template makes of a dialogue. A ValueError says what is wrong with it."""
+    """Renders a dialogue. A ValueError names the template's problem."""
     return _renderer.render({"template": template, "values": {"messages": messages, "tools": tools, **settings}})
 
 
 class _Renderer:
-    """The child of this process, started when it is first needed and again after it died."""
+    """This process's child, started on first use and after its death."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class _Renderer:
                 answer = _receive(child.stdout)
             except BrokenPipeError:
                 answer = None
-            except BaseException:  # such as Ctrl-C: the answer would be taken for that of the next request
+            except BaseException:  # such as Ctrl-C: the next request would read this one's answer
                 self._end()
                 raise
             if answer is None:
@@ -75,7 +75,7 @@ class _Renderer:
             return 0
         assert child.stdin is not None and child.stdout is not None
         child.stdout.close()
-        with suppress(BrokenPipeError):  # it died with a request unread
+        with suppress(BrokenPipeError):  # it died before it read a request
             child.stdin.close()
         try:
             return child.wait(DEADLINE_S)
@@ -89,13 +89,13 @@ class _Renderer:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P: this folder's modules are not to stand before others.
+    # -P: modules of this folder must not shadow others.
     command = [sys.executable, "-P", str(Path(__file__).absolute())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _new_renderer() -> None:
-    """A forked process has a child of its own: two that share one would read each other's answers."""
+    """After a fork, uses a new child: processes that share one would read each other's answers."""
     global _renderer
     _renderer = _Renderer()
 
@@ -111,7 +111,7 @@ def _send(file: IO[bytes], content: bytes) -> None:
 
 
 def _receive(file: IO[bytes]) -> bytes | None:
-    """None where the other end is gone."""
+    """The next message, or None if the other end is closed."""
     length = file.read(LENGTH_BYTES)
     content = file.read(int.from_bytes(length)) if len(length) == LENGTH_BYTES else b""
     return content if len(length) == LENGTH_BYTES and len(content) == int.from_bytes(length) else None
@@ -119,7 +119,7 @@ def _receive(file: IO[bytes]) -> bytes | None:
 
 @cache
 def _compiled(chat_template: str) -> jinja2.Template:
-    """As transformers compiles chat templates (utils/chat_template_utils.py)."""
+    """Compiles a chat template as transformers does (utils/chat_template_utils.py)."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -140,9 +140,9 @@ def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:
         text = _compiled(request["template"]).render(**request["values"])
     except MemoryError:
         return {"problem": f"it takes more than {MAX_MEMORY_BYTES / 2**30:g} GiB"}
-    except Exception as problem:  # whatever a template can raise
+    except Exception as problem:  # a template can raise anything
         kind = "" if isinstance(problem, jinja2.TemplateError | ValueError) else f"{type(problem).__name__}: "
-        return {"problem": f"{kind}{problem}"[:MAX_SHOWN]}
+        return {"problem": f"{kind}{problem}"[:MAX_PROBLEM_CHARS]}
     most = max(MIN_CHARS, MAX_GROWTH * num_chars)
     if len(text) > most:
         return {"problem": f"it makes {len(text)} characters of {num_chars}, more than {most}"}
@@ -157,9 +157,9 @@ def _serve(requests: IO[bytes], answers: IO[bytes], arm: Callable[[float], objec
 
 
 def _main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # go to the whole group, whose trainer still saves
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the trainer still saves
         signal.signal(ignored, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process in the middle of any operation
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any operation
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _serve(sys.stdin.buffer, sys.stdout.buffer, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))

@@ -1,6 +1,6 @@
-"""What others wrote, a model or a server, in signs that a terminal shows and does not obey.
+"""Shows untrusted text of models and servers on a terminal, with control characters replaced by visible signs.
 
-The same as model_port.terminal, which this package does not import.
+A copy of model_port.terminal, because neither package may import the other; a test keeps them equal.
 """
 
 import os
@@ -11,7 +11,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def visible(text: str) -> str:
-    """What has no glyph of its own, or would turn the text around it, as a sign that has one. Lines and tabs stay."""
+    """The text with signs for characters that have no glyph or change the text direction. Lines and tabs stay."""
     return UNSEEN.sub(lambda match: _sign(ord(match[0])), text)
 
 
@@ -22,12 +22,12 @@ def _sign(code: int) -> str:
 
 
 def say(message: str) -> None:
-    """A line on stderr, for whoever reads along."""
+    """Prints a line on stderr."""
     print(visible(message), file=sys.stderr, flush=True)
 
 
 def guard_stdout() -> None:
-    """All that is printed from here on is made visible where stdout is a terminal; a pipe gets it as it is."""
+    """From now on, printed text is made visible if stdout is a terminal; a pipe gets it unchanged."""
     if sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
         write = sys.stdout.write

@@ -1,4 +1,4 @@
-"""Work beside the event loop that may be given up, although no thread can be ended."""
+"""Runs blocking work beside the event loop in threads that can be abandoned."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 async def in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Like asyncio.to_thread, but work that never ends keeps no other from beginning, and the process from ending."""
+    """Like asyncio.to_thread, but work that never ends blocks neither other work nor the end of the process."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 

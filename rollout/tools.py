@@ -1,9 +1,8 @@
-"""Tool calls in what a model wrote: found and read, never executed; and the part of a video that a call asks for.
+"""Parses tool calls in a model's text, and the part of a video that a call asks for. Nothing is executed here.
 
-The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The prior of the base model leaks
-`<tool_code>crop_video(…)</tool_code>`, a Python call that is read from its syntax tree. Everything here is a pure
-function of text that nobody vouches for: what is wrong becomes a sentence for the model. What calls do is in
-`rollout.toolbox`.
+The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The base model sometimes writes
+`<tool_code>crop_video(…)</tool_code>` instead, a Python call that is read from its syntax tree. Everything here is a
+pure function of untrusted text; errors become sentences for the model. `rollout.toolbox` runs the calls.
 """
 
 import ast
@@ -19,27 +18,27 @@ from typing import Any, Literal
 from rollout.video.box import Box
 
 CROP_VIDEO = "crop_video"
-MAX_CALLS = 64  # of a turn; what is beyond is not looked at
-MAX_CALL_CHARS = 4_000  # a longer one is no call, and deep nesting costs the parsers their stack
-MIN_BOX_FRAC = 0.02  # of the sides of a frame; a thinner part of it has no size that a model can be shown
-BOX_DIGITS = 4  # more would be less than a pixel
+MAX_CALLS = 64  # per turn; further calls are ignored
+MAX_CALL_CHARS = 4_000  # bounds the parsers' stack, which deep nesting uses up
+MIN_BOX_FRAC = 0.02  # of a frame's sides; a thinner box has no valid picture size
+BOX_DIGITS = 4  # finer than a pixel
 CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,3}):(\d{1,2}(?:\.\d+)?)")
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?|[+-]?\.\d+")
 OPENING = re.compile(r"<tool_(call|code)>")
 
 Outcome = Literal["ok", "invalid", "unknown_tool", "error", "timeout"]
 
-Signatures = Mapping[str, Sequence[str]]  # of tools that may be called: name -> parameters, in their order
+Signatures = Mapping[str, Sequence[str]]  # callable tools: name -> ordered parameters
 _Read = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """How a model learns of a tool: by its schema, and in the words that follow a question."""
+    """How a tool is presented to the model: its schema, and text that follows the question."""
 
     schema: dict[str, Any]
-    usage: str  # what to call it on
-    effect: str  # what then happens
+    usage: str  # completes "call …"
+    effect: str  # the result of the call, in the same sentence
 
     @property
     def name(self) -> str:
@@ -51,10 +50,10 @@ class ToolSpec:
 
 
 def make_schema(name: str, description: str, **parameters: tuple[str, str]) -> dict[str, Any]:
-    """What the chat template shows of a tool; of every parameter its JSON type and what it is."""
-    properties = {key: {"type": kind, "description": said} for key, (kind, said) in parameters.items()}
-    wanted = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": wanted}}
+    """A tool's schema for the chat template; each parameter has a JSON type and a description."""
+    properties = {key: {"type": kind, "description": text} for key, (kind, text) in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 VIDEO_PATH = ("string", "The video, by the name given above.")
@@ -74,7 +73,7 @@ CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_SPEC.parameters}
 
 
 class BadCall(ValueError):
-    """A call that cannot be carried out; the message is what the model is told."""
+    """An invalid call; the model gets the message."""
 
     def __init__(self, message: str, outcome: Outcome = "invalid"):
         super().__init__(message)
@@ -83,9 +82,9 @@ class BadCall(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One block of a turn. `problem` says why it is not a call of a known tool."""
+    """One tool block of a turn. `problem` is set if it is not a valid call of an available tool."""
 
-    span: tuple[int, int]  # characters of the turn, tags included
+    span: tuple[int, int]  # characters of the turn, including tags
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: BadCall | None = None
@@ -99,11 +98,11 @@ class ToolCall:
 class Window:
     start_s: float
     end_s: float
-    clamped: bool = False  # the end that was asked for lies beyond the video
+    clamped: bool = False  # the requested end is beyond the end of the video
 
 
 def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall]:
-    """The calls of a turn, in order: those after its first `</think>`, or all where no thinking was closed."""
+    """The calls of a turn, in order: those after its first `</think>`, or all if it has none."""
     begin = text.find("</think>") + 1  # 0 without one
     calls: list[ToolCall] = []
     while len(calls) < MAX_CALLS and (opening := OPENING.search(text, begin)) is not None:
@@ -132,8 +131,8 @@ def _read(body: str, span: tuple[int, int], read: Callable[[str], _Read], tools:
 
 
 def _unknown(tools: Signatures) -> BadCall:
-    there_are = "the only tool is" if len(tools) == 1 else "the tools are"
-    return BadCall(f"there is no tool of this name, {there_are} {', '.join(tools)}", "unknown_tool")
+    listing = "the only tool is" if len(tools) == 1 else "the tools are"
+    return BadCall(f"there is no tool of this name, {listing} {', '.join(tools)}", "unknown_tool")
 
 
 def _read_json(body: str) -> _Read:
@@ -149,10 +148,10 @@ def _read_json(body: str) -> _Read:
 
 
 def _read_python(body: str, tools: Signatures) -> _Read:
-    """One call a statement, each possibly inside print(…); arguments must be literals."""
+    """Reads one call per statement, optionally inside print(…); arguments must be literals."""
     expected = _signature(next(iter(tools)), tools)
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the style of what the model wrote
+        with warnings.catch_warnings(action="ignore"):  # about the style of the model's code
             statements = ast.parse(body.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise BadCall(f"the call cannot be read, expected {expected}") from None
@@ -171,7 +170,7 @@ def _read_statement(statement: ast.stmt, tools: Signatures) -> tuple[str, dict[s
         call = call.args[0]
     if not _is_named_call(call):
         raise BadCall(f"only calls can stand here, such as {_signature(next(iter(tools)), tools)}")
-    called = call.func.id if call.func.id in tools else next(iter(tools))  # one that is none is told so by its name
+    called = call.func.id if call.func.id in tools else next(iter(tools))  # an unknown name is reported later
     if len(call.args) > len(tools[called]) or any(keyword.arg is None for keyword in call.keywords):
         raise BadCall(f"the arguments cannot be read, expected {_signature(called, tools)}")
     named: dict[str, ast.expr] = dict(zip(tools[called], call.args, strict=False))
@@ -190,21 +189,21 @@ def _is_named_call(node: Any) -> bool:
 
 
 def video_of(arguments: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The video that a call means, one of the values of `names`: a look-up, so that no path of the model is opened.
+    """Looks up the video that a call names, so that no path from the model is opened.
 
-    Where there is only one video, a call need not name it.
+    With only one video, a call may omit the name.
     """
     videos = sorted(set(names.values()))
-    asked = arguments.get("video_path")
-    if asked is None and len(videos) == 1:
+    name = arguments.get("video_path")
+    if name is None and len(videos) == 1:
         return videos[0]
-    if not isinstance(asked, str) or asked not in names:
+    if not isinstance(name, str) or name not in names:
         raise BadCall("video_path is not one of the videos of this conversation")
-    return names[asked]
+    return names[name]
 
 
 def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
-    """The window of a call, its end cut off at the end of the video."""
+    """The window of a call, clamped to the end of the video."""
     start_s, end_s = (_seconds(arguments, key) for key in ("start_time", "end_time"))
     if start_s < 0:
         raise BadCall(f"start_time {start_s:.1f} is negative")
@@ -218,7 +217,7 @@ def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
 
 
 def moment_of(arguments: Mapping[str, Any], duration_s: float | int) -> float:
-    """The one time that a call asks for."""
+    """The time that a call asks for."""
     time_s = _seconds(arguments, "time")
     if time_s < 0:
         raise BadCall(f"time {time_s:.1f} is negative")
@@ -258,7 +257,7 @@ def _seconds(arguments: Mapping[str, Any], key: str) -> float:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Seconds of a plain number, `MM:SS` or `HH:MM:SS`; None for anything else."""
+    """Parses a number, `MM:SS` or `HH:MM:SS`; None for anything else."""
     text = text.strip()
     if NUMBER.fullmatch(text):
         return float(text)

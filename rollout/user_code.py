@@ -1,10 +1,10 @@
-"""Code of the user's own, from the file that a setting names. Nothing else is ever loaded, and nothing by itself.
+"""Loads and calls user code from a file that a setting names. No other code is ever loaded.
 
-A place is path/to/file.py:NAME, `setting` what errors call it by. Whatever is wrong with the file is one sentence, and
-one place gives the same object for as long as the process lives.
+A location is path/to/file.py:NAME, and `setting` names it in errors. Loading the same location again returns the same
+object.
 
-User code may raise what Python means for a task or a process: asynchronous HTTP clients raise CancelledError, scripts
-SystemExit. It ends neither here: it becomes a RuntimeError, which the caller handles as any other error.
+User code may raise exceptions that end a task or a process: asynchronous HTTP clients raise CancelledError, scripts
+SystemExit. Here they become a RuntimeError, which callers handle like any other error.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def call_user_code(work: Callable[[], Result]) -> Result:
-    """Calls user code, whose errors are then Exceptions."""
+    """Calls user code; it can only raise Exceptions."""
     try:
         return work()
     except Exception:
@@ -30,7 +30,7 @@ def call_user_code(work: Callable[[], Result]) -> Result:
 
 
 async def await_user_code(work: Awaitable[Result]) -> Result:
-    """Awaits user code, whose errors are then Exceptions. A cancellation of the task that awaits it stays one."""
+    """Awaits user code; it can only raise Exceptions. A cancellation of the awaiting task stays a cancellation."""
     task = asyncio.current_task()
     num_cancelled = task.cancelling() if task is not None else 0
     try:
@@ -47,37 +47,37 @@ async def await_user_code(work: Awaitable[Result]) -> Result:
 def _running() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
-    except RuntimeError:  # no event loop runs
+    except RuntimeError:  # no event loop is running
         return None
 
 
-def load_object(setting: str, place: str) -> Any:
-    path, _, name = place.rpartition(":")
-    module = _module_at(setting, place, path)
+def load_object(setting: str, location: str) -> Any:
+    path, _, name = location.rpartition(":")
+    module = _module_at(setting, location, path)
     if not hasattr(module, name):
-        raise ValueError(f"{setting}={place}: the file has no {name}")
+        raise ValueError(f"{setting}={location}: the file has no {name}")
     return getattr(module, name)
 
 
-def load_function(setting: str, place: str) -> Callable[..., Any]:
-    path, _, name = place.rpartition(":")
-    found = getattr(_module_at(setting, place, path), name, None)
-    if not callable(found):
-        raise ValueError(f"{setting}={place}: the file has no function {name}")
-    return found
+def load_function(setting: str, location: str) -> Callable[..., Any]:
+    path, _, name = location.rpartition(":")
+    function = getattr(_module_at(setting, location, path), name, None)
+    if not callable(function):
+        raise ValueError(f"{setting}={location}: the file has no function {name}")
+    return function
 
 
 @cache
-def _module_at(setting: str, place: str, path: str) -> ModuleType:
-    told, file = f"{setting}={place}", Path(path).expanduser().absolute()
+def _module_at(setting: str, location: str, path: str) -> ModuleType:
+    label, file = f"{setting}={location}", Path(path).expanduser().absolute()
     if not file.is_file():
-        raise ValueError(f"{told}: there is no file {file}")
+        raise ValueError(f"{label}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(str(file.resolve()), file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{told}: {file} is no Python file, its name must end in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
+        raise ValueError(f"{label}: {file} is not a Python file, its name must end in .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:
-        raise ValueError(f"{told} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+        raise ValueError(f"{label} cannot be loaded: {type(problem).__name__}: {problem}") from problem
     return module

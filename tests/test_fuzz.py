@@ -39,7 +39,7 @@ from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
 from rollout.toolbox import SHIPPED, Videos, signatures
-from rollout.toolbox.search_subtitles import found_in
+from rollout.toolbox.search_subtitles import search
 from rollout.toolbox.subtitles import parse_srt
 from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
 from rollout.video.reader import VideoInfo
@@ -214,7 +214,7 @@ SRT_PARTS = ("1\n", "\n\n", "\r", "00:00:01,5 --> 00:00:02,000\n", "999:99:99.99
 def any_subtitles(content, query):
     cues = parse_srt(content)
     assert all(cue.text and "\n" not in cue.text and math.isfinite(cue.start_s + cue.end_s) for cue in cues)
-    found_in(cues, query).encode()
+    search(cues, query).encode()
 
 
 def test_any_bytes_are_subtitles_or_none(rounds):

@@ -91,7 +91,7 @@ def _exactness(path: Path) -> dict[str, Any]:
         by_decord.decode(str(path), identity, [(frame, int(ticks[frame]), time_s)], len(ticks), size_px, emit)
 
     try:
-        probe(str(path), by_decord.Countable)
+        probe(str(path), by_decord.FrameCountCheck)
         verdict = "reads it"
     except VideoError:
         verdict = "refuses it"

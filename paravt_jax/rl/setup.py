@@ -33,10 +33,11 @@ from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from paravt_jax.sampling.score import SharedScorer
 from paravt_jax.sampling.weights import sampling_model
-from rollout.check import Parity, check, table
+from rollout.check import check
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
+from rollout.parity import Parity, table
 from rollout.video.reader import FrameReader
 
 REPLAY_OF_FILE = "replay_of"  # in the directory of a replay, the run

@@ -37,7 +37,7 @@ from model_port.sharding import everywhere, on_mesh
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.wire import Wire
 from paravt_jax.sampling.frames import frame_of
-from rollout.check import Scored, ScoreRequest
+from rollout.parity import Scored, ScoreRequest
 from rollout.picture import Picture
 
 TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap

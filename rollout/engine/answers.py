@@ -1,7 +1,7 @@
-"""What a server answered, believed only as far as it can be true.
+"""Validation of a server's replies.
 
-A server may be another program than we think, another model, or broken. What it says of a sampled token ends in the
-loss, so an answer that no SGLang with the weights of this run could have given is a failure of that server.
+A server may be another program, another model, or broken. Its log-probs end up in the loss, so a reply that no SGLang
+server with this run's weights could give counts as a failure of that server.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from rollout.engine.labels import Label, WrongLabel
 from rollout.engine.protocol import Generation, Sampling
 
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
-LOGP_SLACK = 1e-3  # above 0, from rounding
-MAX_TOKENS = 2**24  # of a prompt, as a server counts it
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # of an answer, and of each token in it: ten times what SGLang writes
+LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
+MAX_TOKENS = 2**24  # in a prompt, as counted by the server
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # bounds of a reply and of each token in it: ten times what SGLang sends
 
 # Several scripts, digits, tags and a rare word: two tokenizers or two sets of weights rarely agree on all of it.
 PROBE_TEXT = (
     "<think>\nIn 1987 the pale-green zeppelin hovered 42.5 m above Łódź, снег fell, 雨が降る.</think>"
     '<tool_call>{"name": "crop_video", "arguments": {"start_time": 3}}</tool_call>\n\tπ≈3.14159; def f(x): return x**2'
 )
-# Of the spread of log-probs over the text, which grows with a model's logits as its rounding errors do. Two programs
-# that are right in bfloat16 were measured at 0.007 to 0.022, another rope_theta at 0.16 and more, other weights at 0.9.
+# As a fraction of the spread of the text's log-probs, which scales with a model's logits as rounding errors do.
+# Measured: 0.007 to 0.022 for correct bfloat16 servers, 0.16 for another rope_theta, 0.9 for other weights.
 PROBE_FRAC = 0.07
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Whose weights sampled a reply: their label's owner, the version when it was sent, and the newest when it came."""
+    """The weights that may have sampled a reply: their owner, the version at sending, the newest at its arrival."""
 
     owner: str
     oldest: int
@@ -41,21 +41,21 @@ class Expected:
 def generation_of(
     answer: Any, sampling: Sampling, expected: Expected, vocab_size: int, url: str, latency_s: float
 ) -> Generation:
-    """Raises WrongLabel where other weights sampled it than those that the server was given."""
+    """Raises WrongLabel if weights were used that this engine did not give the server."""
     try:
         meta = answer["meta_info"]
         ids = _ids(answer["output_ids"])
-        _demand(bool((ids < vocab_size).all()), f"an id is beyond the vocabulary of {vocab_size}")
-        logps = meta.get("output_token_logprobs", [])  # a request aborted before its first token has none
-        _demand(len(ids) <= sampling.max_new_tokens, f"{len(ids)} tokens, {sampling.max_new_tokens} were asked for")
-        _demand([token for _, token, *_ in logps] == ids.tolist(), "its ids and the ids of its log-probs differ")
-        _demand(not np.isin(ids[:-1], sampling.stop_ids).any(), "it went on after a token that ends the turn")
-        _demand(all(type(logp) in (int, float) for logp, *_ in logps), "a log-prob is no number")
+        _check(bool((ids < vocab_size).all()), f"an id is beyond the vocabulary of {vocab_size}")
+        logps = meta.get("output_token_logprobs", [])  # missing if a request is aborted before its first token
+        _check(len(ids) <= sampling.max_new_tokens, f"{len(ids)} tokens, at most {sampling.max_new_tokens} requested")
+        _check([token for _, token, *_ in logps] == ids.tolist(), "its ids differ from the ids of its log-probs")
+        _check(not np.isin(ids[:-1], sampling.stop_ids).any(), "it sampled on after a stop token")
+        _check(all(type(logp) in (int, float) for logp, *_ in logps), "a log-prob is not a number")
         finish = FINISHES[meta["finish_reason"]["type"]]
-        _demand(len(ids) > 0 or finish == "abort", f"it has no token, and ended by {finish!r}")
+        _check(len(ids) > 0 or finish == "abort", f"it has no token and finish reason {finish!r}")
         behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
-        _demand(bool(np.isfinite(behavior_logp).all()), "a log-prob is not finite")
-        _demand(bool((behavior_logp <= LOGP_SLACK).all()), "a log-prob is above 0")
+        _check(bool(np.isfinite(behavior_logp).all()), "a log-prob is not finite")
+        _check(bool((behavior_logp <= LOGP_SLACK).all()), "a log-prob is above 0")
         return Generation(
             ids,
             np.minimum(behavior_logp, 0.0),
@@ -67,17 +67,17 @@ def generation_of(
             latency_s=latency_s,
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as problem:
-        raise ServerUnavailable(f"{url} gave an answer that cannot be: {problem!r}") from None
+        raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
 
 
-def ids_so_far(message: Any, before: Sequence[int], url: str) -> list[int]:
-    """Of one message of a stream, which says again what those before it said."""
+def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
+    """The ids of one message of a stream; each message repeats the ids of the previous ones."""
     try:
         ids = _ids(message["output_ids"]).tolist()
-        _demand(ids[: len(before)] == list(before), "a message of its stream does not begin as the one before")
+        _check(ids[: len(previous)] == list(previous), "a message of its stream does not repeat the previous ids")
         return ids
     except (KeyError, TypeError, ValueError) as problem:
-        raise ServerUnavailable(f"{url} gave an answer that cannot be: {problem!r}") from None
+        raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
 
 
 def answer_bytes(sampling: Sampling) -> int:
@@ -86,7 +86,7 @@ def answer_bytes(sampling: Sampling) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """What tells tokenizers, configs and weights apart: the ids of a text, and the log-prob of each."""
+    """Ids and log-probs of a fixed text, which differ between tokenizers, configs and weights."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -95,14 +95,14 @@ class Fingerprint:
     def of(cls, answer: Any, url: str) -> "Fingerprint":
         try:
             scored = answer["meta_info"]["input_token_logprobs"]
-            logp = np.array([logp for logp, *_ in scored[1:]], np.float32)  # the first has none
-            _demand(len(logp) > 0 and bool(np.isfinite(logp).all()), "a log-prob is not a finite number")
+            logp = np.array([logp for logp, *_ in scored[1:]], np.float32)  # the first token has none
+            _check(len(logp) > 0 and bool(np.isfinite(logp).all()), "a log-prob is not a finite number")
             return cls(_ids([token for _, token, *_ in scored]), logp)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
-            raise ServerUnavailable(f"{url} gave an answer that cannot be: {problem!r}") from None
+            raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
 
     def problem(self, other: "Fingerprint") -> str:
-        """How this one differs from what it should be; empty where it does not."""
+        """How it differs from `other`, or ""."""
         if not np.array_equal(self.ids, other.ids):
             return "its tokenizer gives other ids"
         difference, allowed = np.median(np.abs(self.logp - other.logp)), PROBE_FRAC * np.std(other.logp)
@@ -122,41 +122,41 @@ def probe_body() -> dict[str, Any]:
     }
 
 
-def _ids(told: Any) -> np.ndarray:
-    _demand(isinstance(told, list) and all(type(token) is int for token in told), "an id is no whole number")
-    _demand(all(0 <= token < 2**31 for token in told), "an id is negative or larger than any vocabulary")
-    return np.array(told, np.int32)
+def _ids(value: Any) -> np.ndarray:
+    _check(isinstance(value, list) and all(type(token) is int for token in value), "an id is not an integer")
+    _check(all(0 <= token < 2**31 for token in value), "an id is negative or larger than any vocabulary")
+    return np.array(value, np.int32)
 
 
 def _versions(spans: Sequence[Any], num_tokens: int, expected: Expected, url: str) -> np.ndarray:
-    """The policy version of each token; the spans must lie side by side, from the first token to the last.
+    """The policy version of each token; the spans must cover all tokens without gaps.
 
-    While another run asks for a server, its tokens have no version: it is known where no publish can have come between.
+    While another run asks for the server, its label has no version. It is inferred if no publish can have intervened.
     """
     labels = [Label.of(span["version"]) for span in spans]
     versions, end, version = np.full(num_tokens, -1, np.int32), 0, expected.oldest
     for number, (span, label) in enumerate(zip(spans, labels, strict=True)):
         oldest = version
         if label.asker and label.owner == expected.owner:
-            later = [one.version for one in labels[number:] if one.version is not None]
-            _demand(version == (later or [expected.newest])[0], f"new weights came while the label was {label}")
+            later = [other.version for other in labels[number:] if other.version is not None]
+            _check(version == (later or [expected.newest])[0], f"new weights came while the label was {label}")
         else:
             version = -1 if label.version is None else label.version
         if label.owner != expected.owner or not oldest <= version <= expected.newest:
             should = Label(expected.owner, expected.newest)
             raise WrongLabel(f"{url} sampled with the weights {label}, and {should} was published to it")
-        _demand(span["start"] == end and end < span["end"] <= num_tokens, "its versions do not lie side by side")
+        _check(span["start"] == end and end < span["end"] <= num_tokens, "its version spans have gaps or overlap")
         end = _count(span["end"])
         versions[span["start"] : end] = version
-    _demand(end == num_tokens, "some tokens have no policy version")
+    _check(end == num_tokens, "some tokens have no policy version")
     return versions
 
 
-def _count(told: Any) -> int:
-    _demand(type(told) is int and 0 <= told <= MAX_TOKENS, f"{told!r} is no number of tokens")
-    return told
+def _count(value: Any) -> int:
+    _check(type(value) is int and 0 <= value <= MAX_TOKENS, f"{value!r} is not a number of tokens")
+    return value
 
 
-def _demand(true: bool, otherwise: str) -> None:
+def _check(true: bool, otherwise: str) -> None:
     if not true:
         raise ValueError(otherwise)

@@ -1,4 +1,4 @@
-"""Which servers there are: as a file says, which may change, or an sglang-router that stands before them."""
+"""The list of servers, from a file or from an sglang-router."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from rollout.engine.http import HttpClient
 
 
 def listed_urls(file: str | Path) -> list[str]:
-    """Of a file with a URL on each line; empty lines and those that begin with # say nothing."""
+    """The URLs of a file, one a line; empty lines and lines that start with # are skipped."""
     lines = [line.strip() for line in Path(file).read_text().splitlines()]
     urls = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
     for number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):
             check_url(f"line {number} of {file}", line)
     if not urls:
-        raise ValueError(f"{file} lists no server; write the URL of each on a line of its own")
+        raise ValueError(f"{file} lists no server; write one URL per line")
     return list(dict.fromkeys(urls))
 
 
 def check_url(name: str, url: str) -> None:
-    """`name` is where it stands. The URL is not repeated: what has a password in it would be printed and logged."""
+    """`name` says where the URL comes from. Errors never repeat the URL, because it may contain a password."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -31,15 +31,15 @@ def check_url(name: str, url: str) -> None:
             f"{name} has a user or password in it, which would be written into logs and the run's files; leave it out"
         )
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{name} is no URL, such as http://10.0.0.2:30000")
+        raise ValueError(f"{name} is not a URL such as http://10.0.0.2:30000")
 
 
 async def urls_behind(client: HttpClient, router: str, deadline_s: float) -> list[str]:
-    told = await client.get(f"{router}/workers", deadline_s)
+    answer = await client.get(f"{router}/workers", deadline_s)
     try:
-        urls = [worker["url"].rstrip("/") for worker in told["workers"]]
+        urls = [worker["url"].rstrip("/") for worker in answer["workers"]]
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{router} is no sglang-router: {router}/workers lists no servers") from None
+        raise ValueError(f"{router} is not an sglang-router: {router}/workers lists no servers") from None
     if not urls:
         raise ValueError(f"{router} is an sglang-router without servers; start it with --worker-urls")
     for number, url in enumerate(urls, 1):
@@ -48,18 +48,18 @@ async def urls_behind(client: HttpClient, router: str, deadline_s: float) -> lis
 
 
 async def router_among(urls: Sequence[str], deadline_s: float) -> tuple[str, list[str]]:
-    """A router with the servers behind it; or no router, and the servers. Who does not answer is taken for a server."""
+    """A router and the servers behind it, or "" and the servers. A URL that does not answer counts as a server."""
     for number, url in enumerate(urls, 1):
         check_url(f"URL {number} of the engine", url)
     client = HttpClient.make()
     try:
-        asked = (client.get(f"{url}/workers", deadline_s) for url in urls)
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        routers = [url for url, one in zip(urls, told, strict=True) if isinstance(one, dict) and "workers" in one]
+        calls = (client.get(f"{url}/workers", deadline_s) for url in urls)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        routers = [url for url, a in zip(urls, answers, strict=True) if isinstance(a, dict) and "workers" in a]
         if not routers:
             return "", list(urls)
         if len(urls) > 1:
-            raise ValueError(f"{routers[0]} is an sglang-router, and has servers of its own: name it alone, not {urls}")
+            raise ValueError(f"{routers[0]} is an sglang-router with its own servers: name it alone, not {urls}")
         return routers[0], await urls_behind(client, routers[0], deadline_s)
     finally:
         await client.close()

@@ -1,4 +1,4 @@
-"""JSON calls to one SGLang server, every one with a deadline, and every failure told apart by what to do about it."""
+"""JSON calls to SGLang servers. Every call has a deadline, and its error type says if a retry can help."""
 
 import asyncio
 import json
@@ -12,33 +12,32 @@ import aiohttp
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 
 CONNECT_DEADLINE_S = 10.0
-SHOWN_CHARS = 300  # of what a server said, in an error
-MAX_ANSWER_BYTES = 2**24  # where the question does not bound it
-KEPT_S = 2.0  # an idle connection: SGLang closes its side after 5 s, and what is sent just then is lost
-EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # of a stream of messages
-ROUTING_KEY = "X-SMG-Routing-Key"  # requests with one key should go to one server, says this to an sglang-router
-MAX_CONNECTIONS = 1024  # to all servers together: every running request holds one
+MAX_ERROR_CHARS = 300  # of a server's answer, in an error
+MAX_ANSWER_BYTES = 2**24  # unless the request bounds it
+KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at that moment would be lost
+EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
+ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
+MAX_CONNECTIONS = 1024  # to all servers together; every running request holds one
 
 
 class ServerUnavailable(EngineError):
-    """This server failed at it; another one, or a later attempt, may not."""
+    """This server failed; a retry or another server may succeed."""
 
 
 class ServerUnreachable(ServerUnavailable):
-    """Nobody is there, or the connection broke."""
+    """The connection was refused or broke."""
 
 
 @dataclass(frozen=True)
 class HttpClient:
-    """The connections to all servers."""
+    """A connection pool for all servers."""
 
     session: aiohttp.ClientSession
 
     @classmethod
     def make(cls) -> "HttpClient":
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEPT_S)
-        # Servers are named by address; a proxy meant for the internet must not get these calls. What they send is not
-        # unpacked: a small answer stays one.
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
+        # No proxies: servers are addressed directly. No decompression: a small answer must stay small in memory.
         return cls(aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False))
 
     async def get(self, url: str, deadline_s: float) -> Any:
@@ -47,7 +46,7 @@ class HttpClient:
     async def post(
         self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES, routing_key: str = ""
     ) -> Any:
-        """The answer as JSON, or None where it is not JSON, which no answer that matters to us is."""
+        """The answer as JSON, or None if it is not JSON."""
         # In a thread: the pictures of an overview are megabytes of JSON.
         data = await asyncio.to_thread(_encoded, body)
         return await self._call("POST", url, data, deadline_s, max_bytes, routing_key)
@@ -55,7 +54,7 @@ class HttpClient:
     async def stream(
         self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""
     ) -> AsyncGenerator[Any]:
-        """The messages of an answer as they come, each of at most `max_bytes`; all of them within the deadline."""
+        """Yields the messages of a stream, each of at most `max_bytes`, all within the deadline."""
         data = await asyncio.to_thread(_encoded, body)
         async with self._answer("POST", url, data, deadline_s, routing_key) as response:
             async for line in _lines(response, max_bytes):
@@ -72,7 +71,7 @@ class HttpClient:
     async def _answer(
         self, method: str, url: str, data: bytes | None, deadline_s: float, routing_key: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is not an error; whatever goes wrong while it is read is told apart as well."""
+        """A successful response. Errors while it is read are mapped to engine errors as well."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
         headers = {"Content-Type": "application/json"} | ({ROUTING_KEY: routing_key} if routing_key else {})
         try:
@@ -92,11 +91,11 @@ class HttpClient:
 
 
 async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:
-    said = (await _read(response, MAX_ANSWER_BYTES)).decode(errors="replace")[:SHOWN_CHARS]
+    text = (await _read(response, MAX_ANSWER_BYTES)).decode(errors="replace")[:MAX_ERROR_CHARS]
     if 400 <= response.status < 500:
-        raise RequestRejected(f"{url} answered {response.status}: {said}")
-    response.close()  # SGLang closes its side after an error; do not use the connection again
-    raise ServerUnavailable(f"{url} answered {response.status}: {said}")
+        raise RequestRejected(f"{url} answered {response.status}: {text}")
+    response.close()  # SGLang closes the connection after an error; do not reuse it
+    raise ServerUnavailable(f"{url} answered {response.status}: {text}")
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -110,18 +109,18 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 async def _lines(response: aiohttp.ClientResponse, max_bytes: int) -> AsyncIterator[bytes]:
     line = bytearray()
     async for part in response.content.iter_any():
-        *whole, rest = part.split(b"\n")
-        for end in whole:
+        *complete, remainder = part.split(b"\n")
+        for end in complete:
             yield bytes(line + end)
             line.clear()
-        line += rest
+        line += remainder
         _check_size(response, len(line), max_bytes)
 
 
 def _check_size(response: aiohttp.ClientResponse, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         response.close()
-        raise ServerUnavailable(f"{response.url} answers with more than {max_bytes} bytes")
+        raise ServerUnavailable(f"{response.url} answered with more than {max_bytes} bytes")
 
 
 def _parsed(text: bytes) -> Any:

@@ -1,9 +1,9 @@
-"""Weight labels: which run's weights a server has, and of which policy version.
+"""Weight labels: the run and policy version of a server's weights.
 
-SGLang keeps one string beside its weights, `weight_version`, and returns it with every span of sampled tokens. A run
-writes `RUN/12` there: its id and the policy version. `RUN/` is a server that a run has claimed and not yet given
-weights. `RUN/?OTHER` is a question: OTHER wants this server and asks whether RUN is alive. A run that is alive sees it
-at its next probe and writes its own label back. So no clocks are compared, and nothing is sent while nobody asks.
+SGLang keeps one string with its weights, `weight_version`, and returns it with every span of sampled tokens. A run
+writes `RUN/12`: its id and the policy version. `RUN/` means that a run has claimed the server but not yet loaded
+weights. `RUN/?OTHER` is a question: the run OTHER wants this server and asks if RUN is alive. A live run sees it at its
+next probe and writes its own label back. No clocks are compared, and nothing is sent unless a run asks.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
 
 
 class WrongLabel(ServerUnavailable):
-    """A server whose weights are not what this engine gave it."""
+    """A server's weights are not the ones this engine gave it."""
 
 
 class ServerOwned(EngineError):
-    """Another run that is alive publishes to this server."""
+    """Another live run publishes to this server."""
 
 
 @dataclass(frozen=True)
 class Label:
-    owner: str  # `RUN/`, or the whole text where no run wrote it, such as SGLang's own "default"
-    version: int | None = None  # None: unknown, while a claim or a question stands in its place
+    owner: str  # `RUN/`, or the whole label if no run wrote it, such as SGLang's "default"
+    version: int | None = None  # None: unknown, because the label is a claim or a question
     asker: str = ""
 
     @classmethod
@@ -52,36 +52,36 @@ class Label:
 
     @property
     def run(self) -> str:
-        """The id of the run that wrote it; empty where none did."""
+        """The id of the run that wrote the label, or ""."""
         return self.owner[:-1] if self.owner.endswith("/") else ""
 
     def is_foreign(self, owner: str) -> bool:
-        """Whether another run wrote it."""
+        """True if another run wrote it."""
         return bool(self.run) and self.owner != owner
 
 
 async def publish_label(client: HttpClient, url: str, label: Label, deadline_s: float) -> Any:
-    """Running requests go on; their next tokens have the new label."""
+    """Running requests continue; their next tokens have the new label."""
     body = {"new_version": str(label), "abort_all_requests": False}
     return await client.post(f"{url}/update_weight_version", body, deadline_s)
 
 
 def taken_over(label: Label) -> str:
-    return f"it was taken over by another run, {label.run}, and gets no weights of this one"
+    return f"it was taken over by another run, {label.run}, and no longer gets weights of this one"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """On one server."""
+    """A request for one server."""
 
     url: str
-    had: bool  # it was this run's before
-    first: bool  # nothing was published: what it was started with is version 0
-    take_over: bool  # without asking its owner
+    was_claimed: bool  # by this run, earlier
+    first: bool  # nothing is published yet: the server's initial weights are version 0
+    take_over: bool  # do not ask its owner
 
 
 class Labels:
-    """The labels of an engine's servers, and how its run becomes the owner of one."""
+    """Reads and writes labels, and claims servers for a run."""
 
     def __init__(self, client: HttpClient, settings: SGLangSettings):
         self._client, self._settings = client, settings
@@ -92,16 +92,16 @@ class Labels:
         try:
             return Label.of(info["weight_version"])
         except (KeyError, TypeError, ValueError) as problem:
-            raise ServerUnavailable(f"{url} does not say which weights it has: {problem!r}") from None
+            raise ServerUnavailable(f"{url} reports no valid weight label: {problem!r}") from None
 
     async def publish(self, url: str, label: Label) -> None:
         await publish_label(self._client, url, label, self._settings.control_deadline_s)
 
     async def claim(self, claim: Claim, on_progress: Callable[[str], None]) -> None:
-        """Makes a server this run's. Raises ServerOwned where another run has it."""
+        """Makes a server this run's. Raises ServerOwned if another live run has it."""
         label = await self.fetch(claim.url)
         while label.is_foreign(self._owner) and not claim.take_over:
-            if claim.had:
+            if claim.was_claimed:
                 raise ServerOwned(taken_over(label))
             question = Label(label.owner, asker=self._settings.run)
             if (answer := await self._ask(claim.url, question, on_progress)) == question:
@@ -109,8 +109,8 @@ class Labels:
             if answer.owner == label.owner:
                 other = f"{answer.asker}, asks for it too" if answer.asker else f"{label.run}, publishes to it"
                 raise ServerOwned(
-                    f"{claim.url} cannot have weights of two runs: another one that is alive, {other}. Name other "
-                    f"servers in engine.urls, stop that run, or take its servers with --take-over"
+                    f"{claim.url} cannot have weights of two runs: another live run, {other}. Use other servers "
+                    f"in engine.urls, stop that run, or take its servers with --take-over"
                 )
             label = answer
         if not label.run and claim.first:
@@ -119,12 +119,12 @@ class Labels:
             await self.publish(claim.url, Label(self._owner))
 
     async def _ask(self, url: str, question: Label, on_progress: Callable[[str], None]) -> Label:
-        """What a server is labelled after it; still the question where its owner does not answer."""
+        """The label after the question; it is unchanged if the owner does not answer."""
         wait_s = self._settings.owner_answers_s
         await self.publish(url, question)
         on_progress(
             f"{url} has weights of another run, {question.run}: waiting up to {wait_s:.0f} s for a sign that this run "
-            f"is alive (--take-over does not wait)"
+            f"is alive (--take-over skips the wait)"
         )
         give_up_s = time.monotonic() + wait_s
         while (label := await self.fetch(url)) == question and time.monotonic() < give_up_s:

@@ -1,7 +1,7 @@
-"""What every engine can do: sample from ids and pictures, take new weights, say how it is, stop.
+"""The engine protocol: sample from ids and pictures, load new weights, report health, stop.
 
-The ids that an engine returns are the only truth about what was sampled; text is never sent or compared. Every token
-carries the policy version that produced it: the number of optimizer steps in the weights.
+The ids that an engine returns are the only record of what was sampled; text is never sent or compared. Every token
+carries its policy version: the number of optimizer steps in the weights that sampled it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +15,19 @@ from rollout.picture import Picture
 
 
 class EngineError(RuntimeError):
-    """The engine could not do it, now or at all; the message says which server and what to do."""
+    """The engine failed; the message names the server and the remedy."""
 
 
 class RequestRejected(EngineError):
-    """The request itself is wrong, so that sending it again would not help."""
+    """The request itself is invalid, so a retry cannot help."""
 
 
 class DeadlineExceeded(EngineError):
-    """No answer within the deadline of the request."""
+    """The request was not answered within its deadline."""
 
 
 class VersionMismatch(EngineError):
-    """Tokens of another policy version than the request demands."""
+    """Tokens have another policy version than the request demands."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Sampling:
     temperature: float | int = 0.7
     top_p: float | int = 1.0
     top_k: int = -1  # off
-    stop_ids: tuple[int, ...] = ()  # sampling ends with, and keeps, the first of these
-    seed: int = 0  # the same request and seed give the same tokens where the engine can: the embedded one does
+    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, which is kept
+    seed: int = 0  # makes sampling reproducible where the engine can: the embedded one does
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -50,16 +50,16 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Sample a continuation of `ids`, in which every picture has exactly one placeholder, in the same order."""
+    """Sample a continuation of `ids`, which have exactly one placeholder per picture, in the same order."""
 
     ids: np.ndarray  # int32 [T], placeholders not expanded
     pictures: tuple[Picture, ...]
     sampling: Sampling
-    episode: str  # what `abort` calls it
+    episode: str  # the name for `abort`
     deadline_s: float | int
-    version: int | None = None  # tokens of any other version are an error; None takes any, each token labelled
-    affinity: str = ""  # equal ones go to one server, whose prefix cache knows them; by default the episode
-    on_tokens: Callable[[Sequence[int]], object] | None = None  # gets the ids so far, whenever there are more
+    version: int | None = None  # required of every token; None accepts and labels any version
+    affinity: str = ""  # requests with equal affinity go to the same server, for its prefix cache; default: episode
+    on_tokens: Callable[[Sequence[int]], object] | None = None  # gets all ids so far, whenever there are more
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Generation:
     versions: np.ndarray  # int32 [n], the policy version of each token
     finish: Literal["stop", "length", "abort"]
     num_prompt_tokens: int = 0  # with placeholders expanded
-    num_cached_tokens: int = 0  # of the prompt, that the engine did not have to compute
+    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     server: str = ""
     latency_s: float | int = 0.0
 
@@ -98,17 +98,17 @@ class Health:
 
 
 class Weights(Protocol):
-    """All parameters of one policy version under their Hugging Face names; readable any number of times."""
+    """All parameters of one policy version under their Hugging Face names; can be read repeatedly."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every tensor once; bf16 as `ml_dtypes.bfloat16`."""
+        """Yields every tensor once; bf16 as `ml_dtypes.bfloat16`."""
         ...
 
     def write(self, directory: Path) -> None:
-        """Safetensors files, with an index where there are several, into an existing directory."""
+        """Writes safetensors files, with an index if there are several, into an existing directory."""
         ...
 
 
@@ -116,19 +116,19 @@ class Weights(Protocol):
 class Engine(Protocol):
     @property
     def version(self) -> int:
-        """The policy version that new requests are sampled from."""
+        """The policy version that samples new requests."""
         ...
 
     async def generate(self, request: Request) -> Generation: ...
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Returns when every server that will get requests from now on has these weights."""
+        """Returns when every server that gets further requests has these weights."""
         ...
 
     async def health(self) -> Health: ...
 
     async def abort(self, episode: str | None = None) -> None:
-        """Ends the running requests of an episode (of all, for None): each returns what it has, finish "abort"."""
+        """Ends an episode's running requests (None: all); each returns its tokens so far, with finish "abort"."""
         ...
 
     async def close(self) -> None: ...

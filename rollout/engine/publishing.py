@@ -1,10 +1,9 @@
-"""New weights for running servers, by one of two routes.
+"""Publishes new weights to running servers, by one of two routes.
 
-`disk`: written once as safetensors, to memory-backed /dev/shm where they fit or to a directory that servers of other
-hosts see too, and read by every server. `tensors`: sent in buckets by a small process in the servers' own environment,
-since the servers take torch tensors and this package has none; on a GPU the bucket's memory is shared, so nothing
-crosses HTTP. Both leave the label of the weights on a server; `disk` in the same step of its scheduler. Neither touches
-the KV cache: `Fleet` pauses and flushes before, and continues after.
+`disk`: safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read,
+and every server reads them. `tensors`: a small process in the servers' environment sends buckets of torch tensors,
+because this package has no torch; on a GPU the bucket's memory is shared instead of sent over HTTP. Both routes leave
+the weights' label on a server; `disk` does so in the same step of the server's scheduler.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,53 +22,107 @@ import numpy as np
 from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label, publish_label
 from rollout.engine.protocol import EngineError, Weights
+from rollout.engine.settings import ServerState, SGLangSettings
 from rollout.supervisor import SHARED_MEMORY
 
 WEIGHTS_PREFIX = "paravt-weights-"
-SPARE_FRAC = 0.1  # of the space on a disk, left to others
+SPARE_FRAC = 0.1  # part of a disk's space that is left free
 BUCKET_BYTES = 2**30
 STAGING_START_S = 120.0
 
+Problems = dict[str, str]  # by URL, of the servers that failed
+
 
 class Route(Protocol):
-    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
-        """Loads the weights into every server, and labels them; {url: problem} of those where it failed."""
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> Problems:
+        """Loads the weights into every server and labels them."""
         ...
 
     async def close(self) -> None: ...
 
 
+async def load_weights(
+    client: HttpClient,
+    route: Route,
+    servers: Sequence[ServerState],
+    weights: Weights,
+    label: Label,
+    settings: SGLangSettings,
+) -> Problems:
+    """Pauses all servers, flushes their caches, loads the weights, resumes.
+
+    Running requests wait; their keys and values are recomputed afterwards.
+    """
+    problems: Problems = {}
+
+    def healthy() -> list[str]:
+        return [server.url for server in servers if server.url not in problems]
+
+    def post(path: str, body: Any) -> Callable[[str], Coroutine[Any, Any, Any]]:
+        return lambda url: client.post(f"{url}{path}", body, settings.control_deadline_s)
+
+    try:
+        for server in servers:
+            server.loading = server.paused = True
+        problems |= await post_all(healthy(), post("/pause_generation", {"mode": "retract"}))
+        # Keys and values of the old weights. SGLang refuses to flush while a request runs, hence the pause.
+        problems |= await post_all(healthy(), post("/flush_cache", {}))
+        try:
+            problems |= await route.send(healthy(), weights, label, settings.load_deadline_s)
+        except EngineError as problem:  # their weights may be partly loaded
+            problems |= dict.fromkeys(healthy(), str(problem))
+    finally:
+        problems |= await post_all(healthy(), post("/continue_generation", {}))
+        for server in servers:
+            server.loading, server.paused = False, server.url in problems
+    return problems
+
+
+async def post_all(urls: Sequence[str], call: Callable[[str], Coroutine[Any, Any, Any]]) -> Problems:
+    """Makes the same call to all servers at once."""
+    answers = await asyncio.gather(*(call(url) for url in urls), return_exceptions=True)
+    problems = {}
+    for url, answer in zip(urls, answers, strict=True):
+        if isinstance(answer, EngineError):
+            problems[url] = str(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif isinstance(answer, dict) and answer.get("success") is False:
+            problems[url] = f"{url}: {answer.get('message')}"
+    return problems
+
+
 class DiskRoute:
-    """One directory of safetensors for all servers; it lasts until the next weights, or this process's end."""
+    """One directory of safetensors for all servers. It is kept until the next weights, or until this process ends."""
 
     def __init__(self, client: HttpClient, directory: str | Path = ""):
-        """`directory` takes the weights; by default this host's memory, or its disk where they do not fit."""
+        """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
         self._client = client
-        self._places = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        self._parents = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
         self._written: tuple[int, Weights, Path] | None = None
         self._lock = ExitStack()  # on that directory
 
-    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> Problems:
         assert label.version is not None
         directory = await self._directory(weights, label.version)
         body = {"model_path": str(directory), "flush_cache": False, "weight_version": str(label)}
-        return await each(urls, lambda url: self._client.post(f"{url}/update_weights_from_disk", body, deadline_s))
+        return await post_all(urls, lambda url: self._client.post(f"{url}/update_weights_from_disk", body, deadline_s))
 
     async def _directory(self, weights: Weights, version: int) -> Path:
-        """Where this version lies; it is written once, and servers that come back later read it again."""
+        """The directory of this version; it is written once, and servers that come back later read it again."""
         if self._written is not None and self._written[:2] == (version, weights):
             return self._written[2]
         self._remove()
-        for orphan in orphans(self._places):
+        for orphan in orphans(self._parents):
             shutil.rmtree(orphan, ignore_errors=True)
-        place = next((place for place in self._places if _fits(place, weights.num_bytes)), None)
-        if place is None:
-            tried = " nor into ".join(map(str, self._places))
+        parent = next((parent for parent in self._parents if _fits(parent, weights.num_bytes)), None)
+        if parent is None:
+            tried = " nor into ".join(map(str, self._parents))
             raise EngineError(
                 f"{weights.num_bytes / 2**30:.1f} GiB of weights do not fit into {tried}; free some space there, or "
-                f"name another place with engine.weights_dir"
+                f"name another directory with engine.weights_dir"
             )
-        directory = self._owned(place, version)
+        directory = self._make_locked(parent, version)
         self._written = (version, weights, directory)
         try:
             await asyncio.to_thread(weights.write, directory)
@@ -78,12 +131,12 @@ class DiskRoute:
             raise
         return directory
 
-    def _owned(self, place: Path, version: int) -> Path:
-        """A new directory there, locked for as long as this process lives."""
-        hidden = Path(tempfile.mkdtemp(prefix=".paravt-", dir=place))
+    def _make_locked(self, parent: Path, version: int) -> Path:
+        """A new directory that stays locked for as long as this process lives."""
+        hidden = Path(tempfile.mkdtemp(prefix=".paravt-", dir=parent))
         self._lock = ExitStack()
         self._lock.enter_context(_locked(hidden))
-        return hidden.rename(place / f"{WEIGHTS_PREFIX}v{version}-{hidden.name.removeprefix('.paravt-')}")
+        return hidden.rename(parent / f"{WEIGHTS_PREFIX}v{version}-{hidden.name.removeprefix('.paravt-')}")
 
     def _remove(self) -> None:
         if self._written is not None:
@@ -96,32 +149,32 @@ class DiskRoute:
 
 
 class TensorRoute:
-    """Buckets go through a file in shared memory to the staging process, `rollout.staging`, which sends them on."""
+    """Sends buckets through a file in shared memory to the process `rollout.staging`, which forwards them."""
 
     def __init__(self, client: HttpClient, python: Path, env: dict[str, str], bucket_bytes: int = BUCKET_BYTES):
-        """`python` and `env` are those of the servers."""
+        """`python` and `env` are the servers'."""
         self._client, self._python, self._env, self._bucket_bytes = client, python, env, bucket_bytes
         self._process: asyncio.subprocess.Process | None = None
 
-    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> dict[str, str]:
-        process = await self._started()
-        problems = await each(urls, lambda url: self._client.post(f"{url}/begin_weight_update", {}, deadline_s))
-        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:  # without a name, so that nothing of it can stay
+    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> Problems:
+        process = await self._staging_process()
+        problems = await post_all(urls, lambda url: self._client.post(f"{url}/begin_weight_update", {}, deadline_s))
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:  # unnamed, so that a crash leaves nothing behind
             buckets = _buckets(weights, self._bucket_bytes)
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-                left = [url for url in urls if url not in problems]
-                if not left:
+                healthy = [url for url in urls if url not in problems]
+                if not healthy:
                     return problems
-                described = await asyncio.to_thread(_write_bucket, file, bucket)
+                tensors = await asyncio.to_thread(_write_bucket, file, bucket)
                 name = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                command = {"file": name, "tensors": described, "urls": left, "deadline_s": deadline_s}
+                command = {"file": name, "tensors": tensors, "urls": healthy, "deadline_s": deadline_s}
                 problems |= await _command(process, command, deadline_s)
-        left = [url for url in urls if url not in problems]
-        problems |= await each(left, lambda url: self._client.post(f"{url}/end_weight_update", {}, deadline_s))
-        left = [url for url in urls if url not in problems]
-        return problems | await each(left, lambda url: publish_label(self._client, url, label, deadline_s))
+        healthy = [url for url in urls if url not in problems]
+        problems |= await post_all(healthy, lambda url: self._client.post(f"{url}/end_weight_update", {}, deadline_s))
+        healthy = [url for url in urls if url not in problems]
+        return problems | await post_all(healthy, lambda url: publish_label(self._client, url, label, deadline_s))
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _staging_process(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 self._python,
@@ -136,34 +189,20 @@ class TensorRoute:
 
     async def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()  # it holds nothing but copies
+            self._process.kill()  # it has only copies
             await self._process.wait()
 
 
-async def each(urls: Sequence[str], call: Any) -> dict[str, str]:
-    """The same call to all servers at the same time; {url: problem} of those that failed or said no."""
-    answers = await asyncio.gather(*(call(url) for url in urls), return_exceptions=True)
-    problems = {}
-    for url, answer in zip(urls, answers, strict=True):
-        if isinstance(answer, EngineError):
-            problems[url] = str(answer)
-        elif isinstance(answer, BaseException):
-            raise answer
-        elif isinstance(answer, dict) and answer.get("success") is False:
-            problems[url] = f"{url}: {answer.get('message')}"
-    return problems
-
-
-def orphans(places: Sequence[Path]) -> Iterator[Path]:
-    """Weights of processes that were killed; they would take the memory that new ones need."""
-    for directory in (found for place in places for found in place.glob(f"{WEIGHTS_PREFIX}*")):
-        with suppress(OSError), _locked(directory):  # an OSError: it is in use, of another user, or gone
+def orphans(parents: Sequence[Path]) -> Iterator[Path]:
+    """Weights of killed processes; they take the memory that new weights need."""
+    for directory in (path for parent in parents for path in parent.glob(f"{WEIGHTS_PREFIX}*")):
+        with suppress(OSError), _locked(directory):  # OSError: in use, another user's, or gone
             yield directory
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """The lock goes with the process, however it ends, and stays on a directory that is renamed."""
+    """The kernel drops the lock when the process ends; it survives a rename of the directory."""
     number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,15 +211,15 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(number)
 
 
-def _fits(place: Path, num_bytes: int) -> bool:
-    if not place.is_dir() or not os.access(place, os.W_OK):
+def _fits(directory: Path, num_bytes: int) -> bool:
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
         return False
-    usage = shutil.disk_usage(place)
+    usage = shutil.disk_usage(directory)
     return num_bytes + SPARE_FRAC * usage.total < usage.free
 
 
 def _buckets(weights: Weights, max_bytes: int) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """Tensors together up to the size of a bucket; a larger one has a bucket to itself."""
+    """Groups of tensors up to `max_bytes`; a larger tensor gets its own bucket."""
     bucket, num_bytes = [], 0
     for name, tensor in weights.tensors():
         if bucket and num_bytes + tensor.nbytes > max_bytes:
@@ -193,21 +232,22 @@ def _buckets(weights: Weights, max_bytes: int) -> Iterator[list[tuple[str, np.nd
 
 
 def _write_bucket(file: Any, bucket: list[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
-    described, start = [], 0
+    """The name, dtype, shape and bytes of each tensor in the file."""
+    tensors, start = [], 0
     file.seek(0)
     for name, tensor in bucket:
         end = start + tensor.nbytes
         file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
-        described.append({"name": name, "dtype": str(tensor.dtype), "shape": tensor.shape, "start": start, "end": end})
+        tensors.append({"name": name, "dtype": str(tensor.dtype), "shape": tensor.shape, "start": start, "end": end})
         start = end
     file.truncate()
     file.flush()
-    return described
+    return tensors
 
 
-async def _command(process: asyncio.subprocess.Process, command: dict[str, Any], deadline_s: float) -> dict[str, str]:
+async def _command(process: asyncio.subprocess.Process, command: dict[str, Any], deadline_s: float) -> Problems:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # the missing reply tells more
+    with suppress(ConnectionError):  # the missing reply has the cause
         process.stdin.write(json.dumps(command).encode() + b"\n")
         await process.stdin.drain()
     return (await _reply(process, deadline_s))["problems"]
@@ -222,5 +262,5 @@ async def _reply(process: asyncio.subprocess.Process, deadline_s: float) -> dict
         raise EngineError(f"the staging process did not answer in {deadline_s:.0f} s") from None
     if not line:
         code = await process.wait()
-        raise EngineError(f"the staging process ended with exit code {code}; its last words are above")
+        raise EngineError(f"the staging process ended with exit code {code}; its last output is above")
     return json.loads(line)

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: for tests, and for turning recorded episodes into requests again."""
+"""An engine that replies from a script, for tests and for replaying recorded episodes as requests."""
 
 import asyncio
 import time
@@ -18,16 +18,16 @@ from rollout.engine.protocol import (
 )
 
 Reply = Callable[[Request], Coroutine[Any, Any, Sequence[int]]]
-SCRIPT_LOGP = -0.5  # of every token
+SCRIPT_LOGP = -0.5  # for every token
 
 
 class ScriptedEngine:
-    """Answers with the ids that `reply` gives for a request, cut to its max_new_tokens, and remembers the requests."""
+    """Replies with the ids from `reply`, cut to max_new_tokens, and records all requests."""
 
     def __init__(self, reply: Reply, version: int = 0):
         self._reply, self._version = reply, version
         self.requests: list[Request] = []
-        self._running: dict[asyncio.Future[Sequence[int]], str] = {}  # replies on their way -> episode
+        self._running: dict[asyncio.Future[Sequence[int]], str] = {}  # pending replies -> episode
 
     @property
     def version(self) -> int:
@@ -36,7 +36,7 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
         if request.version not in (None, self._version):
-            raise VersionMismatch(f"the script has version {self._version}, version {request.version} was asked for")
+            raise VersionMismatch(f"the script has version {self._version}, expected version {request.version}")
         started_s = time.monotonic()
         reply = asyncio.ensure_future(self._reply(request))
         self._running[reply] = request.episode
@@ -44,11 +44,10 @@ class ScriptedEngine:
             await asyncio.wait([reply], timeout=request.deadline_s)
         finally:
             del self._running[reply]
-            reply.cancel()  # of no effect on one that is done
+            reply.cancel()  # no effect once it is done
         if not reply.done():
             raise DeadlineExceeded(f"the script gave no reply in {request.deadline_s} s")
-        told = [] if reply.cancelled() else reply.result()
-        ids = np.array(told[: request.sampling.max_new_tokens], np.int32)
+        ids = np.array([] if reply.cancelled() else reply.result(), np.int32)[: request.sampling.max_new_tokens]
         if request.on_tokens is not None:
             for number in range(len(ids)):
                 request.on_tokens(ids[: number + 1].tolist())
@@ -76,4 +75,4 @@ class ScriptedEngine:
                 reply.cancel()
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

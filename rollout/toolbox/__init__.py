@@ -1,4 +1,4 @@
-"""The tools that a model may call: those that are here, and those of the user's own."""
+"""The tools that a model may call: the built-in ones and the user's own."""
 
 import json
 import re
@@ -24,9 +24,9 @@ def signatures(tools: Iterable[Tool]) -> Signatures:
 
 @cache
 def tools_of(names: tuple[str, ...]) -> tuple[Tool, ...]:
-    """The tools that `rollout.tools` lists, each by its name or by path/to/file.py:NAME."""
+    """Loads the tools in `rollout.tools`, given by name or as path/to/file.py:NAME."""
     if not names:
-        raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to offer no tool")
+        raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to disable tools")
     tools = tuple(_own(name) if ":" in name else _shipped(name) for name in names)
     called = [tool.spec.name for tool in tools]
     for name in called:
@@ -44,16 +44,16 @@ def _shipped(name: str) -> Tool:
     return SHIPPED[name]
 
 
-def _own(place: str) -> Tool:
-    found = load_object("rollout.tools", place)
-    told = f"rollout.tools: {place}"
+def _own(location: str) -> Tool:
+    loaded = load_object("rollout.tools", location)
+    label = f"rollout.tools: {location}"
     try:
-        tool = found() if isinstance(found, type) else found
-        good = isinstance(tool, Tool) and isinstance(tool.spec, ToolSpec) and bool(NAME.fullmatch(tool.spec.name))
-        if good:
+        tool = loaded() if isinstance(loaded, type) else loaded
+        valid = isinstance(tool, Tool) and isinstance(tool.spec, ToolSpec) and bool(NAME.fullmatch(tool.spec.name))
+        if valid:
             json.dumps([tool.spec.schema, tool.spec.parameters])
     except (Exception, SystemExit) as problem:
-        raise ValueError(f"{told} cannot be made: {type(problem).__name__}: {problem}") from problem
-    if not good:
-        raise ValueError(f"{told} is not a Tool with a spec whose name is a word; docs/rollouts.md has an example")
+        raise ValueError(f"{label} cannot be created: {type(problem).__name__}: {problem}") from problem
+    if not valid:
+        raise ValueError(f"{label} is not a Tool with a spec whose name is a word; docs/rollouts.md has an example")
     return tool

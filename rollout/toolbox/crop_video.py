@@ -1,4 +1,4 @@
-"""A closer look at one part of a video: a sub-agent is shown its frames and reports what happens in it."""
+"""A close look at one part of a video: a sub-agent sees its frames and reports on them."""
 
 from collections.abc import Mapping
 from typing import Any

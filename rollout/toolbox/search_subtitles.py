@@ -1,4 +1,4 @@
-"""Words in the subtitles of a video, found without a model: the lines that have them, with their times."""
+"""Searches a video's subtitles without a model, and lists the matching lines with their times."""
 
 import re
 import stat
@@ -14,7 +14,7 @@ from rollout.tools import VIDEO_PATH, BadCall, ToolSpec, make_schema
 MAX_QUERY_CHARS = 200
 MAX_HITS = 20
 MAX_LINE_CHARS = 200
-MAX_FILE_BYTES = 4 * 2**20  # a film has a twentieth of it
+MAX_FILE_BYTES = 4 * 2**20  # twenty times the subtitles of a film
 WORD = re.compile(r"\w+")
 
 SEARCH_SUBTITLES_SPEC = ToolSpec(
@@ -43,11 +43,11 @@ class SearchSubtitles(Tool):
         return ToolArgs(path, query=query)
 
     def run(self, args: ToolArgs, context: ToolContext) -> str:
-        return found_in(parse_srt(subtitle_file(context.videos.subtitles[args.path])), args.query)
+        return search(parse_srt(subtitle_file(context.videos.subtitles[args.path])), args.query)
 
 
-def found_in(cues: Sequence[Cue], query: str) -> str:
-    """The lines that have all the words, or else those that have some of them."""
+def search(cues: Sequence[Cue], query: str) -> str:
+    """Lists the lines with the most of these words."""
     words = set(words_of(query))
     counts = [len(words.intersection(words_of(cue.text))) for cue in cues]
     most = max(counts, default=0)
@@ -60,7 +60,7 @@ def found_in(cues: Sequence[Cue], query: str) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """Words to compare: without case, and letters with their accents in one form."""
+    """Words for comparison: casefolded, with normalized accents."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
@@ -70,9 +70,9 @@ def _line(cue: Cue) -> str:
 
 
 def subtitle_file(path: str) -> bytes:
-    """What a file of subtitles has in it; a BadCall where it cannot be read."""
+    """Reads a subtitle file; raises a BadCall if it cannot be read."""
     try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for without end
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # reading a pipe might never end
             raise BadCall("the subtitles cannot be read", "error")
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)

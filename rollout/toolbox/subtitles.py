@@ -1,11 +1,11 @@
-"""Subtitles as people leave them: SRT in any encoding, whole or damaged. What is no cue is passed over."""
+"""Parses SRT subtitles in any encoding, even damaged ones. Lines that belong to no cue are skipped."""
 
 import re
 from typing import NamedTuple
 
 CLOCK = r"(\d{1,3}):(\d{1,2}):(\d{1,2})[,.](\d{1,3})"
 TIMES = re.compile(rf"\s*{CLOCK}\s*-->\s*{CLOCK}", re.ASCII)
-MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")  # <i>, and where on the screen a line stands
+MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")  # <i>, and positions on the screen
 
 
 class Cue(NamedTuple):
@@ -15,20 +15,20 @@ class Cue(NamedTuple):
 
 
 def parse_srt(content: bytes) -> list[Cue]:
-    """The cues in the order of the file, the text of each on one line."""
-    found: list[tuple[float, float, list[str]]] = []
-    goes_on = False
+    """The cues in file order, each with its text on one line."""
+    cues: list[tuple[float, float, list[str]]] = []
+    in_cue = False
     for line in _decoded(content).splitlines():
         if times := TIMES.match(line):
-            if goes_on and found[-1][2] and found[-1][2][-1].isdecimal():
-                found[-1][2].pop()  # the number of this cue, which no blank line parts from the one before
-            found.append((_seconds(*times.groups()[:4]), _seconds(*times.groups()[4:]), []))
-            goes_on = True
+            if in_cue and cues[-1][2] and cues[-1][2][-1].isdecimal():
+                cues[-1][2].pop()  # this cue's number, if no blank line separates it from the previous cue
+            cues.append((_seconds(*times.groups()[:4]), _seconds(*times.groups()[4:]), []))
+            in_cue = True
         elif not line.strip():
-            goes_on = False
-        elif goes_on:
-            found[-1][2].extend(MARKUP.sub("", line).split())
-    return [Cue(start_s, end_s, " ".join(words)) for start_s, end_s, words in found if words]
+            in_cue = False
+        elif in_cue:
+            cues[-1][2].extend(MARKUP.sub("", line).split())
+    return [Cue(start_s, end_s, " ".join(words)) for start_s, end_s, words in cues if words]
 
 
 def _seconds(hours: str, minutes: str, seconds: str, decimals: str) -> float:
@@ -40,5 +40,5 @@ def _decoded(content: bytes) -> str:
         return content.decode("utf-16", errors="replace")
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError:  # what editors on Windows wrote for long
+    except UnicodeDecodeError:  # the former default of Windows editors
         return content.decode("cp1252", errors="replace")

@@ -1,8 +1,8 @@
-"""What a tool is: how it is offered, what of a call it accepts, and how it carries that out.
+"""The interface of a tool: its spec, its check of a call's arguments, and its execution.
 
-An argument is a model's word. So a check is a pure function that looks videos up by name, and raises a BadCall with a
-sentence for the model; only what it gave back is carried out. Deadlines, outcomes, and that nothing harms another call,
-are the dispatcher's to see to (`rollout.episode`).
+Arguments are untrusted. A check is a pure function that looks up videos by name and raises a BadCall with a sentence
+for the model; a tool runs only with the checked arguments. `rollout.episode` handles deadlines and outcomes, and
+isolates calls from each other.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,11 +17,11 @@ from rollout.video.reader import VideoInfo
 
 @dataclass(frozen=True)
 class Videos:
-    """The videos of a dialogue, and what a model may call them."""
+    """The videos of a dialogue, with the names the model may use."""
 
     infos: Mapping[str, VideoInfo]  # by path
     names: Mapping[str, str]  # to paths
-    subtitles: Mapping[str, str]  # paths of SRT files, by path of the video; from the data, never from a model
+    subtitles: Mapping[str, str]  # SRT files by path of the video; from the dataset, never from a model
 
     def path_of(self, arguments: Mapping[str, Any]) -> str:
         return video_of(arguments, self.names)
@@ -32,36 +32,36 @@ class Videos:
 
 @dataclass(frozen=True)
 class ToolArgs:
-    """What a call asks for, as far as it was checked."""
+    """The checked arguments of a call."""
 
     path: str = ""  # of the video
-    window: Window | None = None  # the part of it; of one frame, both ends are its time
-    box: Box | None = None  # the part of that frame
+    window: Window | None = None  # part of the video; for a single frame, start and end are equal
+    box: Box | None = None  # part of that frame
     query: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class ToolContext:
-    """What a tool has at hand while it carries out a call."""
+    """Everything a tool may use to run a call."""
 
     question: str
     videos: Videos
-    prompter: Prompter  # frames of videos, and the prompts that show them
-    ask: Callable[[Closeup, str], Awaitable[str]]  # a sub-agent's report, one a call; equal words, the same server
+    prompter: Prompter  # decodes frames and renders prompts
+    ask: Callable[[Closeup, str], Awaitable[str]]  # a sub-agent's report, once per call; the text is its affinity
 
 
 class Tool:
-    """One's own is a subclass in a file that `rollout.tools` names; docs/rollouts.md has an example."""
+    """Base class. Your own tool is a subclass in a file that `rollout.tools` names; see docs/rollouts.md."""
 
     spec: ToolSpec
-    shows_details = False  # asks the prompter for parts of frames, which may have more pixels than a frame
+    shows_details = False  # True: shows parts of frames, which may have more pixels than a frame
     timeout_message = "the call took too long"
     failure_message = "the call could not be carried out"
 
     def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
-        """What the arguments ask for; a BadCall says what is wrong with them."""
+        """Checks the arguments; raises a BadCall that explains a problem to the model."""
         raise NotImplementedError
 
     def run(self, args: ToolArgs, context: ToolContext) -> str | Awaitable[str]:
-        """What the model is told. `async` where it waits; a plain function runs in a thread."""
+        """The response for the model. Make it `async` if it waits; a plain function runs in a thread."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""A part of one frame, enlarged: a sub-agent is shown that one picture and reports what it shows.
+"""Enlarges a part of one frame; a sub-agent sees that picture and describes it.
 
-The picture may have as many pixels as all frames of a crop together, so that a zoom costs no more than a crop does.
+The picture may have as many pixels as all frames of a crop, so that a zoom costs no more than a crop.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ ZOOM_FRAME_SPEC = ToolSpec(
 
 @dataclass(frozen=True)
 class ZoomFrame(Tool):
-    """With other words for the sub-agent, it is a tool of one's own."""
+    """Subclass or instantiate it with other texts to make your own tool."""
 
     intro: str = (
         "A part of the frame at {time_s:.1f} seconds of the video, from {left:.0%} to {right:.0%} of its width and "

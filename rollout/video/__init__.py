@@ -1,1 +1,1 @@
-"""Frames of videos: decoded in worker processes, resized once, kept in a bounded store."""
+"""Video frames: decoded in worker processes, resized once, kept in a bounded store."""

@@ -1,9 +1,9 @@
-"""The second decoder: decord, which the original uses, for those who must have its very frames.
+"""An optional second decoder: decord, which the original uses, for exact comparisons with it.
 
-It knows a frame by its number among all, and finds it by counting from a keyframe on. Where it counts wrong it gives
-another picture at a plausible time, and nothing that it says would tell. So it is given only files that it is known to
-count right, by what PyAV has read of their packets; others are refused. What no packet tells stays: behind damage it
-counts wrong. `python -m paravt_jax.bench decoders` shows what it makes of each container.
+decord addresses a frame by its number and counts from a keyframe to find it. If it miscounts, it returns another frame
+with a plausible time and no error. So it is used only for files that it is known to count correctly, judged by the
+packets that PyAV reads; other files are rejected. Packets do not reveal damage, behind which decord miscounts.
+`python -m paravt_jax.bench decoders` compares the decoders on each container.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from rollout.video.box import Box
 from rollout.video.decode import DAMAGED, identity_of, resized
 from rollout.video.errors import VideoError
 
-FORMATS = ("mov", "matroska")  # whose index says where each frame is; with them mp4 and webm
-# Kinds of units (NAL) of which a keyframe must have one: others may be shown behind frames that refer to older ones.
+FORMATS = ("mov", "matroska")  # these have an index of all frames; includes mp4 and webm
+# NAL unit types of clean keyframes. After other keyframes, frames may refer to frames before them.
 CLEAN_UNITS = {"h264": (5,), "hevc": (19, 20)}
 CODECS = (*CLEAN_UNITS, "vp9")
-TOLERANCE_S = 2e-3  # some containers count milliseconds
+TOLERANCE_S = 2e-3  # some containers count in milliseconds
 
 
-class Countable:
-    """Hears every packet of a video, and then knows whether decord counts its frames right."""
+class FrameCountCheck:
+    """Decides from a video's packets if decord counts its frames correctly."""
 
     def __init__(self, format_name: str, stream: VideoStream):
         self._codec = stream.codec_context.name
@@ -35,22 +35,22 @@ class Countable:
         elif self._codec not in CODECS:
             self._problem = f"{self._codec} videos"
 
-    def hear(self, packet: "Packet[VideoStream]") -> None:
+    def add(self, packet: "Packet[VideoStream]") -> None:
         if self._problem:
             return
         if packet.pts is None or packet.is_corrupt:
             self._problem = "files with damaged frames"
         elif packet.is_discard:
             self._problem = "files with frames that an edit list cuts off"
-        elif packet.is_keyframe and self._codec in CLEAN_UNITS and not self._begins_anew(bytes(packet)):
+        elif packet.is_keyframe and self._codec in CLEAN_UNITS and not self._is_clean_keyframe(bytes(packet)):
             self._problem = "videos with open groups of pictures"
 
     def check(self) -> None:
         if self._problem:
             raise VideoError(f"the video cannot be decoded: decord miscounts {self._problem}; set video.decoder=pyav")
 
-    def _begins_anew(self, content: bytes) -> bool:
-        """Every unit has its length before it, in as many bytes as the header of the stream says."""
+    def _is_clean_keyframe(self, content: bytes) -> bool:
+        """Each unit is preceded by its length; the stream header gives the number of length bytes."""
         hevc = self._codec == "hevc"
         header = self._extra[21 if hevc else 4 :][:1]
         length_bytes, at = (header[0] & 3) + 1 if header else 4, 0
@@ -65,17 +65,17 @@ class Countable:
 def decode(
     path: str,
     identity: str,
-    wanted: Sequence[tuple[int, int, float]],
+    requests: Sequence[tuple[int, int, float]],
     num_frames: int,
     size_px: tuple[int, int],
     emit: Callable[[int, np.ndarray], None],
     box: Box | None = None,
 ) -> None:
-    """Gives each frame, or this part of it, to `emit`: its tick and uint8 [height, width, 3].
+    """Passes the tick and pixels, uint8 [height, width, 3], of each frame or its box to `emit`.
 
-    Of each `wanted` are its number, tick and time.
+    A request is a frame's number, tick and time.
     """
-    import decord  # an optional package, loaded where it decodes
+    import decord  # an optional package
 
     if identity_of(path) != identity:
         raise VideoError("the video was replaced while it was being read")
@@ -85,7 +85,7 @@ def decode(
         if len(reader) != num_frames:
             raise VideoError(f"the video cannot be decoded: decord counts {len(reader)} of its {num_frames} frames")
         (begin_s, _), *_ = reader.get_frame_timestamp([0])
-        for number, tick, time_s in wanted:
+        for number, tick, time_s in requests:
             ((shown_s, _),) = reader.get_frame_timestamp([number])
             if abs(shown_s - begin_s - time_s) > TOLERANCE_S:
                 raise VideoError(f"the video cannot be decoded: decord takes frame {number} for another")

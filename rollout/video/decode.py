@@ -1,15 +1,14 @@
-"""What a worker does with a video file: finds when its frames are shown, and decodes those that are asked for.
+"""The work of a decoder process: finds the times of a video's frames, and decodes the requested ones.
 
-A frame is known by its tick, its presentation time in the container's own unit. The decoder returns the tick with the
-pixels, so a frame can only be labelled with its own time, whatever the frame rate, the seeking and the damage. Frames
-are turned upright, and shown in the video's display aspect ratio. Only the file itself is read, never what a playlist
-in it points to.
+A frame is identified by its tick: its presentation time in the container's unit. The decoder returns the tick with the
+pixels, so that no frame rate, seek or damage can label a frame with a wrong time. Frames are turned upright and have
+the video's display aspect ratio. Only the file itself is read, never the files that a playlist in it names.
 
-DIFFERS: the original shows anamorphic video as it is stored, squeezed.
+DIFFERS: the original shows anamorphic video as stored, squeezed.
 
-DIFFERS: the original decodes with decord. Where both find the frame their pixels are equal, but decord, without a word,
-finds others than asked for in MPEG-TS and AVI files, around open groups of pictures and before the cut of an mp4 that
-was trimmed without re-encoding. It has no AV1, and hangs for good on some files (its issues 269, 373, 375).
+DIFFERS: the original decodes with decord. Where both find the right frame their pixels are equal, but decord silently
+returns wrong frames in MPEG-TS and AVI files, around open groups of pictures and before the cut of an mp4 that was
+trimmed without re-encoding. It cannot decode AV1 and hangs on some files (its issues 269, 373, 375).
 """
 
 import hashlib
@@ -34,73 +33,72 @@ from PIL import Image
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
-# Containers of one file each: a playlist in a dataset must not make us read other files, nor a picture pass as a video.
+# Containers without references: a playlist in a dataset must not make us read other files. Images are excluded too.
 FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif"
-# Codecs in which a picture marked as no reference is a reference for nobody: leaving those out between the keyframe and
-# the frame asked for halves the work and changes no pixel. In H.265 the mark speaks of one temporal layer only.
+# Codecs whose non-reference frames are never needed to decode another frame. Skipping them between the keyframe and the
+# requested frame halves the work and changes no pixel. In H.265 the mark only covers one temporal layer.
 SKIPPABLE_CODECS = ("h264",)
-STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # to four and a half hours
-# A title that is not UTF-8 is no reason to refuse a video: PyAV 18 has to be told so, 19 knows and takes no such word.
+STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to four and a half hours
+# Accept titles that are not UTF-8: PyAV 18 needs an option for that, 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-ASSUMED_FPS, ASSUMED_GOP_FRAMES = 30, 250  # x264's default, where a header does not tell
+ASSUMED_FPS, ASSUMED_GOP_FRAMES = 30, 250  # x264's defaults, if the header has no values
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
-# Of the highest levels of H.264 and H.265, so 8K passes. A file of one megabyte can hold a frame of a gigabyte.
+# The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.
 MAX_FRAME_PIXELS = 8192 * 4352
-# Makes libav refuse larger frames before it takes memory for one, also where they are larger than the file says.
+# libav rejects larger frames before it allocates memory, even if the file's header gives a smaller size.
 SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
-class Hearer(Protocol):
-    """Judges a video by its packets."""
+class PacketCheck(Protocol):
+    """Decides from a video's packets if a decoder may be used."""
 
-    def hear(self, packet: "Packet[VideoStream]") -> None: ...
+    def add(self, packet: "Packet[VideoStream]") -> None: ...
 
     def check(self) -> None: ...
 
 
-def probe(path: str, judge: Callable[[str, VideoStream], Hearer] | None = None) -> tuple[dict[str, Any], bytes]:
-    """All there is to know of a video for reading it once and decoding one frame.
-
-    Its ticks come as int64, those of the keyframes last.
-    """
+def probe(
+    path: str, make_check: Callable[[str, VideoStream], PacketCheck] | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Metadata for decoding any frame later, and the ticks of all frames, then of the keyframes, as int64."""
     identity = identity_of(path)
-    shown: list[tuple[int, int]] = []  # tick and duration
+    frame_times: list[tuple[int, int]] = []  # tick and duration
     key_ticks: list[int] = []
     first: VideoFrame | None = None
-    with _opened(path) as (container, stream):
-        hearer = judge(container.format.name, stream) if judge is not None else None
+    with _open(path) as (container, stream):
+        check = make_check(container.format.name, stream) if make_check is not None else None
         for packet in _packets(container, stream):
             if first is None:
                 first = next(_decoded(packet), None)
-            if hearer is not None:
-                hearer.hear(packet)
+            if check is not None:
+                check.add(packet)
             tick = _tick(packet)
             if tick is None or packet.is_corrupt:
                 continue
             if packet.is_keyframe:
                 key_ticks.append(tick)
-            if not packet.is_discard:  # else cut off by an edit list, yet needed to decode what follows
-                shown.append((tick, packet.duration or 0))
-        first = first or next(_rest(stream), None)
-        if first is None and not stream.width:  # the size stands in the frames, and libav refused it
+            if not packet.is_discard:  # cut off by an edit list, but needed to decode later frames
+                frame_times.append((tick, packet.duration or 0))
+        first = first or next(_flushed(stream), None)
+        if first is None and not stream.width:  # the size is stored in the frames, and libav rejected it
             raise VideoError(
                 f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
             )
         if first is None:
             raise VideoError("the video cannot be decoded: not a single frame of it can")
-        if not shown or not stream.time_base:
+        if not frame_times or not stream.time_base:
             raise VideoError("the video cannot be decoded: its frames have no times")
-        if hearer is not None:
-            hearer.check()
-        ticks = np.unique(np.array([tick for tick, _ in shown], np.int64))
+        if check is not None:
+            check.check()
+        ticks = np.unique(np.array([tick for tick, _ in frame_times], np.int64))
         keys = np.unique(np.array(key_ticks or ticks[:1], np.int64))
-        span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(shown)
-        if last_ticks <= 0 and span_ticks > 0:  # not every container says how long a frame lasts
+        span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(frame_times)
+        if last_ticks <= 0 and span_ticks > 0:  # not every container stores the duration of a frame
             last_ticks = round(span_ticks / (len(ticks) - 1))
         elif last_ticks <= 0 and stream.average_rate:
             last_ticks = round(1 / (stream.average_rate * stream.time_base))
         height, width = _displayed_size_px(stream, first)
-        known = {
+        metadata = {
             "identity": identity,
             "num_frames": len(ticks),
             "duration_ticks": span_ticks + last_ticks,
@@ -109,15 +107,15 @@ def probe(path: str, judge: Callable[[str, VideoStream], Hearer] | None = None) 
             "width": width,
             "frame_px": first.height * first.width,
         }
-        return known, ticks.tobytes() + keys.tobytes()
+        return metadata, ticks.tobytes() + keys.tobytes()
 
 
 def measure(path: str) -> dict[str, float]:
-    """How many frames a video has, how many of them between keyframes, and their pixels, as far as its header tells."""
-    with _opened(path) as (container, stream):
+    """The number of frames, frames per keyframe, and pixels per frame, estimated from the header."""
+    with _open(path) as (container, stream):
         duration_s = (container.duration or 0) / av.time_base
         num_frames = round(duration_s * (stream.guessed_rate or ASSUMED_FPS)) or stream.frames
-        entries = stream.index_entries  # of every frame in mp4 and avi, of a few in others
+        entries = stream.index_entries  # for every frame in mp4 and avi, for a few in other containers
         num_keys = sum(entry.is_keyframe for entry in entries) if len(entries) > num_frames / 2 else 0
         gop_frames = num_frames / num_keys if num_keys else ASSUMED_GOP_FRAMES
         return {"num_frames": num_frames, "gop_frames": gop_frames, "frame_px": stream.height * stream.width}
@@ -131,24 +129,24 @@ def decode(
     emit: Callable[[int, np.ndarray], None],
     box: Box | None = None,
 ) -> None:
-    """Gives each frame that can be decoded, or this part of it, to `emit`: its tick and uint8 [height, width, 3].
+    """Passes the tick and pixels, uint8 [height, width, 3], of each decodable frame or its box to `emit`.
 
-    A group is the tick of a keyframe and, ascending, those of the frames that are decoded from it on.
+    A group is a keyframe's tick and the ascending ticks of the frames to decode from it.
     """
     if identity_of(path) != identity:
         raise VideoError("the video was replaced while it was being read")
     unreached: list[int] = []
-    with _opened(path) as (container, stream):
+    with _open(path) as (container, stream):
         for key_tick, ticks in groups:
             if packets := _packets_from(container, stream, key_tick):
                 for tick, frame in _frames(stream, packets, ticks):
-                    emit(tick, _shown(frame, size_px, box))
+                    emit(tick, _to_pixels(frame, size_px, box))
             else:
                 unreached += ticks
-    if unreached:  # no seeking leads there: in an AVI without its index, or to what WebM has before its beginning
-        with _opened(path) as (container, stream):
+    if unreached:  # seeking fails in an AVI without index, and for WebM frames before the start
+        with _open(path) as (container, stream):
             for tick, frame in _frames(stream, _packets(container, stream), sorted(unreached)):
-                emit(tick, _shown(frame, size_px, box))
+                emit(tick, _to_pixels(frame, size_px, box))
 
 
 def identity_of(path: str) -> str:
@@ -156,24 +154,24 @@ def identity_of(path: str) -> str:
 
 
 def identity_and_bytes(path: str) -> tuple[str, int]:
-    """A name for the content, of place, size and time of change, and the size: reads nothing."""
+    """A hash of the file's path, size and mtime, and its size; reads no content."""
     try:
         path = os.path.realpath(path)
-        status, place = Path(path).stat(), path.encode()
+        status, name = Path(path).stat(), path.encode()
     except OSError as problem:
         raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
-    except ValueError:  # a NUL, or half of a character that has two
+    except ValueError:  # a NUL or a lone surrogate
         raise VideoError("the video cannot be opened: its path is not the name of a file") from None
     if not stat.S_ISREG(status.st_mode):
         raise VideoError("the video cannot be opened: it is not a regular file")
     if status.st_size == 0:
         raise VideoError("the video cannot be decoded: the file is empty")
-    content = b"%b\0%d\0%d" % (place, status.st_size, status.st_mtime_ns)
+    content = b"%b\0%d\0%d" % (name, status.st_size, status.st_mtime_ns)
     return hashlib.blake2b(content, digest_size=16).hexdigest(), status.st_size
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
         containers = {"format_whitelist": FORMATS}
         with av.open(
@@ -191,9 +189,9 @@ def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
             for other in container.streams:
                 other.discard = Discard.default if other is stream else Discard.all
             stream.codec_context.options = SIZE_OPTIONS
-            stream.codec_context.thread_count = 1  # the processes are the threads: frames in a row are rarely wanted
+            stream.codec_context.thread_count = 1  # parallelism comes from processes; few requests are consecutive
             yield container, stream
-    except MemoryError:  # PyAV's is an FFmpegError as well, but says nothing about the file
+    except MemoryError:  # also an FFmpegError in PyAV, but not the file's fault
         raise
     except FFmpegError as problem:
         if isinstance(problem, OSError):
@@ -201,13 +199,13 @@ def _opened(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
         raise VideoError(DAMAGED) from None
 
 
-def _shown(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:
+def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:
     upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
     return resized(upright, size_px, box)
 
 
 def resized(pixels: np.ndarray, size_px: tuple[int, int], box: Box | None = None) -> np.ndarray:
-    """The picture, or this part of it, resized once."""
+    """The picture or its box, resized once."""
     height, width = size_px
     image = Image.fromarray(np.ascontiguousarray(pixels if box is None else box.of(pixels)))
     if image.size != (width, height):
@@ -218,37 +216,37 @@ def resized(pixels: np.ndarray, size_px: tuple[int, int], box: Box | None = None
 def _frames(
     stream: VideoStream, packets: "Iterable[Packet[VideoStream]]", ticks: Sequence[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """The frames with these ascending ticks, as far as they can be decoded from these packets."""
-    wanted, unread = set(ticks), set(ticks)
+    """The frames with these ascending ticks, as far as the packets can be decoded."""
+    requested, pending, unread = set(ticks), set(ticks), set(ticks)
     skips = stream.codec_context.codec.name in SKIPPABLE_CODECS
 
     def decoded() -> Iterator[VideoFrame]:
         for packet in packets:
             tick = _tick(packet)
-            stream.codec_context.skip_frame = "NONREF" if skips and tick not in wanted else "DEFAULT"
+            stream.codec_context.skip_frame = "NONREF" if skips and tick not in requested else "DEFAULT"
             yield from _decoded(packet)
             unread.discard(tick)
             if not unread:
                 break
-        yield from _rest(stream)
+        yield from _flushed(stream)
 
     for frame in decoded():
         tick = _tick(frame)
         if tick is None:
             continue
-        if tick in wanted:
-            wanted.remove(tick)
+        if tick in pending:
+            pending.remove(tick)
             yield tick, frame
-        if not wanted or tick > ticks[-1]:  # frames come in the order of time
+        if not pending or tick > ticks[-1]:  # frames arrive in order of time
             return
 
 
 def _packets_from(
     container: InputContainer, stream: VideoStream, key_tick: int
 ) -> "Iterator[Packet[VideoStream]] | None":
-    """The packets from a keyframe on, or None where seeking does not lead there.
+    """The packets from a keyframe on, or None if it cannot be reached by seeking.
 
-    Where it lands behind the keyframe, as in MPEG-TS, it is tried from further back.
+    If a seek lands behind the keyframe, as in MPEG-TS, it is retried from further back.
     """
     assert stream.time_base
     for step_back_s in STEPS_BACK_S:
@@ -256,7 +254,7 @@ def _packets_from(
             container.seek(key_tick - int(step_back_s / stream.time_base), stream=stream)
         except MemoryError:
             raise
-        except FFmpegError:  # libav has no way to seek in this file, or none to this moment
+        except FFmpegError:  # the file or this position is not seekable
             return None
         packets = _packets(container, stream)
         for packet in packets:
@@ -269,28 +267,28 @@ def _packets_from(
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
-    """The packets up to the end, which in a damaged file is where the container cannot be read any further."""
+    """The packets up to the end of the file or its first unreadable part."""
     with _up_to_damage():
         for packet in container.demux(stream):
-            if packet.size:  # the empty one at the end would only flush the decoder
+            if packet.size:  # the last, empty packet would only flush the decoder
                 yield packet
 
 
 def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
-    """The frames that come out when a packet goes in; none for a damaged one, behind which the decoder goes on."""
+    """The frames that a packet yields; none for a damaged packet, after which the decoder continues."""
     with _up_to_damage():
         yield from packet.decode()
 
 
-def _rest(stream: VideoStream) -> Iterator[VideoFrame]:
-    """The frames that the decoder holds back until it hears that nothing follows."""
+def _flushed(stream: VideoStream) -> Iterator[VideoFrame]:
+    """The frames that the decoder buffers until it is flushed."""
     with _up_to_damage():
         yield from stream.decode(None)
 
 
 @contextmanager
 def _up_to_damage() -> Iterator[None]:
-    """Ends quietly where libav cannot go on, except for want of memory, which says nothing about the file."""
+    """Ends quietly where libav cannot continue, unless memory ran out, which is not the file's fault."""
     try:
         yield
     except MemoryError:
@@ -300,7 +298,7 @@ def _up_to_damage() -> Iterator[None]:
 
 
 def _displayed_size_px(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
-    """Height and width of an upright frame with square pixels: the width is scaled by the shape of a stored pixel."""
+    """Height and width of an upright frame with square pixels; the sample aspect ratio scales the width."""
     height, width = frame.height, max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
     return (width, height) if _quarter_turns(frame) % 2 else (height, width)
 
@@ -310,5 +308,5 @@ def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:
 
 
 def _quarter_turns(frame: VideoFrame) -> int:
-    """Counter-clockwise, to bring the frame upright."""
+    """Counter-clockwise quarter turns that bring the frame upright."""
     return round(frame.rotation / 90) % 4

@@ -1,4 +1,4 @@
-"""Writes a video: the same pictures are the same file, byte for byte, in every process."""
+"""Writes a video; equal pictures give an identical file in every process."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,15 +8,15 @@ import numpy as np
 
 X264 = {
     "preset": "veryfast",
-    # On AVX-512 x264's macroblock tree takes eight blocks of 16 px at a time, also at the end of a row that has no
-    # multiple of eight: there it reads memory that nobody wrote, and how well a block is coded comes to depend on it.
+    # On AVX-512, x264's macroblock tree processes eight 16 px blocks at once, also at the end of a row with fewer.
+    # There it reads uninitialized memory, which affects how blocks are coded.
     "mbtree": "0",
-    "threads": "1",  # another number gives another file, and the default follows from the machine's cores
+    "threads": "1",  # the result depends on the number of threads, which defaults to the number of cores
 }
 
 
 def write_video(path: Path, pictures: Iterable[np.ndarray], fps: int) -> None:
-    """An mp4; a picture is uint8 [height, width, 3], both sides even."""
+    """Writes an mp4; a picture is uint8 [height, width, 3] with even sides."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fps, options=X264)
         for number, pixels in enumerate(pictures):

@@ -1,9 +1,9 @@
-"""What can go wrong with a video, in sentences that may be shown to the model: short, true, and without local paths."""
+"""Video errors. Their messages may be shown to the model: short, true, without local paths."""
 
 
 class VideoError(ValueError):
-    """This video, or these frames of it, cannot be had."""
+    """The video, or some of its frames, cannot be read."""
 
 
 class VideoTimeout(VideoError):
-    """Not within the deadline; another try may do better."""
+    """The deadline passed; a retry may succeed."""

@@ -1,10 +1,11 @@
-"""Worker processes that decode: one job each at a time, a deadline per job, and a fresh one for each that fails.
+"""A pool of decoder processes: each does one job at a time, with a deadline per job.
 
-A worker that is late is killed, one that died is replaced, and one that has done enough jobs is retired, since decoders
-leak on some files. Each of these costs only the job it happens to. All waiting is done in threads, one per worker.
+A worker that misses a deadline is killed, one that died is replaced, and one that has done enough jobs is retired,
+because decoders leak on some files. Each of these fails at most the current job. Threads, one per worker, do all
+waiting.
 
-A worker has a bound on its memory, the same on every machine, so that the machine does not decide which videos can be
-read; there are only as many workers as half of the memory has room for, whatever number was asked for.
+A worker's memory limit is the same on every machine, so that the machine does not decide which videos can be read. The
+number of workers is limited to half of the machine's memory.
 """
 
 import logging
@@ -25,18 +26,18 @@ from rollout.video.errors import VideoError, VideoTimeout
 from rollout.video.wire import receive, send
 
 logger = logging.getLogger(__name__)
-WORKER_BYTES = 2 * 2**30  # 8K in H.265 with ten bits takes between 1 and 1.5 GiB
+WORKER_BYTES = 2 * 2**30  # 10-bit 8K H.265 takes between 1 and 1.5 GiB
 WORKERS_FRAC = 0.5  # of the memory, for all workers together
-# What a container may use, in the two versions of control groups; where there is no bound, no number or a huge one.
+# The memory limit of a container, in both cgroup versions; without a limit the value is not a number or is huge.
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-KILL_S = 5.0  # for the kernel to take a killed process away
+KILL_S = 5.0  # for the kernel to remove a killed process
 SOURCES = str(Path(rollout.__file__).parents[1])
 
 Message = tuple[dict[str, Any], bytearray]
 
 
 class WorkerPool:
-    """Processes that decode: started when there is work, ended when a job runs out of time, replaced when they die."""
+    """Starts workers on demand, kills them when a job misses its deadline, and replaces them when they die."""
 
     def __init__(self, num_workers: int, max_jobs_per_worker: int, worker_bytes: int = WORKER_BYTES):
         if num_workers < 1 or max_jobs_per_worker < 1:
@@ -46,35 +47,35 @@ class WorkerPool:
             logger.warning("%d of %d decoders: the memory has no room for more", self.num_workers, num_workers)
         self.max_jobs_per_worker, self._worker_bytes = max_jobs_per_worker, worker_bytes
         self.totals = dict(jobs=0, timeouts=0, worker_deaths=0, workers_retired=0, waited_s=0.0, worked_s=0.0)
-        self._lock = threading.Lock()  # of everything below and the totals
+        self._lock = threading.Lock()  # guards the totals and everything below
         self._closed = False
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="video")
 
     def start(self) -> None:
-        """Starts all workers, which come up while we go on, so that the first jobs need not wait for theirs."""
+        """Starts all workers in the background, so that the first jobs need not wait."""
         for _ in range(self.num_workers):
             self._idle.append(_Worker(self._worker_bytes))
 
     def submit(
         self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None]
     ) -> Future[Message]:
-        """The last message of the job; those before it go to `on_message`, in the thread that they arrive in.
+        """The job's last message; earlier ones go to `on_message`, in the thread that receives them.
 
-        The deadline counts from when a worker takes the job: all jobs before it have deadlines, so the queue moves.
+        The deadline starts when a worker takes the job; since all jobs have deadlines, the queue moves.
         """
         with self._lock:
             self._raise_if_closed()
             return self._threads.submit(self._run, job, deadline_s, on_message, time.monotonic())
 
     def close(self) -> None:
-        """Kills all workers; the jobs that wait or run fail."""
+        """Kills all workers; waiting and running jobs fail."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.process.kill()  # its thread sees that, and clears it away
+                worker.process.kill()  # its thread notices and cleans up
         for worker in idle:
             worker.end()
         self._threads.shutdown()
@@ -85,7 +86,7 @@ class WorkerPool:
         started_at = time.monotonic()
         self._add(jobs=1, waited_s=started_at - submitted_at)
         try:
-            worker = self._take()
+            worker = self._acquire()
         except OSError as problem:
             raise VideoError(f"the video cannot be decoded: no decoder can start: {problem.strerror}") from None
         try:
@@ -103,8 +104,8 @@ class WorkerPool:
             self._put_back(worker)
             self._add(worked_s=time.monotonic() - started_at)
 
-    def _take(self) -> "_Worker":
-        """An idle worker that is alive, or else a new one: never more than threads."""
+    def _acquire(self) -> "_Worker":
+        """A living idle worker, or a new one; there are never more workers than threads."""
         with self._lock:
             self._raise_if_closed()
             while self._idle:
@@ -118,11 +119,11 @@ class WorkerPool:
             return worker
 
     def _put_back(self, worker: "_Worker") -> None:
-        retired = worker.in_order and worker.num_jobs >= self.max_jobs_per_worker
+        retired = worker.reusable and worker.num_jobs >= self.max_jobs_per_worker
         with self._lock:
             self._busy.remove(worker)
             self.totals["workers_retired"] += retired
-            if worker.in_order and not retired and not self._closed:
+            if worker.reusable and not retired and not self._closed:
                 self._idle.append(worker)
                 return
         worker.end()
@@ -138,26 +139,26 @@ class WorkerPool:
 
 
 def workers_within(memory_bytes: int, num_workers: int, worker_bytes: int = WORKER_BYTES) -> int:
-    """How many of them may run at the same time: at least one."""
+    """How many workers may run at once; at least one."""
     return max(1, min(num_workers, int(memory_bytes * WORKERS_FRAC) // worker_bytes))
 
 
 def _memory_bytes() -> int:
-    """Of the machine, or of the container that we are in."""
+    """The memory of the machine or the container."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 class _Worker:
-    """A process that decodes one job at a time, at the other end of a socket."""
+    """A decoder process, connected by a socket, that does one job at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self.num_jobs = 0
-        self.is_up = False  # it said so, once it had loaded its decoder
-        self.in_order = True  # False from the start of a job until its last message, and when it ran out of memory
+        self.is_up = False  # True once it has reported that its decoder is loaded
+        self.reusable = True  # False during a job, and after it ran out of memory
         self.link, its_end = socket.socketpair()
         with its_end:
             try:
@@ -165,41 +166,41 @@ class _Worker:
                     [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno()), str(max_bytes)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(paths)},
+                    env={**os.environ, **single_threaded, "PYTHONPATH": os.pathsep.join(paths)},
                     pass_fds=[its_end.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the parent, with which it ends anyway
+                    start_new_session=True,  # Ctrl-C goes to the parent only, and the worker ends with it
                 )
             except OSError:
                 self.link.close()
                 raise
 
     def ask(self, job: dict[str, Any], deadline_at: float, on_message: Callable[[Message], None]) -> Message:
-        """EOFError when the process dies over it; VideoError when it says that the video is at fault."""
+        """Raises EOFError if the process dies, VideoError if the video is at fault."""
 
-        def before_waiting() -> None:
+        def before_wait() -> None:
             if (left_s := deadline_at - time.monotonic()) <= 0:
                 raise VideoTimeout("the video could not be read in time")
             self.link.settimeout(left_s)
 
-        before_waiting()
+        before_wait()
         self.num_jobs += 1
-        self.in_order = False
+        self.reusable = False
         try:
             send(self.link, job)
         except OSError:
             raise EOFError("the worker is gone") from None
         if not self.is_up:
-            receive(self.link, before_waiting)
+            receive(self.link, before_wait)
             self.is_up = True
-        while not (received := receive(self.link, before_waiting))[0].get("last"):
+        while not (received := receive(self.link, before_wait))[0].get("last"):
             on_message(received)
-        self.in_order = not received[0].get("spent")
+        self.reusable = not received[0].get("spent")
         if "error" in received[0]:
             raise VideoError(received[0]["error"])
         return received
 
     def end(self) -> None:
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel over a dead disk: nothing more can be done
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel on a dead disk; it cannot be helped
             self.process.wait(KILL_S)
         self.link.close()

@@ -1,14 +1,14 @@
-"""Frames of videos on demand: the public face of the decoders and of the frame store.
+"""Reads frames of videos: the interface to the decoders and the frame store.
 
     async with FrameReader(frame_size) as reader:
         info = await reader.info(path, deadline_s=60)
         overview = await reader.frames(path, overview_times(info.duration_s, info.num_frames, 64), deadline_s=60)
 
-A frame is decoded once, however many ask for it and whoever of them gives up. Nothing that takes time happens in the
-event loop: decoding in worker processes, hashing and disk in threads.
+A frame is decoded once for all concurrent requests, even if some of them give up. The event loop never blocks: worker
+processes decode, threads hash and access the disk.
 
-A job has a deadline from when a worker takes it: `deadline_s`, and beyond that what its pixels take at a rate below
-that of any decoder that still works. So a decoder that hangs is found, and a large film is not taken for one.
+A job's deadline starts when a worker takes it. It is `deadline_s` plus the time for its pixels at a rate below any
+working decoder's, so that a hanging decoder is detected and a large film is not mistaken for one.
 """
 
 import asyncio
@@ -37,24 +37,24 @@ from rollout.video.times import overview_times
 __all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
 
 Decoder = Literal["pyav", "decord"]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-MAX_WORKERS = 8  # by default; more pay off only where many prompts are decoded at once
-MAX_KNOWN_VIDEOS = 1024  # of whose frames the times are kept, a few hundred KiB each
-# A tenth of the least that a thread decodes of H.264 (docs/measured.md): other codecs take longer, cores are shared.
+MAX_WORKERS = 8  # default; more help only if many prompts are decoded at once
+MAX_CACHED_VIDEOS = 1024  # whose frame times are kept in memory, a few hundred KiB each
+# A tenth of one thread's slowest H.264 rate (docs/measured.md): other codecs are slower, and cores are shared.
 SLOWEST_PX_PER_S = 20e6
-SLOWEST_BYTES_PER_S = 10e6  # of a disk in another room
-JOB_PX = 1e9  # that one job decodes, where its frames can be split: some seconds, for which another worker may be free
-TIME_TOLERANCE_S = 1e-6  # a moment computed in floats belongs to the frame that begins with it
+SLOWEST_BYTES_PER_S = 10e6  # for a network disk
+JOB_PX = 1e9  # a request is split into jobs of this size, some seconds each, for several workers
+TIME_TOLERANCE_S = 1e-6  # absorbs rounding, so that a computed time maps to the frame that starts there
 
 
 @dataclass(frozen=True)
 class VideoInfo:
     identity: str  # equal for equal content
-    duration_s: float | int  # from the beginning of the first frame to the end of the last
+    duration_s: float | int  # from the start of the first frame to the end of the last
     num_frames: int
     height: int  # upright, before any resizing
     width: int
@@ -62,38 +62,38 @@ class VideoInfo:
 
 @dataclass(frozen=True, eq=False)
 class TimedPicture:
-    time_s: float | int  # when this very frame begins, counted from the first one
+    time_s: float | int  # start of this frame, relative to the first
     picture: Picture
 
 
 @dataclass(frozen=True, eq=False)
 class _Video:
-    """What a probe found, and which frames that leads to."""
+    """A probed video: its metadata and the mapping from times to frames."""
 
     path: str
     info: VideoInfo
-    ticks: np.ndarray  # when each frame begins, in units of time_base
+    ticks: np.ndarray  # start of each frame, in units of time_base
     key_ticks: np.ndarray
     time_base: Fraction
-    frame_px: int  # of a frame as it is stored
+    frame_px: int  # pixels of a frame as stored
     num_bytes: int
-    undecodable: set[int] = field(default_factory=set)  # frames that were tried in vain
+    undecodable: set[int] = field(default_factory=set)  # frames that failed before
 
     def time_s(self, frame: int) -> float:
         return float(int(self.ticks[frame] - self.ticks[0]) * self.time_base)
 
     def frames_at(self, times_s: Iterable[float | int]) -> list[int]:
-        """The frames shown at these moments, each once; before the beginning the first, after the end the last."""
-        wanted = (np.array(list(times_s), np.float64) + TIME_TOLERANCE_S) / float(self.time_base)
-        if not np.isfinite(wanted).all():
+        """The frames shown at these times, each once; times outside the video map to its first or last frame."""
+        ticks = (np.array(list(times_s), np.float64) + TIME_TOLERANCE_S) / float(self.time_base)
+        if not np.isfinite(ticks).all():
             raise ValueError("the times of frames must be finite")
-        frames = np.searchsorted(self.ticks - self.ticks[0], wanted, side="right") - 1
+        frames = np.searchsorted(self.ticks - self.ticks[0], ticks, side="right") - 1
         return np.unique(frames.clip(0)).tolist()
 
     def parts(self, frames: Sequence[int]) -> list[tuple[list[int], float]]:
-        """These ascending frames in parts of about JOB_PX, and the pixels that each decodes.
+        """Splits ascending frames into parts of about JOB_PX, each with the number of pixels to decode.
 
-        Frames that are decoded from one keyframe stay together.
+        Frames that are decoded from the same keyframe stay together.
         """
         parts: list[tuple[list[int], float]] = []
         keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
@@ -107,7 +107,7 @@ class _Video:
         return parts
 
     def groups(self, frames: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """The ticks of these ascending frames, under that of the keyframe each is decoded from."""
+        """The ticks of ascending frames, grouped by the keyframe they are decoded from."""
         groups: dict[int, list[int]] = {}
         for tick in self.ticks[list(frames)].tolist():
             key = int(np.searchsorted(self.key_ticks, tick, side="right")) - 1
@@ -116,18 +116,17 @@ class _Video:
 
 
 @dataclass(eq=False)
-class _Flight:
-    """Work that several may wait for, and that goes on when they stop waiting."""
+class _Shared:
+    """Work that several requests may share; it continues when they stop waiting."""
 
     task: asyncio.Task[Any] = field(init=False)
-    pictures: dict[FrameKey, Picture] = field(default_factory=dict)  # what has arrived so far
+    pictures: dict[FrameKey, Picture] = field(default_factory=dict)  # decoded so far
 
 
 class FrameReader:
-    """`frame_size` says at which height and width to show the frames of a video of a given height and width.
+    """`frame_size` maps the height and width of a video to those of its frames, `detail_size` those of a box.
 
-    `detail_size` says it of a part of a frame, by default in the same way. With decord some videos cannot be read, see
-    `rollout.video.by_decord`. What probes find is kept in `ticks_directory`.
+    decord cannot read all videos, see `rollout.video.by_decord`. Probe results are cached in `ticks_directory`.
     """
 
     def __init__(
@@ -150,11 +149,11 @@ class FrameReader:
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
         self._ticks: FileStore | None = None
-        self._ticks_place = ticks_directory
-        self._disk_place = None if disk_directory is None else (disk_directory, disk_bytes)
+        self._ticks_directory = ticks_directory
+        self._disk_settings = None if disk_directory is None else (disk_directory, disk_bytes)
         self._videos: OrderedDict[str, _Video] = OrderedDict()  # by absolute path
-        self._probes: dict[str, _Flight] = {}
-        self._reads: dict[FrameKey, _Flight] = {}
+        self._probes: dict[str, _Shared] = {}
+        self._reads: dict[FrameKey, _Shared] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._open = False
         self._totals: dict[str, int] = dict(asked=0, from_memory=0, shared=0, from_disk=0, decoded=0, undecodable=0)
@@ -164,10 +163,10 @@ class FrameReader:
         return self._pool.num_workers
 
     async def __aenter__(self) -> Self:
-        if self._disk_place is not None:
-            self._disk = await asyncio.to_thread(DiskStore, *self._disk_place)
-        if self._ticks_place is not None:
-            self._ticks = await asyncio.to_thread(_ticks_store, self._ticks_place)
+        if self._disk_settings is not None:
+            self._disk = await asyncio.to_thread(DiskStore, *self._disk_settings)
+        if self._ticks_directory is not None:
+            self._ticks = await asyncio.to_thread(_ticks_store, self._ticks_directory)
         try:
             await asyncio.to_thread(self._pool.start)
         except OSError:
@@ -180,7 +179,7 @@ class FrameReader:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the workers; whoever still waits gets a VideoError."""
+        """Ends the workers; pending requests raise VideoError."""
         self._open = False
         await asyncio.to_thread(self._pool.close)
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -189,13 +188,13 @@ class FrameReader:
         return (await self._video(path, deadline_s)).info
 
     async def overview_px(self, path: str | Path, num_frames: int, deadline_s: float | int) -> float:
-        """About how many pixels an overview of so many frames decodes: by the header, unless more is known."""
+        """Estimates the pixels to decode for an overview: from a known probe, else from the header."""
         name = str(Path(path).absolute())
         identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
-        known = self._videos.get(name) or await self._kept(name, identity, num_bytes, deadline_s)
-        if known is not None:
-            frames = known.frames_at(overview_times(known.info.duration_s, known.info.num_frames, num_frames))
-            return sum(pixels for _, pixels in known.parts(frames))
+        video = self._videos.get(name) or await self._load_probe(name, identity, num_bytes, deadline_s)
+        if video is not None:
+            frames = video.frames_at(overview_times(video.info.duration_s, video.info.num_frames, num_frames))
+            return sum(pixels for _, pixels in video.parts(frames))
         header, _ = await self._work({"do": "measure", "path": name}, deadline_s)
         apart = header["num_frames"] / num_frames
         return header["frame_px"] * num_frames * max(1.0, min(header["gop_frames"] / 2, apart))
@@ -203,9 +202,9 @@ class FrameReader:
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
     ) -> list[TimedPicture]:
-        """The frames shown at these moments, or this part of each, in the order of time, each once.
+        """The frames or boxes shown at these times, in order, each once.
 
-        Frames that cannot be decoded are left out, as long as one can.
+        Undecodable frames are left out; if no frame can be decoded, a VideoError is raised.
         """
         video = await self._video(path, deadline_s)
         try:
@@ -216,26 +215,26 @@ class FrameReader:
         self._totals["asked"] += len(keys)
         pictures: dict[FrameKey, Picture] = {}
         missing: list[FrameKey] = []
-        flights: set[_Flight] = set()
+        shares: set[_Shared] = set()
         for key in keys:
             if picture := self._memory.get(key):
                 pictures[key] = picture
                 self._totals["from_memory"] += 1
-            elif flight := self._reads.get(key):
-                flights.add(flight)
+            elif shared := self._reads.get(key):
+                shares.add(shared)
                 self._totals["shared"] += 1
             elif key.frame not in video.undecodable:
                 missing.append(key)
         if missing:
-            flight = self._launch(lambda flight: self._read(video, missing, flight, deadline_s))
-            self._reads |= dict.fromkeys(missing, flight)
-            flights.add(flight)
-        await _ended(flights)
-        for flight in flights:
-            pictures |= flight.pictures
-        for flight in flights:
+            shared = self._launch(lambda shared: self._read(video, missing, shared, deadline_s))
+            self._reads |= dict.fromkeys(missing, shared)
+            shares.add(shared)
+        await _ended(shares)
+        for shared in shares:
+            pictures |= shared.pictures
+        for shared in shares:
             if not all(key in pictures or key.frame in video.undecodable for key in keys):
-                flight.task.result()  # raises, for one of them
+                shared.task.result()  # raises for one of the missing frames
         if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
         return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
@@ -246,14 +245,14 @@ class FrameReader:
         return self._detail_size(*box.size_px(info.height, info.width))
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the reader was opened; the fractions are of all frames asked for."""
+        """Totals since the reader was opened; fractions are relative to all requested frames."""
         totals, pool = self._totals, self._pool.totals
-        asked = max(totals["asked"], 1)
+        requested = max(totals["asked"], 1)
         metrics = {
             "video/asked_frames": totals["asked"],
-            "video/memory_hit_frac": totals["from_memory"] / asked,
-            "video/shared_frac": totals["shared"] / asked,  # already being read for another request
-            "video/disk_hit_frac": totals["from_disk"] / asked,
+            "video/memory_hit_frac": totals["from_memory"] / requested,
+            "video/shared_frac": totals["shared"] / requested,  # already being read for another request
+            "video/disk_hit_frac": totals["from_disk"] / requested,
             "video/decoded_frames": totals["decoded"],
             "video/undecodable_frames": totals["undecodable"],
             "video/decode_s": pool["worked_s"],
@@ -281,60 +280,60 @@ class FrameReader:
         if video := self._videos.get(name):
             self._videos.move_to_end(name)
             return video
-        if (flight := self._probes.get(name)) is None:
-            flight = self._probes[name] = self._launch(lambda _: self._probe(name, deadline_s))
-        await _ended([flight])
-        return flight.task.result()
+        if (shared := self._probes.get(name)) is None:
+            shared = self._probes[name] = self._launch(lambda _: self._probe(name, deadline_s))
+        await _ended([shared])
+        return shared.task.result()
 
     async def _probe(self, name: str, deadline_s: float | int) -> _Video:
         try:
             identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
-            video = await self._kept(name, identity, num_bytes, deadline_s)
+            video = await self._load_probe(name, identity, num_bytes, deadline_s)
             if video is None:
                 job = {"do": "probe", "decoder": self._decoder, "path": name}
                 probed = await self._work(job, deadline_s + num_bytes / SLOWEST_BYTES_PER_S)
-                await self._keep(probed, deadline_s)
+                await self._save_probe(probed, deadline_s)
                 video = _video_of(name, num_bytes, probed)
         finally:
             del self._probes[name]
         self._videos[name] = video
-        if len(self._videos) > MAX_KNOWN_VIDEOS:
+        if len(self._videos) > MAX_CACHED_VIDEOS:
             self._videos.popitem(last=False)
         return video
 
-    async def _kept(self, name: str, identity: str, num_bytes: int, deadline_s: float | int) -> _Video | None:
-        """What an earlier probe of the same file found, if it is on disk."""
+    async def _load_probe(self, name: str, identity: str, num_bytes: int, deadline_s: float | int) -> _Video | None:
+        """An earlier probe of the same file, if it is on disk."""
         if (store := self._ticks) is None:
             return None
         entry = ticks.name_of(identity, self._decoder)
         probed = None
-        with suppress(VideoTimeout):  # of the cache's disk, which need not be the video's
+        with suppress(VideoTimeout):  # the cache's disk may be another one than the video's
             probed = await _in_thread(
                 lambda: store.read(entry, lambda packed: ticks.unpack(packed, identity)), deadline_s
             )
         return probed and _video_of(name, num_bytes, probed)
 
-    async def _keep(self, probed: Message, deadline_s: float | int) -> None:
+    async def _save_probe(self, probed: Message, deadline_s: float | int) -> None:
         if (store := self._ticks) is not None and (packed := ticks.pack(probed)) is not None:
             entry = ticks.name_of(probed[0]["identity"], self._decoder)
             with suppress(VideoTimeout):
                 await _in_thread(lambda: store.write(entry, packed), deadline_s)
 
-    async def _read(self, video: _Video, keys: list[FrameKey], flight: _Flight, deadline_s: float | int) -> None:
-        """Brings the frames into memory and into `flight`, from disk, or else decoded in as many jobs as pay."""
+    async def _read(self, video: _Video, keys: list[FrameKey], shared: _Shared, deadline_s: float | int) -> None:
+        """Gets frames from disk, or decodes them in several jobs, into memory and `shared`."""
         try:
             if (disk := self._disk) is not None:
                 on_disk = await _in_thread(lambda: [(key, disk.get(key)) for key in keys], deadline_s)
                 for key, picture in on_disk:
                     if picture is not None:
-                        self._arrive(key, picture, flight, "from_disk")
-            if to_decode := [key for key in keys if key not in flight.pictures]:
-                await self._decode(video, to_decode, flight, deadline_s)
+                        self._arrive(key, picture, shared, "from_disk")
+            if to_decode := [key for key in keys if key not in shared.pictures]:
+                await self._decode(video, to_decode, shared, deadline_s)
         finally:
             for key in keys:
                 del self._reads[key]
 
-    async def _decode(self, video: _Video, keys: list[FrameKey], flight: _Flight, deadline_s: float | int) -> None:
+    async def _decode(self, video: _Video, keys: list[FrameKey], shared: _Shared, deadline_s: float | int) -> None:
         by_tick = {int(video.ticks[key.frame]): key for key in keys}
         size_px = keys[0].height, keys[0].width
         loop = asyncio.get_running_loop()
@@ -345,7 +344,7 @@ class FrameReader:
             picture = Picture.of(np.frombuffer(raw, np.uint8).reshape(*size_px, 3))
             if self._disk is not None:
                 self._disk.put(key, picture)
-            loop.call_soon_threadsafe(self._arrive, key, picture, flight, "decoded")
+            loop.call_soon_threadsafe(self._arrive, key, picture, shared, "decoded")
 
         frames = [key.frame for key in keys]
         job = {
@@ -359,24 +358,24 @@ class FrameReader:
         parts, opening_s = video.parts(frames), 0.0
         if self._decoder == "pyav":
             jobs = [job | {"groups": video.groups(part)} for part, _ in parts]
-        else:  # which reads the whole file each time it opens it
-            wanted = [(frame, int(video.ticks[frame]), video.time_s(frame)) for frame in frames]
-            jobs = [job | {"wanted": wanted, "num_frames": video.info.num_frames}]
+        else:  # decord reads the whole file each time it opens it
+            requests = [(frame, int(video.ticks[frame]), video.time_s(frame)) for frame in frames]
+            jobs = [job | {"requests": requests, "num_frames": video.info.num_frames}]
             parts, opening_s = [(frames, sum(pixels for _, pixels in parts))], video.num_bytes / SLOWEST_BYTES_PER_S
         deadlines_s = [deadline_s + opening_s + pixels / SLOWEST_PX_PER_S for _, pixels in parts]
         work = [self._work(*of_part, on_message) for of_part in zip(jobs, deadlines_s, strict=True)]
-        outcomes = await asyncio.gather(*work, return_exceptions=True)  # the others are of use, whatever one ends with
+        outcomes = await asyncio.gather(*work, return_exceptions=True)  # one failure must not discard the other frames
         problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if any(not isinstance(problem, VideoTimeout) for problem in problems):
-            self._videos.pop(video.path, None)  # if it was replaced or repaired, the next request will find out
+            self._videos.pop(video.path, None)  # probed again, in case it was replaced or repaired
         for problem in problems:
             raise problem
-        failed = {key.frame for key in keys if key not in flight.pictures}
+        failed = {key.frame for key in keys if key not in shared.pictures}
         video.undecodable.update(failed)
         self._totals["undecodable"] += len(failed)
 
-    def _arrive(self, key: FrameKey, picture: Picture, flight: _Flight, source: str) -> None:
-        flight.pictures[key] = picture
+    def _arrive(self, key: FrameKey, picture: Picture, shared: _Shared, source: str) -> None:
+        shared.pictures[key] = picture
         self._memory.put(key, picture)
         self._totals[source] += 1
 
@@ -385,27 +384,27 @@ class FrameReader:
     ) -> Message:
         return await asyncio.wrap_future(self._pool.submit(job, deadline_s, on_message))
 
-    def _launch(self, work: Callable[[_Flight], Coroutine[Any, Any, Any]]) -> _Flight:
-        flight = _Flight()
-        flight.task = asyncio.create_task(work(flight))
-        self._tasks.add(flight.task)
-        flight.task.add_done_callback(self._landed)
-        return flight
+    def _launch(self, work: Callable[[_Shared], Coroutine[Any, Any, Any]]) -> _Shared:
+        shared = _Shared()
+        shared.task = asyncio.create_task(work(shared))
+        self._tasks.add(shared.task)
+        shared.task.add_done_callback(self._shared_done)
+        return shared
 
-    def _landed(self, task: asyncio.Task[Any]) -> None:
+    def _shared_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.remove(task)
         if not task.cancelled():
-            task.exception()  # is for those who wait; that nobody does any more is no event
+            task.exception()  # marks it as retrieved: waiting requests get it, and there may be none
 
 
-async def _ended(flights: Collection[_Flight]) -> None:
-    """Waits without cancelling what others may wait for, too; how it ended is in the tasks."""
-    if flights:
-        await asyncio.wait([flight.task for flight in flights])
+async def _ended(shares: Collection[_Shared]) -> None:
+    """Waits without cancelling shared work; results and errors are in the tasks."""
+    if shares:
+        await asyncio.wait([shared.task for shared in shares])
 
 
-async def _in_thread(work: Callable[[], Found], deadline_s: float | int) -> Found:
-    """Of a disk, which may hang like a decoder."""
+async def _in_thread(work: Callable[[], Result], deadline_s: float | int) -> Result:
+    """Runs disk access, which may hang, with a deadline."""
     try:
         async with asyncio.timeout(deadline_s):
             return await asyncio.to_thread(work)
@@ -414,7 +413,7 @@ async def _in_thread(work: Callable[[], Found], deadline_s: float | int) -> Foun
 
 
 def _ticks_store(directory: str | Path) -> FileStore | None:
-    """None where nothing can be kept: nobody has asked for it, so it ends nothing."""
+    """None if the directory is not writable: the cache is optional."""
     try:
         return FileStore(directory, ticks.MAX_BYTES, ticks.SUFFIX)
     except OSError as problem:
@@ -423,12 +422,12 @@ def _ticks_store(directory: str | Path) -> FileStore | None:
 
 
 def _video_of(name: str, num_bytes: int, probed: ticks.Probed) -> _Video:
-    known, raw = probed
-    time_base = Fraction(*known["time_base"])
-    duration_s = float(known["duration_ticks"] * time_base)
-    info = VideoInfo(known["identity"], duration_s, known["num_frames"], known["height"], known["width"])
-    shown, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
-    return _Video(name, info, shown, keys, time_base, known["frame_px"], num_bytes)
+    metadata, raw = probed
+    time_base = Fraction(*metadata["time_base"])
+    duration_s = float(metadata["duration_ticks"] * time_base)
+    info = VideoInfo(metadata["identity"], duration_s, metadata["num_frames"], metadata["height"], metadata["width"])
+    frames, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
+    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], num_bytes)
 
 
 def _num_cores() -> int:

@@ -1,8 +1,8 @@
-"""Decoded frames, in memory and on disk, both bounded in bytes; what was not used for longest goes first.
+"""Stores of decoded frames, in memory and on disk, both bounded in bytes, with LRU eviction.
 
-A frame on disk is its picture's key, which is a hash of the pixels, and the pixels. Files are written atomically. One
-that does not match its own key is removed and counts as missing. Several processes and hosts may share a directory:
-each keeps what it knows of within the bound, and a file that another one removed is a miss.
+A frame file is its picture's key, a hash of the pixels, followed by the pixels. Files are written atomically. A file
+that does not match its key is removed and counts as missing. Several processes and hosts may share a directory: each
+bounds the files it has seen, and a file that another process removed is a miss.
 """
 
 import logging
@@ -28,8 +28,8 @@ Content = TypeVar("Content")
 KEY_BYTES = len(Picture.of(np.zeros((1, 1, 3), np.uint8)).key)
 SUFFIX = ".frame"
 PARTIAL_SUFFIX = ".partial"
-ABANDONED_S = 600.0  # after which a file that is not whole has no writer any more
-# A picture keeps its PNG in base64 once that was asked for: at worst, of noise, four thirds of its pixels.
+ABANDONED_S = 600.0  # older partial files no longer have a writer
+# A picture caches its PNG in base64 once it was sent: for noise, the worst case, four thirds of its pixels.
 MEMORY_PER_PIXEL_BYTE = 1 + 4 / 3
 
 
@@ -39,7 +39,7 @@ class FrameKey:
     frame: int
     height: int
     width: int
-    box: Box | None = None  # the part of the frame that is shown
+    box: Box | None = None  # the visible part of the frame
 
 
 class MemoryStore:
@@ -65,7 +65,7 @@ class MemoryStore:
 
 
 class FileStore:
-    """Small files of one kind by name, at most so many bytes of them. May be used from several threads at once."""
+    """Small named files with a bound on their total size. Thread-safe."""
 
     def __init__(self, directory: str | Path, max_bytes: int, suffix: str):
         self.directory, self.max_bytes, self.num_bytes, self._suffix = Path(directory), max_bytes, 0, suffix
@@ -73,10 +73,10 @@ class FileStore:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._take_stock()
+        self._scan()
 
     def read(self, name: str, unpack: Callable[[bytes], Content | None]) -> Content | None:
-        """What `unpack` makes of a file; None where there is none. A file that it gives None for is removed."""
+        """The result of `unpack` on a file, or None without the file. A file that unpacks to None is removed."""
         path = self._path(name)
         try:
             packed = path.read_bytes()
@@ -92,13 +92,13 @@ class FileStore:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             return None
-        with suppress(OSError):  # removed by another process since, or another user's
-            os.utime(path)  # a later run learns from it what was used last
+        with suppress(OSError):  # removed by another process, or another user's
+            os.utime(path)  # later runs order files by last use
         self._note(name, len(packed))
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """What cannot be written is only not there the next time; it is counted, and the first is logged."""
+        """A failed write only costs a later miss; it is counted, and the first one is logged."""
         path = self._path(name)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
@@ -116,8 +116,8 @@ class FileStore:
     def _path(self, name: str) -> Path:
         return self.directory / name[:2] / name
 
-    def _take_stock(self) -> None:
-        """Learns what earlier runs left, the last used last, and clears away what they did not finish."""
+    def _scan(self) -> None:
+        """Registers the files of earlier runs in order of last use, and deletes abandoned partial files."""
         entries = []
         for path in self.directory.glob("??/*"):
             with suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ class FileStore:
             self._note(name, num_bytes)
 
     def _note(self, name: str, num_bytes: int) -> None:
-        """Notes that a file was just used, or with 0 bytes that it is gone, and removes those that are too many."""
+        """Records the use of a file, or its removal with 0 bytes, and evicts the oldest files beyond the bound."""
         too_many = []
         with self._lock:
             self.num_bytes += num_bytes - self._sizes.pop(name, 0)

@@ -1,4 +1,4 @@
-"""The moments of a video that are looked at: an overview of all of it, and the close look at one window."""
+"""The times of the frames to show: an overview of a whole video, and a close look at a window."""
 
 import math
 
@@ -9,12 +9,11 @@ CROP_MAX_FRAMES = 16
 
 
 def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> list[float]:
-    """The moments of `num_frames` of a video's frames, spread evenly by number from its first to its last.
+    """Times of `num_frames` frames, spread evenly by frame number from the first to the last frame.
 
-    The frames are those of transformers (Qwen3VLVideoProcessor.sample_frames) and of qwen_vl_utils, with which the
-    original samples. A moment is the middle of its frame's time, so that no rounding makes it another one. DIFFERS: a
-    single frame is the middle one, where theirs is the first; where the frame rate varies, frames are spread evenly in
-    time, where theirs are by number.
+    They select the frames that transformers (Qwen3VLVideoProcessor.sample_frames) and qwen_vl_utils, which the original
+    uses, sample. A time is the middle of its frame, so that rounding cannot select a neighbor. DIFFERS: a single frame
+    is the middle one, not the first; with a variable frame rate, frames are spread evenly in time, not by number.
     """
     if num_frames < 1 or of_frames < 1:
         raise ValueError(f"num_frames={num_frames} of a video's {of_frames} must both be at least 1")
@@ -27,7 +26,7 @@ def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> 
 
 
 def crop_times(start_s: float | int, end_s: float | int, max_frames: int = CROP_MAX_FRAMES) -> list[float]:
-    """One moment a second from the start on; where that is too many, `max_frames` evenly from the start to the end."""
+    """One time per second from the start; if that exceeds `max_frames`, that many, evenly from start to end."""
     if max_frames < 1:
         raise ValueError(f"max_frames={max_frames} must be at least 1")
     if not (math.isfinite(start_s) and math.isfinite(end_s) and start_s < end_s):

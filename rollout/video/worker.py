@@ -1,7 +1,7 @@
-"""A worker process: `python -m rollout.video.worker FD MAX_BYTES`. Does one job at a time that comes over a socket.
+"""A decoder process, `python -m rollout.video.worker FD MAX_BYTES`: does one job at a time, received over a socket.
 
-It is a program of its own, not a child of multiprocessing, which would import the trainer's main module, and with it
-jax, into every worker. It ends with its parent, however that ends, even in the middle of decoding.
+It does not use multiprocessing, which would import the trainer's main module, and so jax, into every worker. It ends
+with its parent, however that ends, even while it decodes.
 """
 
 import os
@@ -17,19 +17,19 @@ import numpy as np
 
 from rollout.video import by_decord
 from rollout.video.box import Box
-from rollout.video.by_decord import Countable
+from rollout.video.by_decord import FrameCountCheck
 from rollout.video.decode import decode, measure, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
 
-PARENT_CHECK_MS = 2000  # the link tells at once; this is for a parent whose end of it lives on in another child
+PARENT_CHECK_MS = 2000  # for the case that another child of a dead parent keeps the link open
 
 
 def main() -> None:
     _limit_memory(int(sys.argv[2]))
     link = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, args=(link, os.getppid()), daemon=True).start()
-    with suppress(EOFError, ConnectionError):  # the parent is gone
+    with suppress(EOFError, ConnectionError):  # the parent has ended
         send(link, {"up": True})
         while True:
             job, _ = receive(link)
@@ -37,14 +37,14 @@ def main() -> None:
                 answer, raw = _do(link, job)
             except VideoError as problem:
                 answer, raw = {"error": str(problem)}, b""
-            except MemoryError:  # how much of it can be had again is not known: whoever asked ends this process
+            except MemoryError:  # freed memory is uncertain, so the parent ends this process
                 answer, raw = {"error": "the video cannot be decoded: it takes too much memory", "spent": True}, b""
             send(link, {**answer, "last": True}, raw)
 
 
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     if job["do"] == "probe":
-        return probe(job["path"], Countable if job["decoder"] == "decord" else None)
+        return probe(job["path"], FrameCountCheck if job["decoder"] == "decord" else None)
     if job["do"] == "measure":
         return measure(job["path"]), b""
 
@@ -53,23 +53,23 @@ def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes
 
     box = Box(*job["box"]) if job.get("box") else None
     if job["decoder"] == "decord":
-        by_decord.decode(job["path"], job["identity"], job["wanted"], job["num_frames"], job["size_px"], emit, box)
+        by_decord.decode(job["path"], job["identity"], job["requests"], job["num_frames"], job["size_px"], emit, box)
         return {}, b""
     decode(job["path"], job["identity"], job["groups"], job["size_px"], emit, box)
     return {}, b""
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Of what is written to, not of address space, of which threads and libraries reserve far more than they use."""
+    """Limits writable data, not address space, of which threads and libraries reserve much more than they use."""
     _, allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     if allowed_bytes == resource.RLIM_INFINITY or max_bytes < allowed_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
 
 
 def _end_with_parent(link: socket.socket, parent: int) -> None:
-    """The decoder lets go of the interpreter's lock while it works or hangs, so this thread always gets to run."""
+    """Runs during decoding too, because the decoder releases the interpreter lock."""
     hang_up = select.poll()
-    hang_up.register(link, 0)  # that the other end is closed is reported unasked
+    hang_up.register(link, 0)  # POLLHUP is always reported
     while os.getppid() == parent and not hang_up.poll(PARENT_CHECK_MS):
         pass
     os._exit(0)

@@ -41,7 +41,7 @@ def decoded(video: Probed, frames) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize("ending", READ)
 def test_every_frame_is_pyavs(tmp_path, ending):
     video = Probed(write_video(tmp_path / f"video.{ending}", at_fps(30, 90), **READ[ending]))
-    probe(video.path, by_decord.Countable)
+    probe(video.path, by_decord.FrameCountCheck)
     frames = np.random.default_rng(0).permutation(90)[:40].tolist()
     expected, found = video.decoded(frames), decoded(video, frames)
     assert all(np.array_equal(found[frame], expected[frame]) for frame in frames)
@@ -51,14 +51,14 @@ def test_every_frame_is_pyavs(tmp_path, ending):
 def test_what_it_miscounts_is_refused(tmp_path, ending):
     path = write_video(tmp_path / f"video.{ending}", at_fps(30, 90), **CONTAINERS[ending])
     with pytest.raises(VideoError, match=f"decord miscounts .*{REFUSED[ending]}.*; set video.decoder=pyav"):
-        probe(str(path), by_decord.Countable)
+        probe(str(path), by_decord.FrameCountCheck)
 
 
 def test_a_trimmed_video_is_refused(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", at_fps(30, 90))
     trimmed = trim_without_encoding(whole, tmp_path / "video.mp4", 13, 30)
     with pytest.raises(VideoError, match="decord miscounts files with frames that an edit list cuts off"):
-        probe(str(trimmed), by_decord.Countable)
+        probe(str(trimmed), by_decord.FrameCountCheck)
     with pytest.raises(VideoError, match="decord counts 90 of its 77 frames"):
         decoded(Probed(trimmed), [5])
 

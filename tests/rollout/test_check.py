@@ -25,8 +25,9 @@ from paravt_jax.sampling import score
 from paravt_jax.sampling.score import LearnerScorer
 from rollout import check as gate
 from rollout.chat import Chat
-from rollout.check import Difference, Parity, Scored, ScoreRequest, check, table
+from rollout.check import check
 from rollout.engine.answers import PROBE_TEXT, Fingerprint
+from rollout.parity import KINDS, Difference, Parity, Scored, ScoreRequest, table
 
 DTYPES = ("bfloat16", "float32")
 NEW_TOKENS = 24
@@ -76,7 +77,7 @@ def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, s
     if dtype == "bfloat16":  # further off than any bound in nats allowed that refused the wrong ones of a tiny model
         assert np.abs(dialogue.offsets[0]).mean() > 0.04
     else:  # and ten times nearer than it has to be
-        assert all(one.server < one.allowed / 4 for one in dialogue.compared)
+        assert all(one.server < one.allowed / 4 for one in dialogue.statistics)
 
 
 def another_layer(right: Path, wrong: Path) -> None:
@@ -131,10 +132,10 @@ def test_one_value_far_off_among_many_refuses_no_server():
     offsets[0, 17] = 0.5
     difference = Difference(3.0, sampled=True)
     difference.add(offsets)
-    assert [one.name for one in difference.compared] == ["KL", "half within", "90 % within", "99 % within"]
-    assert not any(one.problem for one in difference.compared)
+    assert [one.name for one in difference.statistics] == ["KL", "half within", "90 % within", "99 % within"]
+    assert not any(one.problem for one in difference.statistics)
     difference.offsets[0] *= 6
-    assert all(one.problem for one in difference.compared)
+    assert all(one.problem for one in difference.statistics)
 
 
 def test_the_kl_by_hand_and_its_bound_is_the_square_of_the_others():
@@ -152,15 +153,15 @@ def test_the_kl_by_hand_and_its_bound_is_the_square_of_the_others():
 def test_quantiles_with_few_tokens_beyond_them_may_be_further_off_or_are_not_judged():
     difference = Difference(3.0)
     difference.add(np.ones((2, 60)))
-    assert [one.name for one in difference.compared] == ["half within", "90 % within"]
+    assert [one.name for one in difference.statistics] == ["half within", "90 % within"]
     # 30 and 6 are beyond
     expected = [3 * (1 + 2 / 30**0.5), 3 * (1 + 2 / 6**0.5)]
-    assert [one.allowed for one in difference.compared] == pytest.approx(expected)
+    assert [one.allowed for one in difference.statistics] == pytest.approx(expected)
 
 
 def test_values_that_are_no_numbers_refuse_a_server():
     parity = Parity("a", "bfloat16")
-    for kind in gate.KINDS:
+    for kind in KINDS:
         parity.add(kind, np.full((2, 40), 0.01))
     assert parity.problems == []
     parity.differences["dialogue"].offsets[0] = np.nan
@@ -169,16 +170,16 @@ def test_values_that_are_no_numbers_refuse_a_server():
 
 def test_a_log_prob_that_bfloat16_leaves_at_zero_may_be_rounded_in_float32():
     parity = Parity("a", "float32")
-    for kind in gate.KINDS:
+    for kind in KINDS:
         parity.add(kind, np.stack([np.full(40, 3e-7), np.zeros(40)]))
     assert parity.problems == []
 
 
 def test_by_a_learner_that_is_far_off_itself_no_server_is_judged():
     parity = Parity("a", "bfloat16")
-    for kind in gate.KINDS:
+    for kind in KINDS:
         parity.add(kind, np.full((2, 40), 0.5))
-    assert ["the learner itself is off by a KL of 0.149 in bfloat16" in one for one in parity.problems] == [True]
+    assert ["the learner's own bfloat16 has a KL of 0.149" in one for one in parity.problems] == [True]
 
 
 def test_the_table_says_what_was_measured_the_noise_and_what_is_allowed():

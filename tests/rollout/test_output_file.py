@@ -37,7 +37,7 @@ def test_an_input_is_never_replaced_whatever_it_is_called(kind, tmp_path):
     else:
         path = source if kind == "itself" else tmp_path / "x" / ".." / "in"
         (tmp_path / "x").mkdir()
-    with pytest.raises(ValueError, match="is what this command reads"):
+    with pytest.raises(ValueError, match="is an input of this command"):
         OutputFile(path, "a command", inputs=[tmp_path / "gone", "", "OWNER/NAME", source], force=True)
     assert source.read_text() == "hours of work"
 
@@ -46,7 +46,7 @@ def test_in_a_directory_that_a_command_reads_only_its_own_file_is_replaced(tmp_p
     (tmp_path / "metrics.jsonl").write_text("{}")
     for _ in range(2):
         write(tmp_path / "report.html", inputs=[tmp_path])
-    with pytest.raises(ValueError, match="lies in a directory that this command reads"):
+    with pytest.raises(ValueError, match="is inside a directory that this command reads"):
         OutputFile(tmp_path / "metrics.jsonl", "a command", inputs=[tmp_path], force=True)
 
 
@@ -98,7 +98,7 @@ def test_an_address_is_no_file(scheme, tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path, problem in [
-        (tmp_path / "file" / "deep" / "out", "file is no directory that may be written to"),
+        (tmp_path / "file" / "deep" / "out", "file is not a writable directory"),
         (tmp_path, "is a directory"),
         (tmp_path / ("x" * 201), "longer than 200 bytes"),
     ]:

@@ -46,12 +46,13 @@ from paravt_jax.sampling.weights import ModelWeights
 from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
-from rollout.check import ScoreRequest, check
+from rollout.check import check
 from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
 from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.parity import KINDS, ScoreRequest
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
 
@@ -296,7 +297,7 @@ def test_servers_and_learner_agree_on_every_size_of_picture(server, model, contr
     (found,) = asyncio.run(check([server.url], LearnerScorer(model, contract), chat))
     assert found.problems == []
     assert len(set(LearnerScorer(model, contract).settled(gate.VIDEO_SIZES_PX))) >= 6
-    assert {kind: d.num_tokens > 20 for kind, d in found.differences.items()} == dict.fromkeys(gate.KINDS, True)
+    assert {kind: d.num_tokens > 20 for kind, d in found.differences.items()} == dict.fromkeys(KINDS, True)
 
 
 def test_the_gate_notices_other_weights_and_other_pictures(server, model, other, contract, chat):
@@ -453,7 +454,7 @@ def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_w
             await engine.publish(ModelWeights(other, FLOAT32), version)
             running = asyncio.create_task(engine.generate(long_request(chat, "e")))
             await asyncio.sleep(1)
-            with pytest.raises(EngineError, match=f"another one that is alive, {RUN}, publishes to it"):
+            with pytest.raises(EngineError, match=f"another live run, {RUN}, publishes to it"):
                 await SGLangEngine.connect([server.url], SGLangSettings("tests-2"))
             await engine.abort("e")
             undisturbed = await running
@@ -517,7 +518,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
             ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
         )
         servers = [ServerState(managed.url, managed), ServerState(server.url)]
-        engine = await SGLangEngine._begin(servers, SGLangSettings(RUN, probe_every_s=1))
+        engine = await SGLangEngine.open(servers, SGLangSettings(RUN, probe_every_s=1))
         try:
             await all_up(engine, model)
             await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)

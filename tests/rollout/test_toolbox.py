@@ -19,7 +19,7 @@ from rollout.chat import Chat
 from rollout.episode import MAX_ANSWER_CHARS, Agent, Episode, EpisodeConfig, Task
 from rollout.prompts import Prompts, main_messages
 from rollout.toolbox import signatures, tools_of
-from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, found_in
+from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, search
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import CROP_VIDEO_ALONE, CROP_VIDEO_SCHEMA, find_calls
 from rollout.video.box import Box
@@ -163,14 +163,14 @@ def test_subtitles_that_cannot_be_had_are_an_error_of_the_call(chat, tmp_path, s
 
 
 def test_what_is_found_is_bounded():
-    told = found_in([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
+    told = search([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
     assert told.splitlines()[0].endswith("500 of 500:") and told.endswith(f"The first {MAX_HITS} are listed.")
     assert len(told) < MAX_HITS * (MAX_LINE_CHARS + 30) + 120 < MAX_ANSWER_CHARS
 
 
 def test_words_are_compared_without_case_and_in_one_form():
     cues = [Cue(0.0, 1.0, "Die STRASSE, cafe\u0301")]
-    assert "all of these words" in found_in(cues, "Straße Café")
+    assert "all of these words" in search(cues, "Straße Café")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
@@ -264,12 +264,12 @@ def test_every_tool_is_offered_in_the_template_and_in_the_words_after_the_questi
         (["gone.py:Tool"], "rollout.tools=gone.py:Tool: there is no file"),
         (["{own}:Gone"], "the file has no Gone"),
         (["{own}:number"], "is not a Tool"),
-        (["{own}:Unnamed"], "cannot be made: AttributeError"),
-        (["{own}:Broken"], "cannot be made: RuntimeError: no"),
+        (["{own}:Unnamed"], "cannot be created: AttributeError"),
+        (["{own}:Broken"], "cannot be created: RuntimeError: no"),
         (["{own}:Odd"], "whose name is a word"),
         (["crop_video", "{own}:Crop"], "has 2 tools of the name crop_video"),
         (["{broken}:Tool"], "cannot be loaded: SyntaxError"),
-        (["{text}:Tool"], "is no Python file"),
+        (["{text}:Tool"], "is not a Python file"),
     ],
 )
 def test_a_list_of_tools_that_cannot_be_is_refused_by_name(own, tmp_path, tools, complaint):

@@ -35,13 +35,13 @@ sys.meta_path.insert(0, _Hook())
 
 
 def _fork_children():
-    """SGLang spawns its processes for the sake of CUDA: each imports torch and sglang anew, 13 s of CPU and more."""
+    """Forks child processes: SGLang spawns them for CUDA, and each would import torch and sglang, 13 s of CPU."""
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
 def _import_only_qwen():
-    """SGLang imports all models that it knows, some 200 files, to find the one that it is to serve."""
+    """Imports only Qwen's models: SGLang imports about 200 model files to find the one to serve."""
     registries = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
     iter_modules = pkgutil.iter_modules
 

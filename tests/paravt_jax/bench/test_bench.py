@@ -94,7 +94,7 @@ def test_a_bad_option_is_refused_before_anything_is_measured(bench, tmp_path):
     with pytest.raises(ValueError, match=r"^--repeats 0 must be at least 1$"):
         bench("learner", "--repeats", "0")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file is no directory that may be written to$"):
+    with pytest.raises(ValueError, match=r"file is not a writable directory$"):
         bench("learner", "--json", str(tmp_path / "file" / "x.json"))
 
 
