@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from paravt_jax.plan.service import ServiceTimes
-from rollout.engine.sglang import MAX_IMBALANCE
+from rollout.engine.routing import MAX_IMBALANCE
 
 SAME_S = 1e-9  # apart is at the same time, but for rounding
 COUNTED_STEPS = 4  # whose mean counts, after those that fill the pipeline
