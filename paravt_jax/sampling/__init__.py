@@ -1,1 +1,1 @@
-"""Weights into samples: the embedded engine, what engines are given, how frames reach them."""
+"""Sampling from the learner's weights: the embedded engine, weights for other engines, and frames."""

@@ -1,7 +1,7 @@
-"""The embedded engine: the learner's own model samples, in the learner's own process.
+"""The embedded engine: the learner's model samples in the learner's process.
 
-It needs no second environment, runs on whatever mesh the model is on, and gives the same tokens for the same request
-and seed whatever else is being sampled. One thread owns the sampler; the event loop only waits.
+It needs no second environment, runs on the model's mesh, and gives the same tokens for the same request and seed,
+independent of other requests. One thread owns the sampler; the event loop only waits.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ from rollout.picture import Picture
 
 Result = TypeVar("Result")
 NAME = "embedded"
-KEPT_PROMPTS = 64  # so that the members of a group share one prefill
-KEPT_FRAMES = 4096  # of patches, 0.3 MB each at the recipe's largest size
+MAX_PROMPTS = 64  # cached, so that the episodes of a group share one prefill
+MAX_FRAMES = 4096  # cached patches, 0.3 MB each at the recipe's largest size
 
 
 @dataclass(eq=False)
 class Running:
-    """A request in the sampler. `changes` are (tokens sampled until then, the version that sampled them)."""
+    """A request in the sampler. `changes` are pairs (number of tokens sampled so far, their version)."""
 
     episode: str
     done: asyncio.Future[Completion] | None = None  # of who waits for it
@@ -51,11 +51,11 @@ class Running:
     order: int = 0  # by which several hosts know it
     num_prompt_tokens: int = 0
     on_tokens: Callable[[Sequence[int]], object] | None = None
-    sampled: list[int] = field(default_factory=list)  # so far, for who is to hear of it
+    sampled: list[int] = field(default_factory=list)  # tokens so far, for `on_tokens`
     changes: list[tuple[int, int]] = field(default_factory=list)
 
-    def hear(self, ended: Completion | Exception | None) -> None:
-        """Tells who waits how it ended, or how far it is."""
+    def notify(self, ended: Completion | Exception | None) -> None:
+        """Passes the result, or the tokens so far, to the caller."""
         if self.on_tokens is not None and not isinstance(ended, Exception):
             self.on_tokens(self.sampled if ended is None else ended.ids)
         if ended is None or self.done is None or self.done.done():
@@ -67,18 +67,18 @@ class Running:
 
 
 class EmbeddedEngine:
-    """The sampler behind the protocol of engines: requests go to its one thread, completions come back to the loop."""
+    """Implements the engine protocol with the sampler: requests go to its thread, completions return to the loop."""
 
     def __init__(
         self, model: Qwen3VL, contract: VisionContract, version: int = 0, *, mesh: Mesh | None = None, **sampler: Any
     ):
-        """`mesh` is the model's. `sampler` are the settings of model_port's Sampler: max_rows, buckets and so on."""
+        """`mesh` is the model's; `sampler` are settings of model_port's Sampler: max_rows, buckets and so on."""
         self._mesh = mesh
         with on_mesh(mesh):
             self._sampler = Sampler(model, **sampler)
         self._contract = contract
         self._version = version
-        self._running: dict[int, Running] = {}  # by the sampler's number; belongs to the thread
+        self._running: dict[int, Running] = {}  # by the sampler's number; only used in the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._submitted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise EngineError(f"the embedded engine failed before: {self._failure!r}") from self._failure
         if request.version not in (None, self._version):
-            raise VersionMismatch(f"the engine has version {self._version}, version {request.version} was asked for")
+            raise VersionMismatch(f"the engine has version {self._version}, expected version {request.version}")
         started_s = time.monotonic()
         if self._pump is None:
             self._pump = asyncio.create_task(self._sample())
@@ -122,7 +122,7 @@ class EmbeddedEngine:
         )
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Running requests go on with the new weights, over keys and values of the old."""
+        """Running requests continue with the new weights, on keys and values of the old ones."""
         if not isinstance(weights, ModelWeights):
             raise EngineError(f"the embedded engine takes the weights of a model, not {type(weights).__name__}")
 
@@ -144,7 +144,7 @@ class EmbeddedEngine:
 
         for running, completion in await self._in_thread(stop_all):
             if completion is not None:
-                running.hear(completion)
+                running.notify(completion)
 
     async def close(self) -> None:
         await self.abort()
@@ -154,22 +154,22 @@ class EmbeddedEngine:
         self._thread.shutdown()
 
     async def _sample(self) -> None:
-        """Steps the sampler whenever there is something to sample."""
+        """Steps the sampler while there are requests."""
         try:
             while True:
-                await self._wanted()
+                await self._wait_for_work()
                 self._submitted.clear()
                 finished = await self._in_thread(self._step)
                 while finished or self._sampler.busy:
                     for running, completion in finished:
-                        running.hear(completion)
+                        running.notify(completion)
                     finished = await self._in_thread(self._step)
-        except Exception as problem:  # nothing can be sampled any more, and whoever waits must hear of it
+        except Exception as problem:  # sampling cannot continue, so every caller gets the error
             self._failure = problem
             for running in self._waiting():
-                running.hear(problem)
+                running.notify(problem)
 
-    async def _wanted(self) -> None:
+    async def _wait_for_work(self) -> None:
         """Returns when there may be something to sample."""
         await self._submitted.wait()
 
@@ -179,7 +179,7 @@ class EmbeddedEngine:
     # In the thread
 
     def _step(self) -> Sequence[tuple[Running, Completion | Exception | None]]:
-        """What is running, with the completions of those that ended in this step; nothing when nothing runs."""
+        """The running requests, each with its completion if it ended in this step."""
         was_running = dict(self._running)
         finished = self._sampler.step() if self._sampler.busy else {}
         for number in finished:
@@ -190,7 +190,7 @@ class EmbeddedEngine:
         return [(running, finished.get(number)) for number, running in was_running.items()]
 
     def _stop(self, running: Running) -> Completion | None:
-        """Ends a request that still runs; one that was cancelled on its way here has no number."""
+        """Ends a running request; one that was cancelled before it was submitted has no number."""
         if running.number is None or self._running.pop(running.number, None) is None:
             return None
         return self._sampler.abort(running.number)
@@ -222,13 +222,13 @@ class EmbeddedEngine:
                 expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames
             )
         self._prompts[key] = prompt
-        _forget_oldest(self._prompts, KEPT_PROMPTS)
+        _evict_oldest(self._prompts, MAX_PROMPTS)
         return prompt
 
     def _frame(self, picture: Picture) -> Frame:
         frame = self._frames.pop(picture.key, None) or frame_of(picture, self._contract)
         self._frames[picture.key] = frame
-        _forget_oldest(self._frames, KEPT_FRAMES)
+        _evict_oldest(self._frames, MAX_FRAMES)
         return frame
 
     def _versions(self, running: Running, num_tokens: int) -> np.ndarray:
@@ -245,6 +245,6 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, on_our_mesh)
 
 
-def _forget_oldest(kept: OrderedDict[Any, Any], most: int) -> None:
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _evict_oldest(cache: OrderedDict[Any, Any], most: int) -> None:
+    while len(cache) > most:
+        cache.popitem(last=False)

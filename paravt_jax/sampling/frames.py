@@ -1,4 +1,4 @@
-"""Pictures as the vision tower takes them: what an engine was sent is what the learner computes from."""
+"""Converts pictures to the vision tower's input."""
 
 from model_port.inputs import Frame
 from model_port.processing import VisionContract, process_images
@@ -6,7 +6,7 @@ from rollout.picture import Picture
 
 
 def frame_of(picture: Picture, contract: VisionContract) -> Frame:
-    """The patches of a picture, which must have its final size: what is seen here is what was sent elsewhere."""
+    """The patches of a picture, which must have its final size, so that engine and learner see the same pixels."""
     patches, grids = process_images([picture.pixels], contract)
     _, down, across = grids[0].tolist()
     if (down * contract.patch_px, across * contract.patch_px) != picture.size_px:

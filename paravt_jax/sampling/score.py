@@ -1,9 +1,9 @@
-"""The learner's own log-probs of dialogues that an engine served, for the parity gate.
+"""The learner's log-probs of dialogues that an engine served, for the parity gate.
 
     python -m paravt_jax.sampling.score --model CKPT [--dtype float32]
 
-As a command it answers JSON lines, which is how `python -m rollout.check` asks it: that package never imports jax. A
-trainer uses `LearnerScorer` on the model it trains.
+The command answers JSON lines from `python -m rollout.check`, which never imports jax. A trainer uses `LearnerScorer`
+on its own model.
 """
 
 import argparse
@@ -48,16 +48,16 @@ BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
 
 class LearnerScorer:
-    """Scores dialogues one by one, each alone in its row: in float32, and in bfloat16, which shows the noise of that.
+    """Scores dialogues one per row, in float32 and in bfloat16, whose difference is the bfloat16 noise.
 
-    Both compute from the weights that servers are given. Of float32 masters that are published in bfloat16 these are a
-    copy of half their size, less than what an update needs beside them; what is stored in bfloat16 is taken as it is.
+    Both use the weights that servers get. If float32 masters are published in bfloat16, these are a copy of half their
+    size, less than an update needs. Weights stored in bfloat16 are used directly.
     """
 
     def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None = None):
         self._config, self._contract, self._mesh = model.config, contract, mesh
         self._params = _as_published(model)
-        # Kernels of long rows may round more than they need; square forms have room for these short ones.
+        # Kernels for long rows may round more than necessary; these short rows have memory for square scores.
         self._exact = _program(model, Compute("float32", attention="blocked"))
         self._rounded = _program(model, replace(model.compute, dtype="bfloat16"))
 
@@ -65,9 +65,9 @@ class LearnerScorer:
         return [settled_size(*size_px, self._contract) for size_px in sizes_px]
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        return [self._score_one(request) for request in requests]
+        return [self._score_request(request) for request in requests]
 
-    def _score_one(self, request: ScoreRequest) -> Scored:
+    def _score_request(self, request: ScoreRequest) -> Scored:
         frames = [frame_of(picture, self._contract) for picture in request.pictures]
         counts = [len(frame.patches) // self._config.vision.merge_unit for frame in frames]
         ids = expand_placeholders(request.ids.astype(np.int64), counts, self._config.image_token_id)
@@ -81,7 +81,7 @@ class LearnerScorer:
         text = pack_text([[row]], frames, first_rows, self._config, bucket(len(ids), TOKEN_BUCKET))
         inputs = (self._params, text, vision, np.float32(request.temperature))
         with on_mesh(self._mesh):
-            with jax.default_matmul_precision("highest"):  # accelerators multiply float32 in fewer bits otherwise
+            with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 in fewer bits
                 exact = self._exact(*inputs)
             logps = (np.asarray(logp)[: len(ids)] for logp in (exact, self._rounded(*inputs)))
         return Scored(ids.astype(np.int32), *logps)
@@ -111,9 +111,9 @@ class SharedScorer(LearnerScorer):
 
 
 def _as_published(model: Qwen3VL) -> nnx.State:
-    """The parameters, rounded as servers get them; beside adapters they are so already.
+    """The parameters rounded as published; with adapters they are rounded already.
 
-    What an adapter adds is not rounded here: servers get the sum, whose rounding counts as theirs.
+    An adapter's contribution is not rounded: servers get the sum, and its rounding counts as theirs.
     """
     params, dtype = nnx.state(model), model.compute.dtype
     return params if model.lora.rank else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -132,10 +132,10 @@ def _score(
     vision: VisionBatch | None,
     temperature: Float[Array, ""],
 ) -> Float[Array, " T"]:
-    """Index t is the log-prob of token t; of the first token, which follows nothing, it is 0."""
+    """Index t is the log-prob of token t; the first token has 0."""
     model = nnx.merge(graphdef, params)
     logits = model(text, vision)[0].astype(jnp.float32)
-    if model.compute.dtype == "bfloat16":  # in which a server that computes in it has its logits, and learners do not
+    if model.compute.dtype == "bfloat16":  # servers in bfloat16 round their logits, the learner does not
         logits = jax.lax.reduce_precision(logits, BFLOAT16.nexp, BFLOAT16.nmant)
     logits = logits / temperature
     following: Int[Array, " T"] = jnp.asarray(text.tokens)[0, 1:]
@@ -158,11 +158,11 @@ def main() -> None:
         print(json.dumps(_answer(scorer, json.loads(line))), flush=True)
 
 
-def _answer(scorer: LearnerScorer, asked: dict[str, Any]) -> dict[str, Any]:
-    if "settle" in asked:
-        return {"sizes_px": scorer.settled([tuple(size_px) for size_px in asked["settle"]])}
-    pictures = tuple(_decoded(png) for png in asked["pictures"])
-    request = ScoreRequest(np.array(asked["ids"], np.int32), pictures, asked["temperature"])
+def _answer(scorer: LearnerScorer, message: dict[str, Any]) -> dict[str, Any]:
+    if "settle" in message:
+        return {"sizes_px": scorer.settled([tuple(size_px) for size_px in message["settle"]])}
+    pictures = tuple(_decoded(png) for png in message["pictures"])
+    request = ScoreRequest(np.array(message["ids"], np.int32), pictures, message["temperature"])
     (scored,) = scorer.score([request])
     return {name: getattr(scored, name).tolist() for name in ("ids", "logp", "bfloat16_logp")}
 

@@ -47,10 +47,10 @@ class SharedEngine(EmbeddedEngine):
         self._leaving.set()  # the others leave by themselves
         await super().close()
 
-    async def _wanted(self) -> None:
+    async def _wait_for_work(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(IDLE_S):
-                await super()._wanted()
+                await super()._wait_for_work()
 
     # In the thread
 

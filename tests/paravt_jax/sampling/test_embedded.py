@@ -139,7 +139,7 @@ def test_who_wants_to_hears_of_the_tokens_while_they_are_sampled(model, contract
 
 def test_another_version_than_asked_for_is_an_error(model, contract, chat):
     async def work(engine):
-        with pytest.raises(VersionMismatch, match="version 3 was asked for"):
+        with pytest.raises(VersionMismatch, match="expected version 3"):
             await engine.generate(request(chat, version=3))
 
     run(model, contract, work)
