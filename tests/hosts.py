@@ -16,9 +16,9 @@ from typing import Any
 from forked import forks
 
 from model_port.cli import run_cli
-from paravt_jax.bench.hosts import free_port, with_devices
 from paravt_jax.config import HostsConfig
 from paravt_jax.run import hosts, training
+from scripts.bench.hosts import free_port, with_devices
 
 
 @dataclass(frozen=True)

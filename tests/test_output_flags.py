@@ -32,8 +32,6 @@ FILES = {
 }
 WITHOUT_FORCE = {"data split"}  # whose files must not exist
 DIRECTORIES = {  # which output_directory guards, or which a run or a bench keeps
-    "bench --out": ["bench", "soak", "--out", "FILE"],
-    "bench --dir": ["bench", "checkpoint", "--dir", "FILE"],
     "convert --dst": ["convert", "--src", "in", "--dst", "FILE"],
     "data materialize --output-dir": [*MATERIALIZE, "--output-dir", "FILE"],
     "export --dst": ["export", "--src", "in", "--dst", "FILE"],

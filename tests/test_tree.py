@@ -25,9 +25,7 @@ TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only th
     SIDECAR_ONLY,
     "model_port/verify.py",
     "paravt_jax/bench/gpu_parts.py",
-    "paravt_jax/bench/learner.py",
     "paravt_jax/bench/torch_update.py",
-    "paravt_jax/bench/video.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
     "rewards": "",

@@ -1,7 +1,7 @@
 """python -m paravt_jax.bench NAME [options] [--json OUT]
 
-A bench is a module of this package with `add_arguments(parser)`, `run(args)` that returns what it found as JSON types,
-and `table(found)` that says it in a few aligned lines.
+A benchmark is a module with `add_arguments(parser)`, `run(args)`, which returns its results as JSON types, and
+`table(result)`, which formats them in a few aligned lines.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import datetime
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
@@ -16,37 +17,29 @@ from model_port.progress import Meter
 from paravt_jax.bench import machine
 from rollout.output_file import OutputFile
 
+PACKAGE = "paravt_jax.bench"
 BENCHES = {
-    "chaos": "the smoke run on two real SGLang servers while everything around it fails",
-    "checkpoint": "a learner's state saved, and restored with and without comparing its checksums",
-    "convert": "time and memory of model_port.convert and model_port.export, beside a plain copy",
-    "decoders": "PyAV beside decord: whose frames are right in which container, and how fast each is",
-    "gpu_check": "one NVIDIA GPU in ten minutes: attention, the update, torch beside it, weights for servers",
-    "hosts": "one run and a checkpoint on 1, 2 and 4 processes of this machine, and new weights to 1, 2 and 4 servers",
-    "learner": "forward and forward+backward of the policy, beside transformers in torch",
-    "mesh": "one update on every mesh: measured on the devices of this machine, or compiled for others and estimated",
-    "rollout": "episodes against a real SGLang server: parallel crops, throughput, caches, publishing",
-    "simulation": "simulated steps beside real ones: the smoke run on one and two real SGLang servers, and embedded",
-    "soak": "the smoke run or a service for hours: memory, open files, threads and the time of a step",
-    "video": "frames of a video, decoded and again from memory, beside qwen_vl_utils with decord",
+    "gpu_check": "one NVIDIA GPU in ten minutes: attention, the update, torch for comparison, weights for servers",
+    "mesh": "one update on every mesh: measured on this machine's devices, or compiled for others and estimated",
+    "rollout": "episodes on a real SGLang server: parallel crops, throughput, caches, publishing",
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.bench"), description="Measures this machine.")
-    subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(BENCHES))
-    for name, summary in BENCHES.items():
+def main(package: str = PACKAGE, benches: Mapping[str, str] = BENCHES) -> None:
+    parser = argparse.ArgumentParser(prog=prog_of(package), description="Measures this machine.")
+    subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(benches))
+    for name, summary in benches.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name in sys.argv[1:2]:  # the others, and what they import, stay unloaded
-            importlib.import_module(f"paravt_jax.bench.{name}").add_arguments(subparser)
-        subparser.add_argument("--json", metavar="OUT", help="also write everything measured to this file")
-        subparser.add_argument("--force", action="store_true", help="replace OUT also if this bench did not write it")
+        if name in sys.argv[1:2]:  # does not import the others
+            importlib.import_module(f"{package}.{name}").add_arguments(subparser)
+        subparser.add_argument("--json", metavar="OUT", help="also write all results to this file")
+        subparser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")
         add_debug_flag(subparser)
     args = parser.parse_args()
-    read = [getattr(args, name, None) or "" for name in ("model", "config")]
-    out = args.json and OutputFile(args.json, f"bench {args.bench}", inputs=read, force=args.force)
+    inputs = [getattr(args, name, None) or "" for name in ("model", "config")]
+    out = args.json and OutputFile(args.json, f"bench {args.bench}", inputs=inputs, force=args.force)
     exit_on_sigterm()
-    bench = importlib.import_module(f"paravt_jax.bench.{args.bench}")
+    bench = importlib.import_module(f"{package}.{args.bench}")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with Meter(f"bench {args.bench}"):
         result = bench.run(args)

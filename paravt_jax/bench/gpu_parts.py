@@ -24,8 +24,8 @@ import numpy as np
 from model_port.config import ModelConfig, preset
 from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
 from model_port.weights import num_params
-from paravt_jax.bench.learner import FRAME_GRID, example
-from paravt_jax.bench.update import EpisodeGroup, our_update, torch_update
+from paravt_jax.bench.models import FRAME_GRID, random_example
+from paravt_jax.bench.update import EpisodeGroup, Update, our_update, torch_update
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -319,13 +319,13 @@ def update_in_torch(check: Check) -> Iterator[Row]:
     yield row | {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
 
 
-def _one_way(way: str, check: Check, make: Callable[..., Callable[[], dict[str, float]]]) -> Row:
+def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:
     sizes, config = check.sizes, with_tokenizer_ids(check.group_model)
-    prompt = example(config, 0, *sizes.prompt, FRAME_GRID)
-    responses = [
-        example(config, seed, 0, sizes.response_tokens, FRAME_GRID).ids for seed in range(1, sizes.num_episodes + 1)
-    ]
-    work = make(way, check.folder / MODEL_DIR, "bfloat16", EpisodeGroup(config, prompt.ids, prompt.frames, responses))
+    prompt = random_example(config, 0, *sizes.prompt, FRAME_GRID)
+    seeds = range(1, sizes.num_episodes + 1)
+    responses = [random_example(config, seed, 0, sizes.response_tokens, FRAME_GRID).ids for seed in seeds]
+    group = EpisodeGroup(config, prompt.ids, prompt.frames, responses)
+    work = make(way, check.folder / MODEL_DIR, "bfloat16", group).run
     metrics = work()  # the first compiles, and is what the ways are compared by
     return {
         "way": way,

@@ -10,8 +10,8 @@ import argparse
 from typing import Any
 
 from model_port.config import PRESETS
-from paravt_jax.bench.learner import MODELS
 from paravt_jax.bench.mesh_case import SETTINGS
+from paravt_jax.bench.models import MODELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

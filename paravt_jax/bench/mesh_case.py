@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from model_port.config import ModelConfig, preset
-from paravt_jax.bench.learner import MODELS
+from paravt_jax.bench.models import MODELS
 from paravt_jax.config import Config, SftConfig
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import model_port
 from model_port.processing import VisionContract, settled_size
 from model_port.terminal import say
 from model_port.tiny import make_tiny
+from paravt_jax.bench.camera import FPS, camera
 from paravt_jax.bench.service import service_of
-from paravt_jax.bench.video import FPS, camera
 from paravt_jax.config import TINY, EngineConfig
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, reports_s

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paravt_jax.bench import simulation
 from paravt_jax.bench.rollout import SIMULATED_CORES, SIMULATED_SERVERS, simulated_turns
 from paravt_jax.bench.service import BURST, TEXTS, Probe, decoding, fitted, service_of
-from paravt_jax.bench.simulation import ARMS, FIRST_STEPS, OTHERWISE, compared, mean_service, scripts_of
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.plan.service import ServiceTimes
 from paravt_jax.plan.simulation import CallScript, TurnScript
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
+from scripts.bench import simulation
+from scripts.bench.simulation import ARMS, FIRST_STEPS, OTHERWISE, compared, mean_service, scripts_of
+from scripts.bench.smoke_run import CONFIG, SETTINGS
 
 SERVICE = ServiceTimes(1.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0)
 

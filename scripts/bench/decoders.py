@@ -19,12 +19,13 @@ from typing import Any
 import av
 import numpy as np
 
-from paravt_jax.bench.video import FPS, SIZES_PX, camera, read_cold, reads_of
+from paravt_jax.bench.camera import FPS, camera
 from rollout.video import by_decord
 from rollout.video.decode import decode, probe
 from rollout.video.encode import X264, write_video
 from rollout.video.errors import VideoError
 from rollout.video.reader import Decoder
+from scripts.bench.video import SIZES_PX, read_cold, reads_of
 
 NUM_S, CLIP_PX = 4, (96, 128)
 GROUP_FRAMES = 30

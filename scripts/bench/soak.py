@@ -28,12 +28,12 @@ from matplotlib.figure import Figure
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.output_dir import check_local
 from model_port.progress import Meter
-from paravt_jax.bench.chaos import left_in_memory
-from paravt_jax.bench.smoke_run import ROOT, family, num_steps, taken_by_role, trainer_command
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.run.log import METRICS_FILE, load_jsonl, whole_file
 from paravt_jax.run.plots import BLUE, GREEN, NEUTRAL, ORANGE, STYLE
 from rollout.supervisor import SHARED_MEMORY
+from scripts.bench.chaos import left_in_memory
+from scripts.bench.smoke_run import ROOT, family, num_steps, taken_by_role, trainer_command
 
 SAMPLE_EVERY_S = 5.0
 WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # of all samples: left out at the beginning, compared at each end of the rest

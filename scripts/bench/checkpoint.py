@@ -18,6 +18,7 @@ import numpy as np
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, RECORD_FILE
+from model_port.output_dir import check_local
 from model_port.tiny import make_tiny
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.repeats < 1 or args.gib <= 0:
         raise ValueError(f"--repeats {args.repeats} must be at least 1 and --gib {args.gib} greater than 0")
+    check_local(args.dir or "")
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         directory, hf = Path(folder) / CHECKPOINTS_DIR, Path(folder) / HF_DIR
         make_tiny(hf)

@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 from model_port.output_dir import check_local
 from model_port.progress import Meter
-from paravt_jax.bench.chaos.checks import episodes_of, problems_of
-from paravt_jax.bench.chaos.faults import KINDS, SERVICE, SERVICE_KINDS, TRAINER, Fault, schedule
-from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.service import ServiceStage
-from paravt_jax.bench.chaos.stage import NUM_SERVERS, Exit, Stage, TrainerStage, num_hosts_of, settings_of
-from paravt_jax.bench.hosts import with_devices
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS, check_clone
 from paravt_jax.config import load_config
 from rollout.engine.publishing import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
+from scripts.bench.chaos.checks import episodes_of, problems_of
+from scripts.bench.chaos.faults import KINDS, SERVICE, SERVICE_KINDS, TRAINER, Fault, schedule
+from scripts.bench.chaos.replay import replay
+from scripts.bench.chaos.service import ServiceStage
+from scripts.bench.chaos.stage import NUM_SERVERS, Exit, Stage, TrainerStage, num_hosts_of, settings_of
+from scripts.bench.hosts import with_devices
+from scripts.bench.smoke_run import CONFIG, SETTINGS, check_clone
 
 SEED_HELP = "of the schedule (default 0); odd: a staleness of 1; 2, 5, 8, …: adapters only; 3, 8, 13, …: two hosts"
 STEPS_AFTER = 2  # compared after the last fault

@@ -10,8 +10,10 @@ import pytest
 
 from model_port.inputs import Frame
 from model_port.tiny import tiny_config
-from paravt_jax.bench import __main__ as bench_main
-from paravt_jax.bench import learner, update
+from paravt_jax.bench import __main__ as wheel_main
+from paravt_jax.bench import update
+from scripts.bench import __main__ as bench_main
+from scripts.bench import learner, ways
 
 
 @pytest.fixture
@@ -20,8 +22,8 @@ def bench(monkeypatch):
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-        monkeypatch.setattr(bench_main, "exit_on_sigterm", lambda: None)
-        bench_main.main()
+        monkeypatch.setattr(wheel_main, "exit_on_sigterm", lambda: None)
+        wheel_main.main("scripts.bench", bench_main.BENCHES)
 
     return run
 
@@ -38,8 +40,8 @@ def small(monkeypatch):
     # Each of the four ways once: a process of each has to compile.
     pairs = {("own frames", "branches"): ("update_s", "vision_s"), ("torch", "rows"): ("update_s",)}
     compared = {pair: {measure: f"{pair} {measure}" for measure in measures} for pair, measures in pairs.items()}
-    monkeypatch.setattr(update, "COMPARED", compared)
-    monkeypatch.setattr(update, "get_context", lambda _: forked.forks)  # they need not import everything first
+    monkeypatch.setattr(ways, "COMPARED", compared)
+    monkeypatch.setattr(ways, "get_context", lambda _: forked.forks)  # they need not import everything first
 
 
 @pytest.mark.slow
@@ -59,7 +61,7 @@ def test_learner_bench_compares_both_sides_and_writes_json(small, bench, tmp_pat
 def test_learner_bench_compares_whole_updates(small):
     found = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
     assert not found["rows"]
-    assert {(row["slow"]["way"], row["fast"]["way"]) for row in found["updates"]} == set(update.COMPARED)
+    assert {(row["slow"]["way"], row["fast"]["way"]) for row in found["updates"]} == set(ways.COMPARED)
     assert all(row[side][row["measure"]] > 0 for row in found["updates"] for side in ("slow", "fast"))
     assert all(row[side]["peak_mib"] > 0 for row in found["updates"] for side in ("slow", "fast"))
     lines = learner.table(found).splitlines()
@@ -96,6 +98,12 @@ def test_a_bad_option_is_refused_before_anything_is_measured(bench, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file is not a writable directory$"):
         bench("learner", "--json", str(tmp_path / "file" / "x.json"))
+
+
+@pytest.mark.parametrize(("name", "flag"), [("chaos", "--out"), ("soak", "--out"), ("checkpoint", "--dir")])
+def test_an_address_is_refused_where_a_directory_is_meant(name, flag, bench):
+    with pytest.raises(ValueError, match="s3:// is not supported here"):
+        bench(name, flag, "s3://bucket/runs")
 
 
 def test_help_lists_the_benches(bench, capsys):

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.bench.service import service_of
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import Config, EngineConfig, load_config
 from paravt_jax.data.synthetic import HEIGHT_PX, WIDTH_PX
 from paravt_jax.plan.service import EMBEDDED_STRIDE, ServiceTimes
@@ -30,6 +29,7 @@ from paravt_jax.plan.simulation import CallScript, GroupScript, TurnScript, simu
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
+from scripts.bench.smoke_run import CONFIG, SETTINGS
 
 ARMS = {
     "one server": ("engine.kind=sglang", "engine.num_servers=1"),

@@ -13,12 +13,12 @@ from flax import nnx
 import model_port
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR
 from model_port.tiny import tiny_config
-from paravt_jax.bench import hosts, shared_checkpoint
-from paravt_jax.bench.publishing import copied_s, publish_times, receivers
 from paravt_jax.learner.learner import LANGUAGE
 from paravt_jax.run.checkpoint import verify
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.sampling.weights import ModelWeights
+from scripts.bench import hosts, shared_checkpoint
+from scripts.bench.publishing import copied_s, publish_times, receivers
 
 
 def test_the_largest_difference_is_relative_and_of_what_two_runs_share():

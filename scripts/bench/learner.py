@@ -13,39 +13,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
-from model_port.inputs import Frame, RowSequence, Tokens, bucket, pack_text, pack_vision
-from model_port.tiny import tiny_config
+from model_port.config import ModelConfig, config_to_hf
+from model_port.inputs import RowSequence, Tokens, bucket, pack_text, pack_vision
 from model_port.weights import num_params
-from paravt_jax.bench import update
+from paravt_jax.bench.models import FRAME_GRID, MODELS, Example, random_example
+from paravt_jax.bench.update import EpisodeGroup
+from scripts.bench.ways import compare_ways
 
-# The same architecture with 53M parameters, and a tenth of the 2B in every direction that matters: 123M.
-SMALL = ModelConfig(
-    TextConfig(12, 512, 1536, 8, 4, head_dim=64, vocab_size=10_000, mrope_sections=(12, 10, 10)),
-    VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),
-    tie_embeddings=True,
-    image_token_id=9_990,
-    video_token_id=9_991,
-    vision_start_token_id=9_992,
-    vision_end_token_id=9_993,
-)
-MID = ModelConfig(
-    TextConfig(12, 640, 2560, 10, 5, head_dim=64, vocab_size=32_000, mrope_sections=(12, 10, 10)),
-    VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
-    tie_embeddings=True,
-    image_token_id=31_990,
-    video_token_id=31_991,
-    vision_start_token_id=31_992,
-    vision_end_token_id=31_993,
-)
-MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "small": lambda: SMALL, "mid": lambda: MID}
-FRAME_GRID = (14, 14)  # a frame of the recipe: 224 x 224 pixels, 49 tokens
 WORKLOADS = {
     "one sequence": [(8, 220)],
     "unequal batch": [(8, 220), (4, 120), (2, 60), (0, 90)],
@@ -55,12 +34,6 @@ PROMPT, RESPONSE, NUM_EPISODES = (64, 104), (0, 96), 8
 SMALL_GRID = (6, 6)
 TOKEN_BUCKET = 32
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Example:
-    ids: np.ndarray
-    frames: list[Frame]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,19 +56,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
                 case = {"model": size, "dtype": dtype}
                 for workload, shapes in WORKLOADS.items() if args.workload != "update" else ():
-                    examples = [example(config, seed, *shape, FRAME_GRID) for seed, shape in enumerate(shapes)]
+                    examples = [random_example(config, seed, *shape, FRAME_GRID) for seed, shape in enumerate(shapes)]
                     for mode, row in _compare(reference, Path(folder), dtype, examples, args.repeats).items():
                         passes.append({**case, "workload": workload, "mode": mode, **row})
                         print(_pass_line(passes[-1]), file=sys.stderr, flush=True)
                 if args.workload != "passes":
                     prompt, *responses = (
-                        example(config, seed, *(RESPONSE if seed else PROMPT), SMALL_GRID)
+                        random_example(config, seed, *(RESPONSE if seed else PROMPT), SMALL_GRID)
                         for seed in range(NUM_EPISODES + 1)
                     )
-                    group = update.EpisodeGroup(
-                        config, prompt.ids, prompt.frames, [response.ids for response in responses]
-                    )
-                    updates += [{**case, **row} for row in update.compare(Path(folder), dtype, group, args.repeats)]
+                    group = EpisodeGroup(config, prompt.ids, prompt.frames, [response.ids for response in responses])
+                    updates += [{**case, **row} for row in compare_ways(Path(folder), dtype, group, args.repeats)]
     return {"rows": passes, "updates": updates, "threads": os.cpu_count()}
 
 
@@ -133,20 +104,6 @@ def _with_huge_pages() -> None:
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def example(config: ModelConfig, seed: int, num_frames: int, num_text: int, grid: tuple[int, int]) -> Example:
-    random = np.random.default_rng(seed)
-    down, across = grid
-    plain = min(config.image_token_id, config.vision_start_token_id)
-    frame_ids = [
-        config.vision_start_token_id,
-        *[config.image_token_id] * (down * across // 4),
-        config.vision_end_token_id,
-    ]
-    shape = (down * across, config.vision.patch_values)
-    frames = [Frame(random.standard_normal(shape, np.float32), grid) for _ in range(num_frames)]
-    return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)
 
 
 def _make_reference(config: ModelConfig, folder: Path) -> Any:

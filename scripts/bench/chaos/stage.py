@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model_port.tiny import make_tiny
-from paravt_jax.bench.chaos.faults import OLDER, ROLL_BACK, SECOND, Fault, chosen, inject
-from paravt_jax.bench.chaos.recorder import Recorder, Sampled, sampled_by
-from paravt_jax.bench.hosts import free_port, with_devices
-from paravt_jax.bench.smoke_run import ROOT, is_decoder, num_steps, trainer_command
 from paravt_jax.data.synthetic import make_synthetic
 from rollout.supervisor import KILL_NOW, descendants, supervised
+from scripts.bench.chaos.faults import OLDER, ROLL_BACK, SECOND, Fault, chosen, inject
+from scripts.bench.chaos.recorder import Recorder, Sampled, sampled_by
+from scripts.bench.hosts import free_port, with_devices
+from scripts.bench.smoke_run import ROOT, is_decoder, num_steps, trainer_command
 
 NUM_SERVERS = 2
 CONTEXT_TOKENS = 1024  # of the smoke run

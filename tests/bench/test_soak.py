@@ -2,8 +2,8 @@
 
 import pytest
 
-from paravt_jax.bench import soak
-from paravt_jax.bench.soak import grown
+from scripts.bench import soak
+from scripts.bench.soak import grown
 
 QUIET = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
 

@@ -31,15 +31,15 @@ from model_port.config import ModelConfig
 from model_port.layout import HF_DIR
 from model_port.terminal import say
 from model_port.tiny import make_tiny, tiny_config
-from paravt_jax.bench import shared_checkpoint
-from paravt_jax.bench.checkpoint import sized_model
-from paravt_jax.bench.convert import peak_rss_bytes
-from paravt_jax.bench.publishing import publish_times, receivers
-from paravt_jax.bench.smoke_run import CONFIG, ROOT
 from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.server import Server, ServerSettings
+from scripts.bench import shared_checkpoint
+from scripts.bench.checkpoint import sized_model
+from scripts.bench.convert import peak_rss_bytes
+from scripts.bench.publishing import publish_times, receivers
+from scripts.bench.smoke_run import CONFIG, ROOT
 
 SETTINGS = (  # short rows: an update of the smoke run takes ten times as long as its rollout
     "rollout.prompts.system=Call crop_video.",

@@ -15,11 +15,6 @@ import numpy as np
 
 from model_port.layout import ADAPTER_FILE, CHECKPOINTS_DIR, OPTIMIZER_DIR, PARAMS_DIR
 from model_port.progress import counted
-from paravt_jax.bench.chaos.account import accounting_problems
-from paravt_jax.bench.chaos.checks import episodes_of
-from paravt_jax.bench.chaos.recorder import Sampled
-from paravt_jax.bench.hosts import difference
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.rl.groups import Group
@@ -27,6 +22,11 @@ from paravt_jax.rl.replay import differing
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run.log import METRICS_FILE, rows_by_step
 from rollout.ledger import Segment
+from scripts.bench.chaos.account import accounting_problems
+from scripts.bench.chaos.checks import episodes_of
+from scripts.bench.chaos.recorder import Sampled
+from scripts.bench.hosts import difference
+from scripts.bench.smoke_run import CONFIG, SETTINGS
 
 HOSTS_TOLERANCE = 2e-2
 

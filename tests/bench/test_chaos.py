@@ -22,16 +22,6 @@ from training import QUICK, SHORT_PROMPT, rollouts_of, train_here, update_of
 
 import model_port
 from model_port.processing import VisionContract
-from paravt_jax.bench import chaos, smoke_run
-from paravt_jax.bench.chaos import left_in_memory, recovery_problems, stage, unexplained
-from paravt_jax.bench.chaos.account import accounting_problems
-from paravt_jax.bench.chaos.checks import problems_of
-from paravt_jax.bench.chaos.faults import KINDS, SERVICE_KINDS, schedule
-from paravt_jax.bench.chaos.recorder import Recorder
-from paravt_jax.bench.chaos.replay import replay
-from paravt_jax.bench.chaos.service import DEADLINE_S, LATE_S, ClientRequest, judged
-from paravt_jax.bench.chaos.stage import Exit, TrainerStage
-from paravt_jax.bench.smoke_run import CONFIG, SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
@@ -45,6 +35,16 @@ from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.supervisor import SHARED_MEMORY
+from scripts.bench import chaos, smoke_run
+from scripts.bench.chaos import left_in_memory, recovery_problems, stage, unexplained
+from scripts.bench.chaos.account import accounting_problems
+from scripts.bench.chaos.checks import problems_of
+from scripts.bench.chaos.faults import KINDS, SERVICE_KINDS, schedule
+from scripts.bench.chaos.recorder import Recorder
+from scripts.bench.chaos.replay import replay
+from scripts.bench.chaos.service import DEADLINE_S, LATE_S, ClientRequest, judged
+from scripts.bench.chaos.stage import Exit, TrainerStage
+from scripts.bench.smoke_run import CONFIG, SETTINGS
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]
 ACCOUNT = [

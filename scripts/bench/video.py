@@ -8,29 +8,26 @@ starts.
 
 import argparse
 import asyncio
-import functools
 import importlib
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from model_port.processing import VideoBounds, VisionContract, process_images, settled_size
+from paravt_jax.bench.camera import FPS, camera
 from rollout.video.encode import write_video
 from rollout.video.reader import Decoder, FrameReader
 
 HALF = (0.5, 0.5, 0.5)
 CONTRACT = VisionContract(16, 2, 2, 784, 50176, HALF, HALF)  # the recipe's
 SIZES_PX = {"360p": (360, 640), "720p": (720, 1280)}
-FPS = 30
-SHOT_S, MARGIN_PX = 8, 200
 OVERVIEW_FRAMES, NUM_CROPS, CROP_S = 64, 5, 16
 FIRST_FRAMES = 2  # the fewest that qwen_vl_utils reads
 DEADLINE_S = 600.0
@@ -212,17 +209,3 @@ def _require_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
         difference = float(np.abs(mine - original).mean())
         if difference > MAX_DIFFERENCE:
             raise RuntimeError(f"the two sides disagree: pixels differ by {difference:.1f} of 255 in the mean")
-
-
-def camera(height: int, width: int, num_s: int) -> Iterator[np.ndarray]:
-    """Wanders over coloured clouds, with a cut every few seconds; FPS pictures a second."""
-    for number in range(num_s * FPS):
-        scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
-        top, left = (round(MARGIN_PX * (1 + np.sin(number / slow))) for slow in (70, 43))
-        yield np.ascontiguousarray(scene[top : top + height, left : left + width])
-
-
-@functools.lru_cache(1)
-def _scene(shot: int, height: int, width: int) -> np.ndarray:
-    noise = np.random.default_rng(shot).integers(0, 256, (height // 16, width // 16, 3), np.uint8)
-    return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))

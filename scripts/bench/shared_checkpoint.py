@@ -1,6 +1,6 @@
 """One of the processes that save a learner's state together and read it again: what it holds, and for how long.
 
-    python -m paravt_jax.bench.shared_checkpoint FOLDER MIB NUM_DEVICES COORDINATOR NUM INDEX     started by bench hosts
+    python -m scripts.bench.shared_checkpoint FOLDER MIB NUM_DEVICES COORDINATOR NUM INDEX     started by bench hosts
 
 What a device of a CPU holds is in the process's memory. So the most that a process had, beyond what it had before the
 learner was made, is its share of the state and what writing or reading adds.
@@ -18,13 +18,13 @@ import jax
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR
 from model_port.sharding import make_mesh
 from model_port.terminal import say
-from paravt_jax.bench.checkpoint import sized_model
-from paravt_jax.bench.convert import peak_rss_bytes
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig, HostsConfig
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.hosts import Hosts, joined
 from paravt_jax.run.policy import meet
+from scripts.bench.checkpoint import sized_model
+from scripts.bench.convert import peak_rss_bytes
 
 MIB, BYTES_PER_WEIGHT = 2**20, 4  # masters; the moments of Adam are as many again, twice
 PEAK_RESET = Path("/proc/self/clear_refs"), "5"  # the kernel then counts the most memory from what there is now

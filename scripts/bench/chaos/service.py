@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from model_port.hf_files import RECIPE_FILE
-from paravt_jax.bench.chaos.faults import SERVICE, Fault
-from paravt_jax.bench.chaos.stage import SETTINGS, Exit, Stage
-from paravt_jax.bench.hosts import free_port
-from paravt_jax.bench.smoke_run import CONFIG
-from paravt_jax.bench.smoke_run import SETTINGS as SMOKE_SETTINGS
 from paravt_jax.config import load_config
 from paravt_jax.run.recipe import recipe_of
 from rollout.chat import Chat
+from scripts.bench.chaos.faults import SERVICE, Fault
+from scripts.bench.chaos.stage import SETTINGS, Exit, Stage
+from scripts.bench.hosts import free_port
+from scripts.bench.smoke_run import CONFIG
+from scripts.bench.smoke_run import SETTINGS as SMOKE_SETTINGS
 
 NUM_CLIENTS, MAX_QUESTIONS = 4, 3  # one client more than are served at a time
 DEADLINE_S = 40.0

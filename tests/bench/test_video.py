@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.bench import video as bench
 from rollout.video.encode import write_video
+from scripts.bench import video as bench
 
 
 def test_our_side_gives_the_frames_of_every_window(tmp_path):
@@ -27,6 +27,6 @@ def test_what_the_original_needs_is_named(monkeypatch):
 
 
 def test_a_video_too_short_for_the_crops_is_one_line_and_a_failure():
-    command = [sys.executable, "-m", "paravt_jax.bench", "video", "--seconds", "10"]
+    command = [sys.executable, "-m", "scripts.bench", "video", "--seconds", "10"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
     assert (run.returncode, run.stdout) == (1, "") and run.stderr == "error: --seconds 10 must be at least 80\n"

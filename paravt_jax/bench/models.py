@@ -1,0 +1,52 @@
+"""Small models of the released architecture, and random inputs for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.inputs import Frame
+from model_port.tiny import tiny_config
+
+# 53M parameters, and 123M: a tenth of the 2B in every dimension that matters.
+SMALL = ModelConfig(
+    TextConfig(12, 512, 1536, 8, 4, head_dim=64, vocab_size=10_000, mrope_sections=(12, 10, 10)),
+    VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),
+    tie_embeddings=True,
+    image_token_id=9_990,
+    video_token_id=9_991,
+    vision_start_token_id=9_992,
+    vision_end_token_id=9_993,
+)
+MID = ModelConfig(
+    TextConfig(12, 640, 2560, 10, 5, head_dim=64, vocab_size=32_000, mrope_sections=(12, 10, 10)),
+    VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
+    tie_embeddings=True,
+    image_token_id=31_990,
+    video_token_id=31_991,
+    vision_start_token_id=31_992,
+    vision_end_token_id=31_993,
+)
+MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "small": lambda: SMALL, "mid": lambda: MID}
+FRAME_GRID = (14, 14)  # a frame of the recipe: 224 x 224 pixels, 49 tokens
+
+
+@dataclass(frozen=True)
+class Example:
+    ids: np.ndarray
+    frames: list[Frame]
+
+
+def random_example(config: ModelConfig, seed: int, num_frames: int, num_text: int, grid: tuple[int, int]) -> Example:
+    random = np.random.default_rng(seed)
+    down, across = grid
+    plain = min(config.image_token_id, config.vision_start_token_id)
+    frame_ids = [
+        config.vision_start_token_id,
+        *[config.image_token_id] * (down * across // 4),
+        config.vision_end_token_id,
+    ]
+    shape = (down * across, config.vision.patch_values)
+    frames = [Frame(random.standard_normal(shape, np.float32), grid) for _ in range(num_frames)]
+    return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)

@@ -1,0 +1,19 @@
+"""python -m scripts.bench NAME [options] [--json OUT], from the root of a clone"""
+
+from model_port.cli import run_cli
+from paravt_jax.bench.__main__ import main
+
+BENCHES = {
+    "chaos": "fault injection: a trainer or a service on two real SGLang servers",
+    "checkpoint": "a learner's state saved, and restored with and without comparing its checksums",
+    "convert": "time and memory of model_port.convert and model_port.export, and of a plain copy",
+    "decoders": "PyAV and decord: which returns the right frames of each container, and how fast",
+    "hosts": "a run and a checkpoint on 1, 2 and 4 processes of this machine, and publishing to 1, 2 and 4 servers",
+    "learner": "forward and forward+backward of the policy, and its update, compared with transformers in torch",
+    "simulation": "simulated steps compared with real ones: the smoke run on one and two SGLang servers, and embedded",
+    "soak": "the smoke run or a service for hours: memory, open files, threads and step time",
+    "video": "frames of a video, decoded and cached, compared with qwen_vl_utils and decord",
+}
+
+if __name__ == "__main__":
+    run_cli(lambda: main("scripts.bench", BENCHES))
