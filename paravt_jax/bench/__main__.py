@@ -17,7 +17,6 @@ from model_port.progress import Meter
 from paravt_jax.bench import machine
 from rollout.output_file import OutputFile
 
-PACKAGE = "paravt_jax.bench"
 BENCHES = {
     "gpu_check": "one NVIDIA GPU in ten minutes: attention, the update, torch for comparison, weights for servers",
     "mesh": "one update on every mesh: measured on this machine's devices, or compiled for others and estimated",
@@ -25,7 +24,8 @@ BENCHES = {
 }
 
 
-def main(package: str = PACKAGE, benches: Mapping[str, str] = BENCHES) -> None:
+def run_bench(package: str, benches: Mapping[str, str]) -> None:
+    """Runs the module of `package` that the command line names; `benches` has a summary of each."""
     parser = argparse.ArgumentParser(prog=prog_of(package), description="Measures this machine.")
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(benches))
     for name, summary in benches.items():
@@ -48,6 +48,10 @@ def main(package: str = PACKAGE, benches: Mapping[str, str] = BENCHES) -> None:
         out.write(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
     if violations := result.get("violations"):
         raise RuntimeError(f"{len(violations)} violations, see above; the first: {violations[0]}")
+
+
+def main() -> None:
+    run_bench("paravt_jax.bench", BENCHES)
 
 
 if __name__ == "__main__":

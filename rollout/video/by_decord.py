@@ -3,7 +3,7 @@
 decord addresses a frame by its number and counts from a keyframe to find it. If it miscounts, it returns another frame
 with a plausible time and no error. So it is used only for files that it is known to count correctly, judged by the
 packets that PyAV reads; other files are rejected. Packets do not reveal damage, behind which decord miscounts.
-`python -m paravt_jax.bench decoders` compares the decoders on each container.
+`python -m scripts.bench decoders` compares the decoders on each container.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """python -m scripts.bench NAME [options] [--json OUT], from the root of a clone"""
 
 from model_port.cli import run_cli
-from paravt_jax.bench.__main__ import main
+from paravt_jax.bench.__main__ import run_bench
 
 BENCHES = {
     "chaos": "fault injection: a trainer or a service on two real SGLang servers",
@@ -15,5 +15,10 @@ BENCHES = {
     "video": "frames of a video, decoded and cached, compared with qwen_vl_utils and decord",
 }
 
+
+def main() -> None:
+    run_bench("scripts.bench", BENCHES)
+
+
 if __name__ == "__main__":
-    run_cli(lambda: main("scripts.bench", BENCHES))
+    run_cli(main)

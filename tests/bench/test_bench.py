@@ -23,7 +23,7 @@ def bench(monkeypatch):
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
         monkeypatch.setattr(wheel_main, "exit_on_sigterm", lambda: None)
-        wheel_main.main("scripts.bench", bench_main.BENCHES)
+        bench_main.main()
 
     return run
 
