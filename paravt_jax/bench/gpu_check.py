@@ -1,4 +1,4 @@
-"""One NVIDIA GPU, checked and measured in less than ten minutes: what docs/measured.md cannot say without one.
+"""One NVIDIA GPU, checked and measured in less than ten minutes: what docs/results/README.md cannot say without one.
 
 Attention of every form against the oracle, with gradients; the update at the 8B's width over 4k to 32k tokens; a prompt
 computed once for its group, beside a row for each episode and beside torch with transformers; weights written for

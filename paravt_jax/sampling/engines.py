@@ -24,7 +24,7 @@ from rollout.server import Dtype, ServerSettings
 from rollout.video.errors import VideoError
 from rollout.video.reader import GIB, FrameReader
 
-DECODED_PX_PER_S = 300e6  # of H.264 by one thread, docs/measured.md
+DECODED_PX_PER_S = 300e6  # of H.264 by one thread, docs/results/video.md
 SLOW_OVERVIEW_S = 60  # for which all episodes of a prompt wait
 HEADER_DEADLINE_S = 60
 MAX_SHOWN = 3

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 MAX_WORKERS = 8  # default; more help only if many prompts are decoded at once
 MAX_CACHED_VIDEOS = 1024  # whose frame times are kept in memory, a few hundred KiB each
-# A tenth of one thread's slowest H.264 rate (docs/measured.md): other codecs are slower, and cores are shared.
+# A tenth of one thread's slowest H.264 rate (docs/results/video.md): other codecs are slower, and cores are shared.
 SLOWEST_PX_PER_S = 20e6
 SLOWEST_BYTES_PER_S = 10e6  # for a network disk
 JOB_PX = 1e9  # a request is split into jobs of this size, some seconds each, for several workers
