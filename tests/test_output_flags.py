@@ -169,7 +169,7 @@ def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tm
     (tmp_path / "link.jsonl").hardlink_to(tmp_path / source)
     force = [] if command in WITHOUT_FORCE else ["--force"]
     for name in (source, *(["link.jsonl"] if not source.startswith("run/") else [])):
-        with pytest.raises(ValueError, match=r"is an input|would change|already exists|must end with"):
+        with pytest.raises(ValueError, match=r"is an input|reads|would change|already exists|must end with"):
             start(*(name if one == "FILE" else one for one in arguments), *force)
     kept(inputs)
 
