@@ -1,1 +1,1 @@
-"""The paper's experiment at a size that a laptop runs: a small world, a cold start, and the arms of its table B."""
+"""The paper's experiment at laptop size: a small world, a cold start, and the arms of table B."""

@@ -1,7 +1,6 @@
-"""What is run, where, and in which order: the world, the cold starts, the arms from them, and the evaluation of each.
+"""The jobs of the experiment and their order: world, cold starts, arms, and the evaluation of each.
 
-Every part is a command of its own, with a run directory that goes on where it was. So an experiment that was stopped is
-finished by the same command.
+Every job is a separate command with a resumable run directory, so the same command resumes a stopped experiment.
 """
 
 import math
@@ -46,25 +45,25 @@ VARIANTS = {  # of PARA-GRPO: the settings that make each
 }
 COLD_STARTS = ("sft", "sft_weak")
 TOOL_PRIOR = Mixture()
-WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # knows neither tools nor bad habits
-FRAME_BUDGETS = (4, 16, 64)  # of the evaluations
+WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # no tools, no format noise
+FRAME_BUDGETS = (4, 16, 64)  # for evaluation
 UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
-FORCED = "/forced"  # behind a cold start's name: evaluated with the forced prefix
+FORCED = "/forced"  # suffix of a cold start's evaluation with the forced prefix
 NOT_FORCED = "rollout.forced_prefix="
 POLL_S = 0.5
-LOOK_S = 5.0  # at what the runs have written
+PROGRESS_S = 5.0  # between checks of the runs' logs
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything; the settings are on top of the files."""
+    """Sizes of the experiment. The settings override the config files."""
 
     num_videos: int
     num_held_out: int
-    max_windows: int = 2  # that a question names
+    max_windows: int = 2  # per question
     num_distractors: int = NUM_DISTRACTORS
-    traces: Mixture = TOOL_PRIOR  # of the cold start
-    trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many what an overview shows
+    traces: Mixture = TOOL_PRIOR  # for the cold start
+    trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many teach overviews
     sft: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
     eval: tuple[str, ...] = (f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",)
@@ -75,8 +74,8 @@ QUICK = Size(
     256,
     16,
     max_windows=1,
-    traces=Mixture(unclosed_frac=0.4, wrong_frac=0.0),  # much that a short training can mend
-    trace_budgets=(4, 4, 8, 16),  # few tokens, so many traces in a step
+    traces=Mixture(unclosed_frac=0.4, wrong_frac=0.0),  # noise that a short training can remove
+    trace_budgets=(4, 4, 8, 16),  # short rows, so more traces per step
     sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
     train=(
         "train.num_steps=30",
@@ -89,37 +88,37 @@ QUICK = Size(
 
 
 @dataclass(frozen=True)
-class Part:
-    """One command. `directory` is its run; `done` is a file that is there when it has finished."""
+class Job:
+    """One command. `directory` is its run directory; `done` is a file that exists once it has finished."""
 
     name: str
     directory: Path
     command: tuple[str, ...]
     num_steps: int
-    progress: str  # file pattern in the directory: a line, or a file, for every step done
+    progress: str  # glob in the directory: a line or a file per finished step
     done: Path
-    needs: Path | None = None  # begins when this is there
+    needs: Path | None = None  # the job waits for this file
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is asked for: which cold starts, arms and evaluations, with which settings, in which directories."""
+    """The requested cold starts, arms and evaluations, with their settings and directories."""
 
     directory: Path
     arms: Sequence[str]
     seeds: Sequence[int]
     size: Size = FULL
-    train: Sequence[str] = ()  # settings of every arm, on top of its file and the size
+    train: Sequence[str] = ()  # settings of every arm; override its file and the size
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not CONFIGS.is_dir():
-            raise ValueError(f"{CONFIGS} is not there; run this from a clone of the repository")
-        known = (*ARMS, *READINGS, *VARIANTS, *COLD_STARTS)
-        unknown = [arm for arm in self.arms if arm not in known]
+            raise ValueError(f"{CONFIGS} does not exist; run this from a clone of the repository")
+        all_arms = (*ARMS, *READINGS, *VARIANTS, *COLD_STARTS)
+        unknown = [arm for arm in self.arms if arm not in all_arms]
         if unknown:
-            raise ValueError(f"--arms {','.join(unknown)}: there is no such arm, expected some of {', '.join(known)}")
+            raise ValueError(f"--arms {','.join(unknown)} is unknown, expected some of {', '.join(all_arms)}")
 
     @property
     def cold_starts(self) -> list[str]:
@@ -130,8 +129,8 @@ class Experiment:
     def trained_arms(self) -> list[str]:
         return [arm for arm in self.arms if arm not in COLD_STARTS]
 
-    def parts(self) -> list[Part]:
-        """The cold starts and their evaluations, then the arms seed by seed, and at last the evaluations of those."""
+    def jobs(self) -> list[Job]:
+        """The cold starts and their evaluations, then the arms seed by seed, then their evaluations."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
         return [
             *map(self._cold_start, self.cold_starts),
@@ -141,23 +140,23 @@ class Experiment:
         ]
 
     def make_data(self) -> None:
-        """Videos, questions and traces; what is there already stays."""
+        """Writes videos, questions and traces; existing files stay."""
         world = self.directory / "world"
         scenes = make_world(world, 0, self.size.num_videos, self.size.num_distractors)
         train, held_out = scenes[: -self.size.num_held_out], scenes[-self.size.num_held_out :]
-        for share, scenes_of_share, seed in (("train", train, 0), ("validation", held_out, 1)):
-            most, budgets = self.size.max_windows, self.size.trace_budgets
+        for part, scenes_of_part, seed in (("train", train, 0), ("validation", held_out, 1)):
+            max_windows, budgets = self.size.max_windows, self.size.trace_budgets
             for name in self.cold_starts:
                 mixture = WEAK_PRIOR if name == "sft_weak" else self.size.traces
-                rows = rows_of(scenes_of_share, budgets, mixture, seed, most)
-                write_rows(world / f"{name}_{share}.jsonl", rows)
-            asked = [question for scene in scenes_of_share for question in questions(scene, most)]
-            write_rows(world / f"rl_{share}.jsonl", list(map(rl_row, asked)))
-        from paravt_jax.miniature.model import make_model  # late: brings in jax, which the runs need and this does not
+                rows = rows_of(scenes_of_part, budgets, mixture, seed, max_windows)
+                write_rows(world / f"{name}_{part}.jsonl", rows)
+            prompts = [question for scene in scenes_of_part for question in questions(scene, max_windows)]
+            write_rows(world / f"rl_{part}.jsonl", list(map(rl_row, prompts)))
+        from paravt_jax.miniature.model import make_model  # imports jax, which only the runs need
 
         make_model(self.directory / "tiny.hf")
 
-    def _cold_start(self, name: str) -> Part:
+    def _cold_start(self, name: str) -> Job:
         directory, world = self.directory / name, self.directory / "world"
         settings = [
             f"run_dir={directory}",
@@ -171,7 +170,7 @@ class Experiment:
         num_steps = load_config(config, *settings, schema=SftConfig).sft.num_steps
         return _training(name, directory, "paravt_jax.sft", config, settings, num_steps)
 
-    def _arm(self, arm: str, seed: int) -> Part:
+    def _arm(self, arm: str, seed: int) -> Job:
         directory, world = self.directory / arm / f"seed{seed}", self.directory / "world"
         cold_start = self._cold_start("sft_weak" if arm == "weak_prior" else "sft")
         settings = [
@@ -186,12 +185,12 @@ class Experiment:
         ]
         config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' or arm in VARIANTS else arm}.yaml"
         train = load_config(config, *settings, schema=Config).train
-        part = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, train.num_steps)
-        last = _checkpoint(directory, train.num_steps * train.updates_per_step)  # named by its version
-        return replace(part, done=last, needs=cold_start.done)
+        job = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, train.num_steps)
+        last = _checkpoint(directory, train.num_steps * train.updates_per_step)  # the directory is the version
+        return replace(job, done=last, needs=cold_start.done)
 
-    def _evaluation(self, name: str) -> Part:
-        """Of a cold start, or of an arm with its seed; with the prefix forced where it was in training."""
+    def _evaluation(self, name: str) -> Job:
+        """Evaluates a cold start, or an arm with its seed. The prefix is forced if it was in training."""
         base, _, seed = name.partition("/")
         if base in COLD_STARTS:
             model, forced = self._cold_start(base), name.endswith(FORCED)
@@ -209,12 +208,12 @@ class Experiment:
         config = CONFIGS / "eval.yaml"
         num_cells = len(load_config(config, *settings, schema=EvalConfig).eval.cells)
         command = _command("paravt_jax.eval", config, settings)
-        return Part(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE, model.done)
+        return Job(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE, model.done)
 
 
-def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Part:
+def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Job:
     done = _checkpoint(directory, num_steps)
-    return Part(name, directory, _command(module, config, settings), num_steps, "metrics.jsonl", done)
+    return Job(name, directory, _command(module, config, settings), num_steps, "metrics.jsonl", done)
 
 
 def _checkpoint(directory: Path, version: int) -> Path:
@@ -225,73 +224,73 @@ def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:
     return sys.executable, "-m", module, "--config", str(config), *settings
 
 
-class Runner:
-    """Runs parts, so many at the same time; each one's output is in DIRECTORY/log.txt.
+class JobRunner:
+    """Runs jobs in parallel, with their output in DIRECTORY/log.txt.
 
-    On Linux a part ends with the experiment, even when that is killed.
+    On Linux the jobs end with the experiment, even if it is killed.
     """
 
     def __init__(self, num_jobs: int):
         self._num_jobs = num_jobs
-        self._running: dict[Part, tuple[subprocess.Popen[bytes], float]] = {}
+        self._running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
 
-    def run(self, parts: Iterable[Part]) -> None:
-        """Each as soon as what it needs is there, otherwise in this order. Ends when all are done or one has failed."""
-        undone = [part for part in parts if not part.done.exists()]
-        waiting, looked_s = list(undone), -math.inf
-        done_before = sum(map(_steps_done, undone))
-        with Meter("starting", sum(part.num_steps for part in undone) - done_before, "step") as meter:
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Runs the jobs in order, each after the file it needs exists. Raises RuntimeError if one fails."""
+        undone = [job for job in jobs if not job.done.exists()]
+        waiting, checked_s = list(undone), -math.inf
+        num_skipped = sum(map(_steps_done, undone))
+        with Meter("starting", sum(job.num_steps for job in undone) - num_skipped, "step") as meter:
             try:
                 while waiting or self._running:
                     self._collect(meter.say)
-                    ready = [part for part in waiting if part.needs is None or part.needs.exists()]
-                    for part in ready[: self._num_jobs - len(self._running)]:
-                        waiting.remove(part)
-                        self._start(part)
-                    if time.monotonic() - looked_s > LOOK_S:
-                        looked_s = time.monotonic()
-                        running = ", ".join(part.name for part in self._running)
-                        meter.at(sum(map(_steps_done, undone)) - done_before, running)
+                    ready = [job for job in waiting if job.needs is None or job.needs.exists()]
+                    for job in ready[: self._num_jobs - len(self._running)]:
+                        waiting.remove(job)
+                        self._start(job)
+                    if time.monotonic() - checked_s > PROGRESS_S:
+                        checked_s = time.monotonic()
+                        running = ", ".join(job.name for job in self._running)
+                        meter.at(sum(map(_steps_done, undone)) - num_skipped, running)
                     time.sleep(POLL_S)
             except (KeyboardInterrupt, SystemExit):
-                meter.say("stopping: the runs save and end; the same command goes on from there")
+                meter.say("stopping: the runs save their checkpoints; the same command resumes them")
                 raise
             finally:
                 self._stop()
 
-    def _start(self, part: Part) -> None:
-        part.directory.mkdir(parents=True, exist_ok=True)
+    def _start(self, job: Job) -> None:
+        job.directory.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        with (part.directory / "log.txt").open("ab") as log:
-            command = supervised(part.command) if sys.platform == "linux" else part.command
+        with (job.directory / "log.txt").open("ab") as log:
+            command = supervised(job.command) if sys.platform == "linux" else job.command
             child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        self._running[part] = child, time.monotonic()
+        self._running[job] = child, time.monotonic()
 
     def _collect(self, say: Callable[[str], None]) -> None:
-        for part, (child, begun_s) in [*self._running.items()]:
+        for job, (child, start_s) in [*self._running.items()]:
             code = child.poll()
             if code is None:
                 continue
-            del self._running[part]
-            if code or not part.done.exists():
-                log = part.directory / "log.txt"
+            del self._running[job]
+            if code or not job.done.exists():
+                log = job.directory / "log.txt"
                 last = log.read_text(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"{part.name} ended with code {code}: {' '.join(last)} (all of it in {log})")
-            say(f"{part.name}: done in {time.monotonic() - begun_s:.0f} s")
+                raise RuntimeError(f"{job.name} exited with code {code}: {' '.join(last)} (see {log})")
+            say(f"{job.name}: done in {time.monotonic() - start_s:.0f} s")
 
     def _stop(self) -> None:
-        """Asks what still runs to save and end, as a Ctrl-C at the runs themselves would, and waits for it."""
+        """Sends SIGTERM to the running jobs, so that they save and exit, and waits for them."""
         for child, _ in self._running.values():
             child.send_signal(signal.SIGTERM)
         for child, _ in self._running.values():
             child.wait()
 
 
-def _steps_done(part: Part) -> int:
-    if part.progress.startswith("cell"):
-        return sum(1 for _ in part.directory.glob(part.progress))
-    path = part.directory / part.progress
+def _steps_done(job: Job) -> int:
+    if job.progress.startswith("cell"):
+        return sum(1 for _ in job.directory.glob(job.progress))
+    path = job.directory / job.progress
     if not path.exists():
         return 0
     return max((int(row["step"]) for row in load_jsonl(path)), default=0)

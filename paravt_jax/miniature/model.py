@@ -1,4 +1,4 @@
-"""The policy of the miniature: the tiny Qwen3-VL, with a chat template that says no more than it must."""
+"""The policy of the miniature: the tiny Qwen3-VL with a minimal chat template."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,7 @@ from paravt_jax.miniature.world import FRAME_PX
 
 MIN_PIXELS = 784
 
-# The schema of a tool would be half of every prompt.
+# A full tool schema would be half of every prompt.
 TOOLS = """\
 {%- if tools %}
     {{- '<|im_start|>system\\ntool:' }}
@@ -21,15 +21,15 @@ TOOLS = """\
 
 
 def make_model(directory: Path, seed: int = 0) -> None:
-    """Writes it where it is not yet, whole."""
+    """Writes the model atomically, unless it exists."""
     if directory.exists():
         return
-    before, tools, rest = CHAT_TEMPLATE.partition("{%- if tools %}\n")
-    _, otherwise, after = rest.partition("{%- elif system_first %}\n")
+    start, tools, remainder = CHAT_TEMPLATE.partition("{%- if tools %}\n")
+    _, otherwise, end = remainder.partition("{%- elif system_first %}\n")
     assert tools and otherwise, "the chat template has changed"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", dir=directory.parent) as folder:
-        made = Path(folder) / directory.name
-        make_tiny(made, seed, min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2)
-        (made / "chat_template.jinja").write_text(before + TOOLS + otherwise + after)
-        made.rename(directory)
+        partial = Path(folder) / directory.name
+        make_tiny(partial, seed, min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2)
+        (partial / "chat_template.jinja").write_text(start + TOOLS + otherwise + end)
+        partial.rename(directory)

@@ -1,4 +1,4 @@
-"""What came out: a table like the paper's table B, and f_tau and kappa against the step for every arm."""
+"""The results: a table like the paper's table B, and plots of f_tau and kappa over the steps of every arm."""
 
 import json
 import math
@@ -43,13 +43,13 @@ Cell = dict[str, Any]
 
 
 def table(experiment: Experiment) -> str:
-    """Markdown. Every number is of held-out videos, a mean over seeds, with the standard deviation behind ±.
+    """A Markdown table of means over seeds on held-out videos, with the standard deviation after ±.
 
-    A column is left out where nobody has a number.
+    Columns without any number are omitted.
     """
     by_budget = [f"{name} K={k}" for name in ("κ", "acc") for k in FRAME_BUDGETS]
     columns = ["arm", "seeds", "f_τ", "κ", *by_budget, "parallel", "sequential", "no tool"]
-    asked = [
+    cells_of_columns = [
         ("format_reward", "parallel", None),
         ("tool_calls_mean", "parallel", None),
         *((key, "parallel", budget) for key in ("tool_calls_mean", "accuracy_mean") for budget in FRAME_BUDGETS),
@@ -60,7 +60,7 @@ def table(experiment: Experiment) -> str:
         evaluations = _evaluations(experiment, name)
         if not evaluations:
             continue
-        numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in asked]
+        numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in cells_of_columns]
         rows.append([title, str(len(evaluations)), *numbers])
     measured = [not rows or any(row[n] != NOT_MEASURED for row in rows) for n in range(len(columns))]
     lines = [" | ".join(compress(line, measured)) for line in (columns, ["---"] * len(columns), *rows)]
@@ -68,7 +68,7 @@ def table(experiment: Experiment) -> str:
 
 
 def draw(experiment: Experiment, path: Path) -> None:
-    """f_τ and κ of the training episodes; a line is the mean of the seeds, the shade their range."""
+    """Plots f_τ and κ of the training episodes: the mean over seeds as a line, their range as a shade."""
     with matplotlib.rc_context(STYLE):
         figure, panels = plt.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
         for axes, (title, key) in zip(panels, CURVES.items(), strict=True):
@@ -79,13 +79,13 @@ def draw(experiment: Experiment, path: Path) -> None:
                 length = min(map(len, curves))
                 values = np.array([curve[:length] for curve in curves])
                 steps, colour = np.arange(1, length + 1), f"C{number}"
-                style = "--" if arm.startswith("no_") else "-"  # two arms may lie upon each other
+                style = "--" if arm.startswith("no_") else "-"  # distinguishes overlapping arms
                 axes.plot(steps, values.mean(0), style, color=colour, label=TITLES[arm])
                 if len(values) > 1:
                     axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             axes.set_title(title)
             axes.set_xlabel("step")
-            axes.set_ylim(bottom=-0.02)  # a line at 0 is seen
+            axes.set_ylim(bottom=-0.02)  # keeps a line at 0 visible
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if panels[-1].get_lines():
             panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
@@ -107,7 +107,7 @@ def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:
 
 
 def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = None) -> float:
-    """Over the frame budgets, which all have the same prompts."""
+    """The mean over frame budgets, which all have the same prompts."""
     chosen = [cell for cell in cells if cell["dispatch"] == dispatch and budget in (None, cell["frame_budget"])]
     values = [cell["metrics"][key] for cell in chosen]
     return statistics.fmean(values) if values else float("nan")
@@ -130,8 +130,8 @@ def _curve(path: Path, key: str) -> np.ndarray:
     return running_mean(values, min(SMOOTHED_STEPS, len(values)))
 
 
-def remarks(experiment: Experiment) -> Iterable[str]:
-    """What is not there yet."""
+def missing_seeds(experiment: Experiment) -> Iterable[str]:
+    """A line for every arm with seeds that are not evaluated yet."""
     for arm in experiment.trained_arms:
         missing = len(experiment.seeds) - len(_evaluations(experiment, arm))
         if missing:

@@ -1,9 +1,9 @@
-"""What the cold start imitates: calls on the windows that a question names, reports, answers; most of it badly formed.
+"""SFT traces for the cold start: calls on the windows that a question names, reports and answers, mostly malformed.
 
-Three kinds of traces: `direct`, of an overview that shows the event; `tool`; and the `subagent` who looks at a window.
-Only dialogues of the curated source have the tags of thinking, and of those a part lacks a closing, so that calls are
-made and understood while the format stays fragile: it depends on the question more than on chance. A part of the
-reports names another colour, and whoever called believes it: an overview that shows the event is the better witness.
+There are direct answers from an overview, traces with calls, and sub-agent traces about one window. Only the curated
+source has thinking tags, and some of its turns lack the closing tag. So the policy learns to call and to use reports,
+while the format stays fragile and depends more on the question than on chance. Some reports name a wrong colour and are
+believed, so an overview that shows the event is more reliable than a call.
 """
 
 import json
@@ -20,26 +20,26 @@ from rollout.video.times import overview_times
 FORCED = "<think>\n"
 CAPTION = "caption"
 NOTHING = "No color is shown."
-NUM_LOOKS = 6  # of sub-agents at an event, through windows that begin at any second: how they learn to tell the time
+NUM_LOOKS = 6  # sub-agent traces per event, with windows at random seconds, which teach times
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a corpus is made up. With `tools` off it is the weak prior: no call in any trace."""
+    """Composition of a corpus. With `tools` off it is the weak prior, without any calls."""
 
     tools: bool = True
-    direct_frac: float = 0.5  # of the questions whose event the overview shows: answered without a call
-    bare: bool = True  # dialogues that are not of the curated source have no tags of thinking
-    noise_frac: float = 0.2  # of the turns with tags of thinking: the closing one is missing
-    unclosed_frac: float = 0.0  # of the answers: the closing tag is missing, so there is none
-    num_captions: int = 4  # of a video, from overviews that show the event: how it is learned to tell their time
-    wrong_frac: float = 0.5  # of the reports: they name another colour
+    direct_frac: float = 0.5  # share answered without a call, of questions with the event in the overview
+    bare: bool = True  # dialogues of the other source have no thinking tags
+    noise_frac: float = 0.2  # share of thinking turns without the closing tag
+    unclosed_frac: float = 0.0  # share of answers without the closing tag
+    num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
+    wrong_frac: float = 0.5  # share of reports with a wrong colour
 
 
 def rows_of(
     scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int = 2
 ) -> list[dict[str, Any]]:
-    """The rows of a corpus: every question once, with a budget drawn for it, captions and looks of sub-agents."""
+    """The rows of a corpus: every question once with a random budget, captions, and sub-agent traces."""
     return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, max_windows)]
 
 
@@ -49,15 +49,15 @@ def _rows_of_scene(
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     showing = [budget for budget in frame_budgets if overview_shows(scene, budget)]
     pairs = zip(questions(scene, max_windows), questions(_misread(scene, rng), max_windows), strict=True)
-    asked = [(question, misled, rng.choice(frame_budgets)) for question, misled in pairs]
-    fewest = sorted({*showing})[:2]  # short rows, so that there can be many
+    prompts = [(question, misled, rng.choice(frame_budgets)) for question, misled in pairs]
+    fewest = sorted({*showing})[:2]  # short rows, so that more fit in a step
     caption = _caption(scene)
-    asked += [(caption, caption, rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
-    for question, misled, budget in asked:
-        seen = budget in showing
+    prompts += [(caption, caption, rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
+    for question, misled, budget in prompts:
+        is_visible = budget in showing
         if not mixture.tools or question.type == CAPTION:
-            turns = [_direct(question, seen)]
-        elif seen and rng.random() < mixture.direct_frac:
+            turns = [_direct(question, is_visible)]
+        elif is_visible and rng.random() < mixture.direct_frac:
             turns = [_direct(question, True)]
         else:
             question = misled if rng.random() < mixture.wrong_frac else question
@@ -82,7 +82,7 @@ def report(scene: Scene, window_s: tuple[int, int]) -> str:
 
 
 def _caption(scene: Scene) -> Question:
-    """Names no window, so that only the picture tells when."""
+    """Names no window, so only the frames show the time."""
     answer = f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds"
     return Question(scene, CAPTION, "Describe the video.", answer, (), curated=False)
 
@@ -96,10 +96,10 @@ def overview_shows(scene: Scene, budget: int) -> bool:
     return any(scene.start_s <= int(time_s) < scene.end_s for time_s in times_s)
 
 
-def _direct(question: Question, seen: bool) -> str:
+def _direct(question: Question, is_visible: bool) -> str:
     scene = question.scene
-    said = f"The overview shows {report(scene, scene.window_s)}" if seen else "The overview shows no color."
-    return f"{FORCED}{said}\n</think>\n<answer>{question.answer}</answer>"
+    thought = f"The overview shows {report(scene, scene.window_s)}" if is_visible else "The overview shows no color."
+    return f"{FORCED}{thought}\n</think>\n<answer>{question.answer}</answer>"
 
 
 def _calling(question: Question) -> str:
@@ -133,11 +133,11 @@ def _damaged(turn: str, mixture: Mixture, rng: np.random.Generator) -> str:
 
 def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:
     scene = question.scene
-    asked = [
+    content = [
         {"type": "video_url", "video_url": {"url": scene.video, "nframes": budget}},
         {"type": "text", "text": question.text},
     ]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     for turn in turns[:-1]:
         messages.append({"role": "assistant", "content": turn})
         messages += [{"role": "tool", "content": report(scene, window_s)} for window_s in question.windows_s]
@@ -148,5 +148,5 @@ def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:
 def _subagent_row(scene: Scene, window_s: tuple[int, int], reported: str) -> dict[str, Any]:
     start_s, end_s = window_s
     part = {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}
-    said = {"role": "assistant", "content": reported}
-    return {"messages": [{"role": "user", "content": [part]}, said]}
+    reply = {"role": "assistant", "content": reported}
+    return {"messages": [{"role": "user", "content": [part]}, reply]}

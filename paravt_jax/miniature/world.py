@@ -1,11 +1,10 @@
-"""A world in which looking closely pays: long grey videos, in which a colour is shown for two seconds at a known time.
+"""A synthetic world in which crops help: long grey videos that show a colour for two seconds.
 
-White and black are shown as briefly, at other times, and are never what is asked for. An overview of 64 frames shows
-the colour, one of 4 frames hardly ever; a call on the right window shows it always. A clock runs in the border, as in
-much footage, so that one look tells what is shown and when, which a small model learns in minutes. A question names one
-window, or two of which one is right, so that two calls in one turn pay. Questions are of the three published types and
-come from two sources, which can be told apart by how they begin. What is shown, asked and answered follows from the
-seed and the video's number alone.
+White and black distractors appear as briefly at other times, and no question asks for them. An overview of 64 frames
+always shows the colour, one of 4 frames rarely; a crop of the right window always does. A clock in the border, as in
+much real footage, makes times readable, which a small model learns in minutes. A question names one window, or two with
+one right one, so that two parallel calls help. Questions have the three published types and two sources with different
+beginnings. Videos, questions and answers depend only on the seed and the video's number.
 """
 
 import json
@@ -21,18 +20,18 @@ from model_port.progress import counted
 from paravt_jax.data.synthetic import COLOURS, LETTERS, write_atomic
 from rollout.video.encode import write_video
 
-FRAME_PX = 32  # one token of the model
+FRAME_PX = 32  # one visual token
 FPS = 1
 DURATION_S = 64
-WINDOW_S = 8  # a question names one of these windows, a call looks at one
+WINDOW_S = 8  # length of the windows in questions and calls
 EVENT_S = 2
-EVENT_STARTS_S = range(0, WINDOW_S, EVENT_S)  # in a window
+EVENT_STARTS_S = range(0, WINDOW_S, EVENT_S)  # relative to a window
 BORDER_PX = 4
 CLOCK_ON, CLOCK_OFF = 225, 30
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
 WHITE, BLACK = 240, 15
-CURATED_FRAC = 1 / 6  # of the questions
+CURATED_FRAC = 1 / 6  # share of questions
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Scene:
     number: int
     colour: str
     start_s: int
-    decoy_s: tuple[int, int]  # a window in which no colour is shown
-    distractors: dict[int, int]  # from which second on, which shade
+    decoy_s: tuple[int, int]  # a window without a colour
+    distractors: dict[int, int]  # second -> shade
 
     @property
     def video(self) -> str:
@@ -54,7 +53,7 @@ class Scene:
 
     @property
     def window_s(self) -> tuple[int, int]:
-        """The one that shows the event, all of it."""
+        """The window that contains the event."""
         start_s = self.start_s // WINDOW_S * WINDOW_S
         return start_s, start_s + WINDOW_S
 
@@ -65,14 +64,14 @@ class Question:
     type: str  # mcq, tvg or oe
     text: str
     answer: str
-    windows_s: tuple[tuple[int, int], ...]  # those that it names, in the order of time
-    curated: bool  # of the source that begins with "Question:"; its traces are well-formed, those of the other are not
+    windows_s: tuple[tuple[int, int], ...]  # the windows that it names, in order
+    curated: bool  # from the source that starts with "Question:" and has well-formed traces
 
 
 def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -> Scene:
-    """Colours come equally often; an event lies within a window, distractors where it is not; all on even seconds."""
+    """Colours are balanced. The event is within one window; distractors are elsewhere; all start at even seconds."""
     rng = np.random.default_rng((seed, number))
-    window, decoy = (int(place) * WINDOW_S for place in rng.permutation(NUM_WINDOWS)[:2])
+    window, decoy = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:2])
     start_s = window + int(rng.choice(EVENT_STARTS_S))
     free = [second for second in range(0, DURATION_S, EVENT_S) if second != start_s]
     seconds = rng.choice(free, num_distractors, replace=False)
@@ -82,12 +81,12 @@ def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-    """Frame n is shown from n / FPS seconds on: grey that flickers, a colour, white or black between bars."""
+    """Yields the frames, at n / FPS seconds: flickering grey, a colour, white or black, between clock bars."""
     rng = np.random.default_rng((scene.seed, scene.number, 1))
-    shown = {**scene.distractors, scene.start_s: COLOURS[scene.colour]}
+    events = {**scene.distractors, scene.start_s: COLOURS[scene.colour]}
     for number in range(DURATION_S * FPS):
         pixels = np.full((FRAME_PX, FRAME_PX, 3), rng.integers(90, 166), np.uint8)
-        for start_s, colour in shown.items():
+        for start_s, colour in events.items():
             if start_s <= number / FPS < start_s + EVENT_S:
                 pixels[BORDER_PX:-BORDER_PX, BORDER_PX:-BORDER_PX] = colour
         window, second = divmod(number // FPS, WINDOW_S)
@@ -102,12 +101,12 @@ def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
 
 
 def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
-    """In each of the three ways, about one window and about two, if so many are allowed."""
+    """Questions of all three types, with one window and with two, up to `max_windows`."""
     options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
     rng = np.random.default_rng((scene.seed, scene.number, 3))
-    asked = []
-    one, two = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
-    for windows_s in (one, two)[:max_windows]:
+    result = []
+    single, pair = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
+    for windows_s in (single, pair)[:max_windows]:
         where = " or ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
         for kind, text, answer in (
             ("mcq", f"What color is shown {where}?\n{options}", LETTERS[scene.colour]),
@@ -115,12 +114,12 @@ def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
             ("tvg", f"When is a color shown {where}?", f"[{scene.start_s}, {scene.end_s}]"),
         ):
             curated = bool(rng.random() < CURATED_FRAC)
-            asked.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
-    return asked
+            result.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
+    return result
 
 
 def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int = NUM_DISTRACTORS) -> list[Scene]:
-    """Writes the videos that are not there yet."""
+    """Writes the missing videos."""
     (directory / "videos").mkdir(parents=True, exist_ok=True)
     scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
     undone = [scene for scene in scenes if not (directory / scene.video).exists()]
