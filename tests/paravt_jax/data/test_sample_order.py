@@ -28,8 +28,8 @@ def prompts(num: int, num_videos: int = 1) -> list[Prompt]:
 
 
 def order(num: int, seed: int, numbers: range) -> list[str]:
-    visits = SampleOrder(prompts(num), seed)
-    return [visits[number].item.id for number in numbers]
+    samples = SampleOrder(prompts(num), seed)
+    return [samples[number].item.id for number in numbers]
 
 
 def chi_square(counts: list[int], num_cells: int) -> float:
@@ -38,12 +38,12 @@ def chi_square(counts: list[int], num_cells: int) -> float:
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 97])
-def test_every_epoch_visits_every_prompt_once(num):
-    visits = SampleOrder(prompts(num), seed=3)
+def test_every_epoch_has_every_prompt_once(num):
+    samples = SampleOrder(prompts(num), seed=3)
     for epoch in (0, 1, 11):
-        visited = [visits[epoch * num + place] for place in range(num)]
-        assert {visit.item.id for visit in visited} == {prompt.id for prompt in prompts(num)}
-        assert {visit.epoch for visit in visited} == {epoch}
+        epoch_samples = [samples[epoch * num + offset] for offset in range(num)]
+        assert {sample.item.id for sample in epoch_samples} == {prompt.id for prompt in prompts(num)}
+        assert {sample.epoch for sample in epoch_samples} == {epoch}
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -52,30 +52,30 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_a_prompt_comes_first_as_often_as_any_other():
-    visits = SampleOrder(prompts(5), seed=0)
-    firsts = Counter(visits[5 * epoch].item.id for epoch in range(100))
+    samples = SampleOrder(prompts(5), seed=0)
+    firsts = Counter(samples[5 * epoch].item.id for epoch in range(100))
     assert len(firsts) == 5 and chi_square([*firsts.values()], 5) < CRITICAL[4]
 
 
-def test_a_visit_follows_from_its_number_alone():
+def test_a_sample_depends_only_on_its_number():
     in_order = order(13, 5, range(40))
-    visits = SampleOrder(prompts(13), seed=5)
+    samples = SampleOrder(prompts(13), seed=5)
     shuffled = random.Random(0).sample(range(40), 40)
     random.seed(1)
     list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # grain was busy with something else
-    assert {number: visits[number].item.id for number in shuffled} == dict(enumerate(in_order))
+    assert {number: samples[number].item.id for number in shuffled} == dict(enumerate(in_order))
 
 
 @pytest.mark.slow
-def test_another_process_visits_in_the_same_order_and_grain_starts_nothing():
+def test_another_process_has_the_same_order_and_grain_starts_nothing():
     code = """
 import json, multiprocessing, os, threading
 import jax, numpy, pyarrow
 before = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import SampleOrder
-visits = SampleOrder([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
-ids = [visits[number].item.id for number in reversed(range(40))]
+samples = SampleOrder([Prompt(f"p{n}", "?", ("/v",), "A", "mcq") for n in range(13)], seed=5)
+ids = [samples[number].item.id for number in reversed(range(40))]
 after = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None
 print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.active_children()), before == after]))
 """
@@ -85,14 +85,14 @@ print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.activ
     assert done.stderr == ""
 
 
-def test_impossible_visits_are_refused():
-    with pytest.raises(ValueError, match="nothing to visit"):
+def test_impossible_samples_are_errors():
+    with pytest.raises(ValueError, match="no prompts or traces"):
         SampleOrder([], seed=0)
-    with pytest.raises(IndexError, match="visit -1"):
+    with pytest.raises(IndexError, match="sample -1"):
         SampleOrder(prompts(3), seed=0)[-1]
 
 
-def test_open_visits_come_first_after_a_kill():
+def test_open_samples_come_first_after_a_kill():
     cursor = Cursor()
     assert cursor.take(3) == [0, 1, 2] and cursor.take(4) == [3, 4, 5, 6]
     cursor.done([1, 3, 4])
@@ -103,7 +103,7 @@ def test_open_visits_come_first_after_a_kill():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["go on", "record", "kill"]))))
-def test_no_kill_skips_or_doubles_a_visit(steps):
+def test_no_kill_skips_or_doubles_a_sample(steps):
     cursor, open_, kept = Cursor(), [], []
     record, kept_then = cursor.to_record(), []
     for num_taken, num_done, then in steps:
@@ -126,16 +126,16 @@ def test_what_is_given_back_comes_first_and_once():
     cursor.give_back([3, 1])
     assert (cursor.num_again, cursor.to_record()) == (2, {"next": 4, "again": [0, 1, 2, 3]})
     assert cursor.take(3) == [1, 3, 4]
-    with pytest.raises(ValueError, match=r"visits \[5\] are not open"):
+    with pytest.raises(ValueError, match=r"samples \[5\] are not open"):
         cursor.give_back([5])
 
 
-def test_the_visits_of_a_log_leave_those_that_it_has_not():
+def test_samples_that_a_log_skips_remain():
     cursor = Cursor.from_record({"next": 3, "again": [1]})
     cursor.take_these([5, 3])
     cursor.done([3, 5])
     assert cursor.to_record() == {"next": 6, "again": [1, 4]}
-    with pytest.raises(ValueError, match=r"visits \[5\] were made before, or are open"):
+    with pytest.raises(ValueError, match=r"samples \[5\] are already done or open"):
         cursor.take_these([5, 6])
 
 
@@ -144,7 +144,7 @@ def test_what_is_not_open_cannot_be_done():
     cursor.take(2)
     cursor.done([1])
     for numbers in ([1], [0, 2]):
-        with pytest.raises(ValueError, match=rf"visits \[{numbers[-1]}\] are not open; open are \[0\]"):
+        with pytest.raises(ValueError, match=rf"samples \[{numbers[-1]}\] are not open; open are \[0\]"):
             cursor.done(numbers)
     cursor.done([0])  # a refused call has closed nothing
 
@@ -153,7 +153,7 @@ def test_what_is_not_open_cannot_be_done():
     "record", [{}, {"next": 2}, {"next": 2, "again": [2]}, {"next": 2, "again": [1, 1]}, {"next": "2", "again": []}]
 )
 def test_a_damaged_record_is_refused(record):
-    with pytest.raises(ValueError, match="is no cursor"):
+    with pytest.raises(ValueError, match="is not a cursor"):
         Cursor.from_record(record)
 
 
