@@ -27,9 +27,17 @@ BREAK_BETWEEN_RELEASES = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "
 
 
 def requirements(extra: str | None = None) -> list[Requirement]:
+    """The requirements of the package or of an extra. An extra may name other extras as paravt_jax[NAME]."""
     project = PYPROJECT["project"]
-    return [
-        Requirement(line) for line in (project["optional-dependencies"][extra] if extra else project["dependencies"])
+    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    parsed = [Requirement(line) for line in lines]
+    own = [requirement for requirement in parsed if requirement.name != project["name"]]
+    return own + [
+        each
+        for requirement in parsed
+        if requirement.name == project["name"]
+        for name in requirement.extras
+        for each in requirements(name)
     ]
 
 
