@@ -81,8 +81,8 @@ def update(learner: Learner, chat: Chat, contract: VisionContract, prompts, grou
     pictures = {picture.key: picture for episodes in groups for e in episodes for picture in e.ledger.pictures}
     frames = {key: frame_of(picture, contract) for key, picture in pictures.items()}
     batches = pack(dialogues, frames, learner.model.config, PackShape(num_rows=2, row_tokens=1024, row_patches=64))
-    num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in dialogues)
-    counts = StepCounts(num_tokens, len(dialogues), len(dialogues) * EPISODE.max_new_tokens)
+    num_tokens = float(sum(dialogue.loss_mask.sum() for dialogue in dialogues))
+    counts = StepCounts(num_tokens, float(len(dialogues)), float(len(dialogues) * EPISODE.max_new_tokens))
     metrics = learner.update([StepPart(batches, counts)], num_dialogues=len(dialogues))
     names = ("loss/policy", "loss/kl_ref", "mismatch/behavior_kl", "optim/grad_norm")
     return {"reward": float(np.mean(rewards)), **{name: metrics[name] for name in names}}
