@@ -1,1 +1,1 @@
-"""One step of imitation after another: the cold start from traces."""
+"""The SFT cold start: imitation of traces."""

@@ -1,7 +1,7 @@
-"""One step of imitation after another: traces shown, and packed until the rows of a step are full.
+"""The batches of each SFT step: traces are rendered and packed until the rows of the step are full.
 
-Steps are made ahead, in the order of the visits, so that frames are decoded while the learner is at an earlier step.
-Which traces a step holds follows from the number of its first visit alone: that is all that a resume needs.
+Batches are prepared ahead, so frames are decoded while the learner is busy. The number of a step's first sample decides
+its traces, so a checkpoint stores only that number.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.sample_order import PromptSample, SampleOrder
 from paravt_jax.data.traces import Trace
-from paravt_jax.imitation.ledgers import Rendered, TraceRenderer
+from paravt_jax.imitation.render import Rendered, TraceRenderer
 from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
-RENDERED_AHEAD = 32  # traces whose frames are decoded at the same time
+RENDERED_AHEAD = 32  # traces whose frames are decoded concurrently
 
 
 class RenderedTrace(NamedTuple):
-    """A trace as it will be packed, and what that was made of."""
+    """A trace's dialogue for the learner, and the rendering that it comes from."""
 
     dialogue: Dialogue
     rendered: Rendered
@@ -33,24 +33,24 @@ class RenderedTrace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TraceBatch:
-    """The batches of one step. The next one begins with the visit `next`."""
+    """The batches of one step. The next step starts with sample `next`."""
 
     batches: list[TrainBatch]
     sample: Rendered  # the first of the traces
     num_traces: int
-    num_tokens: int  # of all traces, as if nothing were shared
+    num_tokens: int  # of all traces, counting shared prompts every time
     num_loss_tokens: int
     next: int
-    problems: list[str]  # traces that could not be shown, or did not fit
+    problems: list[str]  # traces that could not be rendered or did not fit
 
 
 class TraceBatches:
-    """Makes the batch of every step, some steps ahead; from a visit's number on, all that follows is decided."""
+    """Prepares the batches of each step, some steps ahead."""
 
     def __init__(
         self,
         renderer: TraceRenderer,
-        visits: SampleOrder[Trace],
+        order: SampleOrder[Trace],
         first: int,
         model: ModelConfig,
         contract: VisionContract,
@@ -61,17 +61,17 @@ class TraceBatches:
         num_row_parts: int,
         seed: int,
     ):
-        """`first` is the number of the first visit."""
-        self._renderer, self._visits, self._seed = renderer, visits, seed
+        """`first` is the number of the first sample."""
+        self._renderer, self._order, self._seed = renderer, order, seed
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
-        self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from visit `_next` on
+        self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
         self._next = first
-        self._num_left_out = 0  # in a row
+        self._num_left_out = 0  # consecutive traces
         self._made: asyncio.Queue[TraceBatch] = asyncio.Queue(imitation.steps_ahead)
         self._maker: asyncio.Task[None] | None = None
 
-    async def take(self) -> TraceBatch:
+    async def next_batch(self) -> TraceBatch:
         if self._maker is None:
             self._maker = asyncio.create_task(self._make_all())
         taking = asyncio.create_task(self._made.get())
@@ -83,11 +83,11 @@ class TraceBatches:
         finally:
             taking.cancel()
 
-    async def of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
-        """Batches of these traces, a few traces at a time; those that cannot be shown are left out."""
-        visits = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
-        for first in range(0, len(visits), RENDERED_AHEAD):
-            rendering = map(self._render, visits[first : first + RENDERED_AHEAD])
+    async def batches_of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
+        """Batches of these traces, a few at a time; traces that cannot be rendered are skipped."""
+        samples = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
+        for first in range(0, len(samples), RENDERED_AHEAD):
+            rendering = map(self._render, samples[first : first + RENDERED_AHEAD])
             rendered = await asyncio.gather(*rendering, return_exceptions=True)
             for problem in rendered:
                 if isinstance(problem, BaseException) and not isinstance(problem, VideoError):
@@ -111,22 +111,22 @@ class TraceBatches:
             await self._made.put(await self._make())
 
     async def _make(self) -> TraceBatch:
-        """Takes visits in order, until one has no room in any row; that one begins the next step."""
+        """Takes samples in order until one fits into no row; that sample starts the next step."""
         row_tokens = self._pack.row_tokens
         rooms = [row_tokens] * self._rows_per_step
         taken: list[RenderedTrace] = []
         problems: list[str] = []
         while True:
-            visit = self._visits[self._next]
+            sample = self._order[self._next]
             self._render_ahead()
             try:
                 trace = await asyncio.shield(self._rendered[0])
             except VideoError as problem:
-                self._problem(problems, f"{visit.item.id}: {problem}")
+                self._problem(problems, f"{sample.item.id}: {problem}")
                 continue
             length = len(trace.dialogue.ids)
             if length > row_tokens:
-                self._problem(problems, f"{visit.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
+                self._problem(problems, f"{sample.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
                 continue
             row = next((number for number, room in enumerate(rooms) if room >= length), None)
             if row is None:
@@ -138,12 +138,12 @@ class TraceBatches:
         return await asyncio.to_thread(self._packed, taken, problems)
 
     def _problem(self, problems: list[str], problem: str) -> None:
-        """A run in which no trace can be shown must not look for one forever."""
+        """Records a skipped trace. A run without a single usable trace must not search forever."""
         problems.append(problem)
         self._pass()
         self._num_left_out += 1
-        if self._num_left_out >= self._visits.num_items:
-            raise RuntimeError(f"not one of {self._num_left_out} traces in a row can be used; the last one: {problem}")
+        if self._num_left_out >= self._order.num_items:
+            raise RuntimeError(f"{self._num_left_out} consecutive traces cannot be used; the last one: {problem}")
 
     def _pass(self) -> None:
         self._rendered.popleft()
@@ -151,12 +151,12 @@ class TraceBatches:
 
     def _render_ahead(self) -> None:
         while len(self._rendered) < RENDERED_AHEAD:
-            self._rendered.append(asyncio.create_task(self._render(self._visits[self._next + len(self._rendered)])))
+            self._rendered.append(asyncio.create_task(self._render(self._order[self._next + len(self._rendered)])))
 
-    async def _render(self, visit: PromptSample[Trace]) -> RenderedTrace:
-        (budget,) = budgets_of([visit], self._video, self._seed)
-        rendered = await self._renderer.render(visit.item, budget)
-        return RenderedTrace(self._renderer.dialogue(rendered.ledger, visit.number), rendered)
+    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace:
+        (budget,) = budgets_of([sample], self._video, self._seed)
+        rendered = await self._renderer.render(sample.item, budget)
+        return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
 
     def _packed(self, taken: list[RenderedTrace], problems: list[str]) -> TraceBatch:
         batches = self._batches(taken)

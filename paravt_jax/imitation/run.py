@@ -1,4 +1,4 @@
-"""Everything that is open while a policy learns from traces, and what a step asks of it: rl/run.py's counterpart.
+"""State of an SFT run and the operations of one step; the counterpart of rl/run.py.
 
 Of several hosts each renders and packs all traces, and gives the rows of its own: which traces fit is known no earlier.
 """
@@ -16,7 +16,7 @@ from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
-from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
@@ -41,17 +41,17 @@ class SftRun:
     probe: DeviceProbe
     batches: TraceBatches
     held_out: Sequence[Trace]
-    num_traces: int  # of an epoch
+    num_traces: int  # per epoch
     next_visit: int
-    own_time: OwnTime = field(default_factory=OwnTime)  # of this host until it had the last batch
+    own_time: OwnTime = field(default_factory=OwnTime)  # this host's time for the last batch
 
     async def next_batch(self) -> TraceBatch | None:
-        """The next step's traces, or None when there is nothing more to do."""
+        """The next step's traces, or None after the last step."""
         return await self.training.begin_step("data", self._take)
 
     async def _take(self) -> TraceBatch:
         with self.own_time.working():
-            return await self.batches.take()
+            return await self.batches.next_batch()
 
     async def imitate(self, batch: TraceBatch) -> dict[str, float]:
         training = self.training
@@ -100,14 +100,14 @@ class SftRun:
             return
         training.log.phase("validation")
         total, num_tokens = 0.0, 0
-        async for batches in self.batches.of(self.held_out):
+        async for batches in self.batches.batches_of(self.held_out):
             for batch in map(self._own, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         total, num_tokens = map(sum, zip(*self.hosts.gather("validation", (total, num_tokens)), strict=True))
         if not num_tokens:
-            raise RuntimeError(f"not one trace of data.validation={self.config.data.validation} can be shown")
+            raise RuntimeError(f"no trace of data.validation={self.config.data.validation} can be rendered")
         metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}
         training.log.validation(training.step, metrics)
 
@@ -118,7 +118,7 @@ class SftRun:
         return rows_of_host(batch, self.hosts.index, self.hosts.num)
 
     def progress(self) -> Progress:
-        """What a checkpoint carries beside the learner."""
+        """The part of a checkpoint beside the learner."""
         return {"next_visit": self.next_visit}
 
 
@@ -126,9 +126,9 @@ class SftRun:
 async def open_sft_run(
     config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE
 ) -> AsyncIterator[SftRun]:
-    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
+    """Opens a run and resumes it from its newest checkpoint. Cheap checks come first.
 
-    `allow_changes`: also with another model, seed or data than it began with.
+    `allow_changes` permits another model, seed or data than the run started with.
     """
     config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A trace that was learnt from, as RUN/episodes keeps it: in the form of an episode that nobody scores."""
+"""Records a trace for RUN/episodes, in the form of an episode without scores."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Trace
-from paravt_jax.imitation.ledgers import Rendered
+from paravt_jax.imitation.render import Rendered
 from rollout.ledger import Ledger
 from rollout.tools import BadCall, ToolCall, find_calls, window_of
 
@@ -24,22 +24,22 @@ def sample_record(rendered: Rendered, step: int) -> dict[str, Any]:
         "videos": [asdict(video) for video in rendered.videos],
         "segments": ledger.to_record(),
         "turns": [
-            {"text": text, "told": told, "token_span": span, "calls": [_call(call) for call in find_calls(text)]}
-            for (text, told), span in zip(_turns(trace), _spans(ledger), strict=True)
+            {"text": text, "told": response, "token_span": span, "calls": [_call(call) for call in find_calls(text)]}
+            for (text, response), span in zip(_turns(trace), _spans(ledger), strict=True)
         ],
     }
 
 
 def _turns(trace: Trace) -> Iterator[tuple[str, str]]:
-    """What the assistant said, and what it was told then."""
+    """The assistant's turns, each with the messages that follow it."""
     turns: list[tuple[str, str]] = []
     for message in trace.messages:
         text = message.text.replace(PLACEHOLDER, "")
         if message.role == "assistant":
             turns.append((text, ""))
         elif turns:
-            said, told = turns[-1]
-            turns[-1] = (said, f"{told}\n{text}".strip())
+            turn, response = turns[-1]
+            turns[-1] = (turn, f"{response}\n{text}".strip())
     yield from turns
 
 
@@ -53,12 +53,12 @@ def _spans(ledger: Ledger) -> list[tuple[int, int]]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """As it was written; how long the video is, the trace does not say."""
+    """The call as written. Its window is unchecked, because a trace does not have the video's duration."""
     window = None
     if call.well_formed:
         try:
-            found = window_of(call.arguments, math.inf)
-            window = [found.start_s, found.end_s]
+            parsed = window_of(call.arguments, math.inf)
+            window = [parsed.start_s, parsed.end_s]
         except BadCall:
-            pass  # of a tool without a window
+            pass  # the tool has no window
     return {"name": call.name, "span": call.span, "outcome": "imitated", "window_s": window}

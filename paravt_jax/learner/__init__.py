@@ -1,1 +1,1 @@
-"""Rewards into new weights: advantages, credit, packed rows, the loss, the update. Knows no run and no data."""
+"""From rewards to new weights: advantages, credit, packed rows, losses, the update. Independent of runs and data."""

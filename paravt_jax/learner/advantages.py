@@ -1,14 +1,14 @@
-"""Rewards of a group into advantages: one part for every sampled token, one for the tokens of the structure alone.
+"""Advantages of a group: one part for every sampled token, and one only for the tokens of the structure.
 
     A_seq    = (R without the anchor − mean) / (std + ε)    at every sampled token
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
-DIFFERS, where it is asked for: under `advantage.credit=span` the second part is one for each property of R_anchor, at
-the tokens that answer for that property; they add up to the one above. Under `advantage.terms=apart` the first is a
-weighted sum of such a quotient for each term of R, so that a term has its weight whatever the spread of the others.
+DIFFERS on request: `advantage.credit=span` splits the second part by property of R_anchor, each at the property's own
+tokens; they add up to the one above. `advantage.terms=apart` normalizes each term of R by itself, then adds them with
+their weights, so that a term keeps its weight no matter how the others spread.
 
-Mean and std are those of the members that have a reward. Every std here is the population's (divided by n, not n − 1):
-a part is then measured in the same unit whether or not members are missing, and a group of two has advantages of ±1.
+Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
+missing rollouts, and a group of two has advantages of ±1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
-ROUNDING = 1e-8  # rewards closer than this are equal: the same credits added up in another order
+ROUNDING = 1e-8  # smaller differences between rewards are rounding
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRewards:
-    """What the members of a group earned, by term of R and by property of R_anchor."""
+    """The rewards of a group, by term of R and by property of R_anchor."""
 
     present: Bool[np.ndarray, " G"]  # False = missing
     terms: Mapping[str, Float[np.ndarray, " G"]]  # unweighted
@@ -49,24 +49,24 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class EpisodeAdvantage:
-    """What an episode earned relative to its group."""
+    """The advantage of one episode."""
 
     sequence: float  # for every sampled token
-    anchor: float = 0.0  # more for structural ones
-    properties: Mapping[str, float] = field(default_factory=dict)  # more for those that answer for a property
+    anchor: float = 0.0  # added at structural tokens
+    properties: Mapping[str, float] = field(default_factory=dict)  # added at the tokens of each property
 
 
 @dataclass(frozen=True, eq=False)
 class GroupAdvantages:
-    """What each episode earned relative to its group; zero for a missing one and in a part without spread."""
+    """The advantages of a group; zero for missing episodes, and for a part with zero spread."""
 
     sequence: Float[np.ndarray, " G"]
-    anchor: Float[np.ndarray, " G"]  # λ · w_fmt included; of all structural tokens
-    properties: Mapping[str, Float[np.ndarray, " G"]]  # likewise, of the tokens that answer for a property
-    keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens; the others give no gradient and do not count in N
+    anchor: Float[np.ndarray, " G"]  # for all structural tokens, scaled by λ · w_fmt
+    properties: Mapping[str, Float[np.ndarray, " G"]]  # the same for the tokens of each property
+    keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens, which count in N
     num_missing: int
     has_spread: bool
-    unit: float  # of advantage in a reward of 1
+    unit: float  # the advantage of one unit of reward
 
     def of(self, number: int) -> EpisodeAdvantage:
         properties = {name: float(values[number]) for name, values in self.properties.items()}
@@ -74,17 +74,17 @@ class GroupAdvantages:
 
 
 def group_rewards(
-    members: Sequence[RewardTerms | None], *, anchor_scale: float, config: AdvantageConfig
+    terms_of: Sequence[RewardTerms | None], *, anchor_scale: float, config: AdvantageConfig
 ) -> GroupRewards:
-    """None is a missing member. `anchor_scale` is λ · w_fmt.
+    """None is a missing episode. `anchor_scale` is λ · w_fmt.
 
-    DIFFERS: the reward without the anchor is not formed as R − λ · w_fmt · R_anchor. The two differ where R_fmt has
-    reached its bound of 1; there the difference would punish the episodes with the best structure.
+    DIFFERS: the reward without the anchor is not R − λ · w_fmt · R_anchor. If R_fmt is at its bound of 1, that
+    difference would punish the episodes with the best structure.
     """
     within = config.credit == "sequence"  # the anchor is part of R
-    size = len(members)
+    size = len(terms_of)
     terms, weights, anchors = {}, {}, {}
-    for number, earned in enumerate(members):
+    for number, earned in enumerate(terms_of):
         if earned is None:
             continue
         for name, value, weight in earned.summands if within else earned.summands_without_anchor:
@@ -92,17 +92,16 @@ def group_rewards(
             weights.setdefault(name, np.full(size, float(weight)))[number] = weight
         for anchor in earned.anchors:
             anchors.setdefault(anchor.name, np.zeros(size))[number] = anchor.value
-    present = np.array([earned is not None and not earned.missing for earned in members])
+    present = np.array([earned is not None and not earned.missing for earned in terms_of])
     return GroupRewards(present, terms, weights, anchors, 0.0 if within else anchor_scale)
 
 
 def group_advantages(
     group: GroupRewards, config: AdvantageConfig, step: Sequence[GroupRewards] = ()
 ) -> GroupAdvantages:
-    """The advantages of a group. `step` are all groups of its step, which only normalise=batch looks at.
+    """The advantages of a group. `step` has all groups of its step, which only normalise=batch uses.
 
-    Unless the anchor is within R, a group is without spread when no part has any: where all anchors differ but not the
-    rest, it still teaches its structure.
+    A group has spread if any part has: with equal rewards and different anchors it still trains the structure.
     """
     has_spread, peers = _has_spread(group, config), [group]
     if config.normalise == "batch" and step:
@@ -142,12 +141,12 @@ def with_kl_penalty(
 def token_advantages(
     sequence: float, anchor: Float[np.ndarray, " n"], sampled_mask: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
-    """The advantages of an episode's tokens; those that the policy did not sample have none."""
+    """The advantages of an episode's tokens; 0 for tokens that were not sampled."""
     return np.where(sampled_mask, sequence + anchor, 0.0).astype(np.float32)
 
 
 def _summands(group: GroupRewards, config: AdvantageConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What is normalised for itself, and the weight that each then has: R as a whole, or its terms."""
+    """The parts that are normalized separately, with their weights: R as a whole, or its terms."""
     if config.terms == "together":
         return {"R": (group.total, np.ones(len(group.present)))}
     return {name: (values, group.weights[name]) for name, values in group.terms.items()}
@@ -167,19 +166,19 @@ def _spread(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"]) ->
 def _relative(
     values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], scale: float, config: AdvantageConfig
 ) -> Float[np.ndarray, " G"]:
-    """Each member against its group; exactly zero without spread, where the rest would be rounding over ε."""
+    """Values relative to the group; exactly zero without spread, where the quotient would be rounding over ε."""
     if not _spread(values, present):
         return np.zeros(values.shape)
     num_present = np.count_nonzero(present)
-    # The mean of the others is further away than that of all, by this factor.
+    # The mean of the others is this much further away than the mean of all.
     further = num_present / (num_present - 1) if config.normalise == "loo" else 1.0
     return np.where(present, further * (values - values[present].mean()) / scale, 0.0)
 
 
-def _scale(of_groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
-    """What a distance from the mean is divided by: the std of such distances in these groups; no spread, no std."""
+def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
+    """The std of distances from the group mean over these groups; 1 without spread or without normalization."""
     if config.normalise in ("none", "loo"):
         return 1.0
-    distances = [values[present] - values[present].mean() for present, values in of_groups if present.any()]
-    every = np.concatenate([np.zeros(0), *distances])
-    return float(every.std()) + config.epsilon if np.any(np.abs(every) > ROUNDING) else 1.0
+    distances = [values[present] - values[present].mean() for present, values in groups if present.any()]
+    joined = np.concatenate([np.zeros(0), *distances])
+    return float(joined.std()) + config.epsilon if np.any(np.abs(joined) > ROUNDING) else 1.0

@@ -1,7 +1,7 @@
-"""Episodes as the learner takes them: ids expanded, and every sampled token with its advantage and its class.
+"""Turns episodes into dialogues: expanded ids, and an advantage and a class for every sampled token.
 
-A reward belongs to characters, the gradient to tokens: a token that spells any character of a structural tag counts as
-structural, also when it spells some of its neighbour too.
+Rewards belong to characters, gradients to tokens: a token that spells any character of a structural tag is structural,
+even if it also spells a neighbor.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from rollout.ledger import Ledger
 
 OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is forced, never sampled
 
-# Classes of tokens, by which the mismatch between engine and learner is watched.
+# Token classes of the mismatch metrics.
 PLAIN, STRUCTURAL, FIRST_OF_TURN = range(3)
 CLASSES = ("plain", "structural", "first_of_turn")
 
@@ -37,30 +37,30 @@ def dialogues_of(
     anchors: Collection[Anchor] = ANCHORS,
     subagent_loss: bool = False,
 ) -> list[Dialogue]:
-    """The main agent's dialogue, and with `subagent_loss` those of its sub-agents; each at least one sampled token."""
+    """The main agent's dialogue and, with `subagent_loss`, its sub-agents', if they have loss tokens."""
     structural = struct_mask(episode, terms.tags, chat, anchors)
     main = main_advantages(episode, earned, terms, structural, chat)
     dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px)]
     for ledger in episode.ledgers[1:] if subagent_loss else []:
-        nothing = np.zeros(len(ledger.ids))
-        advantage = token_advantages(earned.sequence, nothing, ledger.sampled_mask)
-        dialogues.append(dialogue_of(ledger, number, advantage, nothing > 0, chat, token_px))
+        zeros = np.zeros(len(ledger.ids))
+        advantage = token_advantages(earned.sequence, zeros, ledger.sampled_mask)
+        dialogues.append(dialogue_of(ledger, number, advantage, zeros > 0, chat, token_px))
     return [dialogue for dialogue in dialogues if dialogue.loss_mask.any()]
 
 
 def main_advantages(
     episode: Episode, earned: EpisodeAdvantage, terms: RewardTerms, structural: Bool[np.ndarray, " n"], chat: Chat
 ) -> Float[np.ndarray, " n"]:
-    """Of each id of the main agent."""
+    """The advantage of each id of the main agent."""
     anchor = np.where(structural, earned.anchor, 0.0)
-    for one in terms.anchors:
-        if one.name in earned.properties:
-            anchor = anchor + earned.properties[one.name] * property_mask(episode, one, structural, chat)
+    for credit in terms.anchors:
+        if credit.name in earned.properties:
+            anchor = anchor + earned.properties[credit.name] * property_mask(episode, credit, structural, chat)
     return token_advantages(earned.sequence, anchor, episode.ledger.sampled_mask)
 
 
 def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat: Chat) -> Iterator[tuple[Place, float]]:
-    """The same in characters: wherever it is not 0, neighbours of one advantage together."""
+    """The spans of characters with a nonzero advantage; neighbors with the same advantage are one span."""
     ids = episode.ledger.ids
     for number, turn in enumerate(episode.turns):
         begin, end = turn.token_span
@@ -88,16 +88,16 @@ def struct_mask(
 def property_mask(
     episode: Episode, earned: AnchorProperty, structural: Bool[np.ndarray, " n"], chat: Chat
 ) -> Bool[np.ndarray, " n"]:
-    """The tokens that answer for a property: where it is met, the structural ones of its places.
+    """The tokens of a property: the structural ones of its places if it is met.
 
-    Where it is not, the one that stands in its place, whatever it is; none where the turn was cut off there.
+    Otherwise the token at the position of the missing tag; none if the turn was cut off there.
     """
     mask = token_mask(episode, earned.places, chat)
     return mask & structural if earned.met else mask
 
 
 def token_mask(episode: Episode, places: Sequence[Place], chat: Chat) -> Bool[np.ndarray, " n"]:
-    """The sampled tokens that spell any character of these places, or end a turn where a place is its end."""
+    """The sampled tokens that spell any character of these places; an empty place is the end of its turn."""
     ids = episode.ledger.ids
     mask = np.zeros(len(ids), bool)
     for number, turn in enumerate(episode.turns):
@@ -129,19 +129,18 @@ def dialogue_of(
     chat: Chat,
     token_px: int,
 ) -> Dialogue:
-    """One agent's dialogue, placeholders expanded; its sampled tokens are those to learn from."""
+    """One agent's dialogue, placeholders expanded; its sampled tokens are loss tokens."""
     ids, sampled = ledger.ids, ledger.sampled_mask
-    # A placeholder that the policy sampled is learnt from, but nothing behind it, since it shows nothing and no engine
-    # takes it back as a token. Nor is what follows the last sampled token, and what others say there may be longer than
-    # any row.
+    # The dialogue ends after a sampled placeholder, because no frame belongs to it and no engine accepts it as input.
+    # It also ends after the last sampled token: later tokens have no loss, and may not fit into any row.
     wrong = np.flatnonzero(sampled & np.isin(ids, list(chat.visual_ids)))
     end = int((*wrong[:1], *np.flatnonzero(sampled)[-1:], -1)[0]) + 1
-    shown = (ids == chat.image_id) & ~sampled
+    frames = (ids == chat.image_id) & ~sampled
     repeats = ledger.num_tokens_each(chat.image_id, token_px)
     prompt = ledger.segments[0]
     return Dialogue(
         ids=np.repeat(ids[:end], repeats[:end]),
-        frames=tuple(picture.key for picture in ledger.pictures)[: int(shown[:end].sum())],
+        frames=tuple(picture.key for picture in ledger.pictures)[: int(frames[:end].sum())],
         num_shared=int(repeats[: len(prompt.ids)].sum()),
         num_shared_frames=len(prompt.pictures),
         loss_mask=np.repeat(sampled[:end], repeats[:end]),
@@ -154,10 +153,10 @@ def dialogue_of(
 
 def _classes(ledger: Ledger, structural: np.ndarray) -> Int[np.ndarray, " n"]:
     classes = np.where(structural, STRUCTURAL, PLAIN).astype(np.int32)
-    begin, before = 0, ""
+    begin, previous = 0, ""
     for segment in ledger.segments:
-        # A turn goes on where the policy that samples it is another.
-        if segment.kind == "sampled" and before != "sampled":
+        # A new policy version starts a new segment within the same turn.
+        if segment.kind == "sampled" and previous != "sampled":
             classes[begin] = FIRST_OF_TURN
-        begin, before = begin + len(segment.ids), segment.kind
+        begin, previous = begin + len(segment.ids), segment.kind
     return classes

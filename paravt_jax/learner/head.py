@@ -1,8 +1,8 @@
 """Log-probs and entropies of scored tokens under log_softmax(z / temperature), a chunk of logits at a time.
 
-On a mesh each pass gathers the head over fsdp once, and the gradient of the head is summed over all chunks, in float32,
-before the devices exchange it once. The vocabulary stays split over tensor. A chunk's logits are computed again by the
-backward pass, and both passes are put on the mesh by themselves: a transposed one would not know what to sum.
+On a mesh, each pass all-gathers the head over fsdp once. The head's gradient is summed over all chunks in float32 and
+reduced once. The vocabulary stays sharded over tensor. The backward pass recomputes each chunk's logits. Both passes
+have their own sharding, because the transpose of the forward pass would not know which sums to reduce.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def token_scores(
     temperature: Number,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-    """Log-prob of each target, and entropy of what it was drawn from; no gradient flows through the entropy.
+    """Log-prob of each target, and entropy of its distribution, which has no gradient.
 
     A chunk has `chunk_tokens` of every row.
     """
@@ -113,13 +113,13 @@ def _logits(hidden: Float[Array, "c D"], head: Float[Array, "v D"], temperature:
 
 
 def _is_target(target: Int[Array, " c"], logits: Float[Array, "c v"]) -> Bool[Array, "c v"]:
-    """True at the logit of each target, if this device has it."""
+    """True at the logit of each target that this device holds."""
     first = tensor_part() * logits.shape[1]
     return target[:, None] == first + jnp.arange(logits.shape[1])[None]
 
 
 def _chunks(x: Float[Array, "B A *D"] | Int[Array, "B A"], num_chunks: int) -> Array:
-    """The tokens of all rows as chunks of one size, the last one filled up."""
+    """The tokens of all rows as chunks of equal size, the last one padded."""
     flat = x.reshape(-1, *x.shape[2:])
     missing = -len(flat) % num_chunks
     return jnp.pad(flat, ((0, missing), *[(0, 0)] * (flat.ndim - 1))).reshape(num_chunks, -1, *flat.shape[1:])

@@ -1,10 +1,10 @@
-"""The learner: its state on a mesh, and the host's part of an update. What is computed is in programs.py.
+"""The learner: its state on a mesh, and the host's part of an update. programs.py has the compiled part.
 
-Masters and moments are float32, activations what the model computes in. Moments and reference may lie in the host's
-memory until they are needed. Only what trains has gradients and moments: with the vision tower frozen its output is
-computed once per distinct frame of a batch, and shared by policy and reference; with adapters (model_port/lora.py) all
-weights but theirs are frozen and shared, and the reference is a copy of the adapters. Every sum is over the whole step
-and divided once, so how a step is cut into batches changes nothing.
+Masters and moments are float32; activations have the model's compute dtype. Moments and reference can wait in host
+memory. Only trained parameters have gradients and moments. With a frozen vision tower, its output is computed once per
+distinct frame of a batch, and policy and reference share it. With adapters (model_port/lora.py), all other weights are
+frozen and shared, and the reference is a copy of the adapters. Sums cover the whole step and are divided once, so the
+split into batches does not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class StepPart:
 
 
 class Learner:
-    """A policy that learns: weights, optimizer and reference on a mesh, and what an update does to them."""
+    """The policy in training: weights, optimizer and reference on a mesh, and their updates."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Learner:
         num_steps: int = 1,
         mesh: Mesh | None = None,
     ):
-        """`temperature` is that of sampling: the engine's log-probs are of the tempered distribution.
+        """`temperature` is the sampling temperature, because engine log-probs are of the tempered distribution.
 
-        `num_steps` are those of the whole run, for a learning rate that changes.
+        `num_steps` is the number of optimizer steps of the whole run, for the learning-rate schedule.
         """
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._variant, self._coefs = variant_of(loss), LossCoefs.of(loss)
@@ -86,23 +86,22 @@ class Learner:
         step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
         self._move_moments(HOST_MEMORY)
-        # What training began with, in the dtype of activations: it never changes, so it needs no masters. Without a
-        # coefficient there is none.
+        # The reference is the first policy, in the compute dtype because it never changes. Without KL there is none.
         ref_dtype = jnp.dtype(model.compute.dtype)
         ref = jax.tree.map(partial(jnp.array, dtype=ref_dtype), trainable) if loss.kl_coef else None
         self._ref = in_memory(ref, HOST_MEMORY) if optim.offload else ref
 
     @property
     def model(self) -> Qwen3VL:
-        """The policy as it is now. It shares its arrays with the state, which the next update takes back."""
+        """The current policy. It shares its arrays with the state, and the next update donates them."""
         return nnx.merge(self._structure, *self.state.params)
 
     def update(
         self, parts: Sequence[StepPart], num_dialogues: int, *, geometric_mask: bool = False
     ) -> dict[str, float]:
-        """A step of RL: one step of the optimizer for every part, and what all of them were like.
+        """An RL step: one optimizer step per part. Returns the metrics of all parts.
 
-        `num_dialogues` is the most that a part has. `geometric_mask` turns the mask of that name on for this step.
+        `num_dialogues` bounds the dialogues of a part. `geometric_mask` turns that mask on for this step.
         """
         spec = LossSpec.of(self.loss, self._variant, geometric_mask=geometric_mask)
         objective = PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
@@ -124,17 +123,17 @@ class Learner:
         return self._step(part.batches, objective, inputs)
 
     def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
-        """One step of maximum likelihood of the scored tokens, whose number is `denominator`."""
+        """One maximum-likelihood step on the scored tokens; `denominator` is their number."""
         total, grad_norm = self._step(batches, imitation, lambda *_: denominator)
         metrics = {"loss/imitation": float(total) / denominator, "loss/num_tokens": float(denominator)}
         return metrics | self._optim_metrics(grad_norm)
 
     def skip(self) -> None:
-        """A step that has nothing to learn from: the same weights under the next version."""
+        """A step without data: the same weights under the next version."""
         self.state = replace(self.state, step=self.state.step + 1)
 
     def log_probs(self, batch: TrainBatch) -> np.ndarray:
-        """Of the scored tokens, as the policy is now."""
+        """Log-probs of the scored tokens under the current policy."""
         with on_mesh(self.mesh):
             batch = placed(batch, self.mesh)
             return own_rows(self._score(self.state.params, batch, self._see(self.state.params, batch)))
@@ -164,9 +163,9 @@ class Learner:
         objective: Objective,
         inputs: Callable[[int, TrainBatch, Visual | None], Any],
     ) -> tuple[Any, float]:
-        """Gradients of all batches, then one step of the optimizer.
+        """Accumulates the gradients of all batches, then takes one optimizer step.
 
-        Returned are what the objective reported, summed up, and the length of the gradient.
+        Returns the summed reports of the objective, and the gradient norm.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
@@ -175,7 +174,7 @@ class Learner:
         with on_mesh(self.mesh):
             for number, host_batch in enumerate(batches):
                 batch = placed(host_batch, self.mesh)
-                # A tower that trains is seen within the gradient.
+                # A trained vision tower runs inside the gradient.
                 visual = None if self.optim.train_vision else self._see(self.state.params, batch)
                 grads, sums = programs.add_gradients(
                     self._structure,
@@ -194,13 +193,13 @@ class Learner:
             state, grad_norm = programs.apply_gradients(
                 replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self._num_steps)
             )
-            self.state = replace(state, frozen=frozen)  # the same arrays, which others may hold
+            self.state = replace(state, frozen=frozen)  # the same arrays: others may hold references to them
             self._move_moments(HOST_MEMORY)
         self._check_gradients()
         return jax.device_get(totals), float(grad_norm)
 
     def _move_moments(self, memory: str) -> None:
-        """With `optim.offload`: onto the devices for a step of the optimizer, and back."""
+        """With `optim.offload`, moves the moments onto the devices for an optimizer step, and back."""
         if self.optim.offload:
             self.state = replace(self.state, opt_state=in_memory(self.state.opt_state, memory))
 
@@ -212,7 +211,7 @@ class Learner:
         return programs.score(self._structure, params, batch, visual, self._temperature, chunk_tokens=chunk_tokens)
 
     def _ref_logp(self, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"] | None:
-        """`visual` is that of the policy, which the reference shares while the vision tower is frozen."""
+        """`visual` is the policy's vision output, which the reference shares if the vision tower is frozen."""
         if self._ref is None:
             return None
         weights = in_memory(self._ref, DEVICE_MEMORY) if self.optim.offload else self._ref
@@ -231,7 +230,7 @@ class Learner:
         return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(self.state.num_bad)}
 
     def _make_opt_state(self, trainable: nnx.State) -> Any:
-        """Moments lie where their parameters lie, from the beginning."""
+        """Moments have the sharding of their parameters."""
         adam = optimizer(numbers_at(self.optim, 0, self._num_steps))
         if self.mesh is None:
             return adam.init(trainable)
@@ -244,19 +243,19 @@ def in_memory(tree: Any, memory: str) -> Any:
 
 
 def opt_places(adam: optax.GradientTransformation, trainable: nnx.State, mesh: Mesh) -> Any:
-    """Where the optimizer's state lies: moments with their parameters, its numbers everywhere."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    """Shardings of the optimizer state: moments like their parameters, scalars replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
         adam,
         lambda _, param: param.sharding,
         jax.eval_shape(adam.init, trainable),
         trainable,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
     )
 
 
 def trained_part(model: Qwen3VL, optim: OptimConfig) -> Any:
-    """The filter of what trains: adapters alone where there are any, else the weights themselves."""
+    """The filter of trained parameters: the adapters if there are any, else the weights."""
     if model.lora.rank:
         return nnx.LoRAParam
     return nnx.Param if optim.train_vision else LANGUAGE
@@ -289,7 +288,7 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
 
 
 def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """The batch on its devices; of several hosts each gives the rows of its own, and they become one batch."""
+    """The batch on its devices. With several hosts, each contributes its own rows."""
     if mesh is None:
         return jax.device_put(batch)
     num_hosts, num_parts = jax.process_count(), num_row_parts(mesh)
@@ -302,6 +301,6 @@ def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
 
 
 def row_place(num_rows: int, mesh: Mesh) -> NamedSharding:
-    """Rows are split over the axes that batches split over; frames that were packed for another mesh may not divide."""
+    """Rows are sharded over the batch axes, or replicated if they do not divide (frames packed for another mesh)."""
     divides = num_rows % num_row_parts(mesh) == 0
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_AXES["b"]) if divides else PartitionSpec())

@@ -46,7 +46,7 @@ class LossSpec:
 
     @classmethod
     def of(cls, config: LossConfig, variant: Variant, *, geometric_mask: bool = False) -> "LossSpec":
-        """`geometric_mask` turns that mask on whatever the config has."""
+        """`geometric_mask` turns that mask on even if the config does not."""
         return cls(
             variant,
             config.behavior_correction,

@@ -107,6 +107,6 @@ class PolicyObjective:
 def imitation(
     policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, denominator: Scalar
 ) -> tuple[Scalar, Scalar]:
-    """Maximum likelihood of the scored tokens."""
+    """The negative log-likelihood of the scored tokens."""
     total = -jnp.where(jnp.asarray(batch.loss_mask), policy_logp, 0.0).sum()
     return total / denominator, total

@@ -1,4 +1,4 @@
-"""The optimizer: Adam with decoupled weight decay behind a clip of the gradient's norm, every number of it traced."""
+"""The optimizer: gradient-norm clipping, then AdamW. All of its numbers are traced."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class OptimNumbers(NamedTuple):
 
 
 def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
-    """Those of the update after `step` others, in a run of `num_steps`."""
+    """The numbers of update `step`, counted from 0, in a run of `num_steps`."""
     return OptimNumbers(
         learning_rate(config, step, num_steps),
         config.weight_decay,
@@ -33,7 +33,7 @@ def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Up from 0 over the warm-up; then constant, or along half a cosine down to 0 after the last step."""
+    """Linear warm-up from 0, then constant or a cosine decay to 0."""
     num_warmup = round(config.warmup_frac * num_steps)
     if step < num_warmup:
         return config.learning_rate * step / num_warmup

@@ -1,7 +1,7 @@
-"""The programs of an update, as plain functions of a model's structure, its arrays, a batch and numbers.
+"""The compiled programs of an update, as plain functions of model structure, arrays, batch and numbers.
 
-What is static decides which program it is: the structure of the model, the objective, the chunk of the head. Every
-coefficient is traced. So learners of one model share their programs, and no coefficient compiles one of its own.
+Static arguments are the model structure, the objective and the head's chunk size. Coefficients are traced, so learners
+of the same model share programs, and a new coefficient compiles nothing.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ class TrainState:
     trainable: nnx.State  # float32 masters
     frozen: nnx.State
     opt_state: Any
-    step: Int[Any, ""]  # updates, skipped ones included: the policy version
+    step: Int[Any, ""]  # updates including skipped ones: the policy version
     num_bad: Int[Any, ""]  # updates skipped in a row
 
     @property
@@ -77,9 +77,9 @@ def add_gradients(
     objective: Objective,
     chunk_tokens: int,
 ) -> tuple[nnx.State, Any]:
-    """`grads` and the gradient of one batch's objective, and what the objective reports.
+    """`grads` plus the gradient of one batch, and the objective's report.
 
-    `visual` is None where frames are seen within the gradient, or where there are none.
+    `visual` is None if the vision tower runs inside the gradient, or if the batch has no frames.
     """
 
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
@@ -93,7 +93,7 @@ def add_gradients(
 
 @partial(jax.jit, donate_argnums=0)
 def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of the optimizer, skipped where gradients are not finite: one bad token must not end a policy."""
+    """One optimizer step, skipped if the gradient is not finite, so that one bad token cannot destroy the policy."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     updates, opt_state = optimizer(numbers).update(grads, state.opt_state, state.trainable)

@@ -1,1 +1,1 @@
-"""One step of reinforcement learning after another: rollouts, batches, metrics."""
+"""The steps of an RL run: rollouts, batches, metrics."""

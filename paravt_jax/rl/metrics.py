@@ -1,4 +1,4 @@
-"""What a step's episodes were like, in numbers: those of the paper, by one fixed rule for every run."""
+"""Metrics of a step's rollouts, including the paper's, computed by the same rules in every run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +11,21 @@ from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
 from rollout.ledger import Ledger
 
-IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also by question type and by frame budget
+IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also reported by question type and by frame budget
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; beyond it those that are left are told to be shorter than the policy's
+MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; above it the run warns that the rest is biased towards short ones
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     budgets = [(f"k{group.frame_budget}", rollout) for group in groups for rollout in group.rollouts]
     types = [(group.sample.item.question_type, rollout) for group in groups for rollout in group.rollouts]
-    learnt = [group.advantages.sequence[group.keep] for group in groups]
+    trained = [group.advantages.sequence[group.keep] for group in groups]
     metrics = {
         **rollout_metrics(rollouts),
         **metrics_in_parts(budgets),
         **metrics_in_parts(types),
-        **_quantiles("advantage", np.concatenate(learnt)),
+        **_quantiles("advantage", np.concatenate(trained)),
         "frame_budget_mean": float(np.mean([group.frame_budget for group in groups])),
         "num_groups": float(len(groups)),
         "num_groups_without_spread": float(sum(not group.advantages.has_spread for group in groups)),
@@ -35,7 +35,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float]:
-    """Accuracy and kappa of the rollouts of each part: `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
+    """Accuracy and kappa by part, such as `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
     return {
         f"{name}_{part}": metrics[name]
         for part, of_part in parted(rollouts).items()
@@ -54,35 +54,35 @@ def parted(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, list[Rollout]]:
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
     """A warning if a deadline removes the long episodes."""
     num_cut = metrics["rollout/missing_deadline"]
-    num_begun = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
-    if num_cut <= MAX_DEADLINE_FRAC * num_begun:
+    num_started = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
+    if num_cut <= MAX_DEADLINE_FRAC * num_started:
         return None
     return (
-        f"{num_cut:.0f} of {num_begun:.0f} episodes are missing for rollout.turn_deadline_s={turn_deadline_s:g}: they "
-        f"had {metrics['rollout/deadline_tokens_mean']:.0f} sampled tokens in the turns before, those that are left "
-        f"have {metrics['rollout/sampled_tokens_mean']:.0f} in all, and are shorter than the policy's. Raise it, add "
-        f"servers, or lower rollout.max_new_tokens"
+        f"{num_cut:.0f} of {num_started:.0f} episodes are missing because of rollout.turn_deadline_s="
+        f"{turn_deadline_s:g}: they had {metrics['rollout/deadline_tokens_mean']:.0f} sampled tokens in earlier turns, "
+        f"the finished ones have {metrics['rollout/sampled_tokens_mean']:.0f} in total, a bias towards short episodes. "
+        f"Raise the deadline, add servers, or lower rollout.max_new_tokens"
     )
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` and nowhere else."""
-    whole = [rollout for rollout in rollouts if not rollout.missing]
-    terms = [rollout.terms for rollout in whole if rollout.terms is not None]
-    episodes = [rollout.episode for rollout in whole if rollout.episode is not None]
+    """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` only."""
+    scored = [rollout for rollout in rollouts if not rollout.missing]
+    terms = [rollout.terms for rollout in scored if rollout.terms is not None]
+    episodes = [rollout.episode for rollout in scored if rollout.episode is not None]
 
     def mean_term(of: Callable[[RewardTerms], float | None]) -> float:
         return _mean(value for value in map(of, terms) if value is not None)
 
     metrics = {
-        "num_episodes": float(len(whole)),
-        "num_missing": float(len(rollouts) - len(whole)),
+        "num_episodes": float(len(scored)),
+        "num_missing": float(len(rollouts) - len(scored)),
         "reward_mean": mean_term(lambda term: term.total),
         "reward_std": float(np.std([term.total for term in terms if term.total is not None])) if terms else 0.0,
         "accuracy_mean": mean_term(lambda term: term.accuracy),
         "anchor_mean": mean_term(lambda term: term.anchor),
         "tool_reward_mean": mean_term(lambda term: term.tool),
-        "format_reward": _mean(rollout.format_reward for rollout in whole),
+        "format_reward": _mean(rollout.format_reward for rollout in scored),
         "parseable_frac": mean_term(lambda term: float(term.parseable)),
         "tool_calls_mean": _mean(len(episode.calls) for episode in episodes),
         "tool_use_frac": _mean("ok" in episode.outcomes for episode in episodes),
@@ -90,7 +90,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "sampled_tokens_mean": _mean(episode.ledger.num_sampled for episode in episodes),
         "cut_off_frac": _mean(episode.finish != "done" for episode in episodes),
     }
-    own: dict[str, list[float]] = {}  # of a plugin, and of the length
+    own: dict[str, list[float]] = {}  # terms of a plugin, and the length penalty
     for term in (term for of_episode in terms for term in of_episode.own):
         own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
     metrics |= {name: _mean(values) for name, values in own.items()}
@@ -107,7 +107,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def staleness_mean(groups: Sequence[Group], version: int) -> float:
-    """Of the sampled tokens: how many versions older than the policy that learns from them."""
+    """How many versions older than the learner the sampled tokens are, on average."""
     return _mean(
         version - segment.version
         for ledger in _ledgers(groups)
@@ -118,7 +118,7 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float:
 
 
 def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
-    """Tokens of all dialogues, sub-agents' included, as if nothing were shared."""
+    """Tokens of all dialogues including sub-agents, counting shared prompts every time."""
     return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in _ledgers(groups))
 
 
@@ -130,7 +130,7 @@ def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
 
 
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:
-    """Nothing of nothing."""
+    """Empty without values."""
     return {f"{name}_{key}": float(np.quantile(values, at)) for key, at in QUANTILES.items()} if len(values) else {}
 
 

@@ -1,9 +1,8 @@
-"""A run's log in the place of its rollouts: the learner learns from it once more, and no engine is opened.
+"""Replays a run: the learner trains on its logged episodes, without an engine.
 
-An episode is made again from its record: ids, log-probs and versions as they were logged, frames decoded anew and
-recognised by their keys. Rewards are computed again from what was said, so that their settings may be others too; only
-a judge's verdicts are taken from the log. With the settings of the run every number comes out as it was, to the last
-bit.
+An episode is rebuilt from its record: ids, log-probs and versions come from the log, frames are decoded again and
+checked by their keys. Rewards are recomputed from the text, so their settings may differ; only a judge's verdicts come
+from the log. With the run's own settings, every number is bit for bit the run's.
 """
 
 import asyncio
@@ -37,59 +36,57 @@ from rollout.tools import ToolCall, Window, find_calls, video_of
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
-OF_THE_MACHINE = ("time/", "perf/")  # metrics that no two runs share
-SHOWN_KEYS = 3  # of those that differ
+OF_THE_MACHINE = ("time/", "perf/")  # metrics that differ between runs
+SHOWN_KEYS = 3  # differing metrics to print
 
 
 @dataclass(frozen=True)
 class LoggedSteps:
-    """What a run has logged, from the first step of which there are episodes to the last one."""
+    """A run's log, from the first step with episodes to the last step."""
 
     run_dir: Path
     first: int
     last: int
-    checkpoint: Path | None  # that the first step began with; None: the model of the settings
+    checkpoint: Path | None  # from before the first step; None: the model of the settings
 
     @classmethod
     def of(cls, run_dir: Path, config: Config) -> "LoggedSteps":
-        """Raises where the log is not enough for a replay with these settings."""
+        """Raises if the log does not suffice for a replay with these settings."""
         if Path(config.run_dir).resolve() == run_dir.resolve():
-            raise ValueError(f"run_dir={config.run_dir} is the run to be replayed; choose another run_dir")
+            raise ValueError(f"run_dir={config.run_dir} is the run to replay; choose another run_dir")
         if not (run_dir / METRICS_FILE).exists():
-            raise ValueError(f"{run_dir} is no run: it has no {METRICS_FILE}; give the directory that was its run_dir")
+            raise ValueError(f"{run_dir} is not a run: it has no {METRICS_FILE}; give a run's run_dir")
         last = last_step(run_dir)
         paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
         steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
-        if not steps or "sft" in settings_of(run_dir):  # a cold start has samples there
-            raise ValueError(f"{run_dir} has no episodes of the steps that it has done; give a run of paravt_jax.train")
+        if not steps or "sft" in settings_of(run_dir):  # a cold start logs samples there
+            raise ValueError(f"{run_dir} has no episodes of its steps; give a run of paravt_jax.train")
         first = min(steps)
         if lost := sorted({*range(first, last + 1)} - steps):
             raise ValueError(
-                f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, and has those of steps "
-                f"before and after; put the files back"
+                f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, but has earlier and "
+                f"later steps; put the files back"
             )
         if config.judge is not None and not settings_of(run_dir).get("judge"):
-            raise ValueError(
-                f"reward.oe_mode=llm needs verdicts, and {run_dir} was without a judge; leave it as it was"
-            )
+            raise ValueError(f"reward.oe_mode=llm needs verdicts, and {run_dir} had no judge; leave oe_mode as it was")
         return cls(run_dir.absolute(), first, last, _checkpoint_of(run_dir, first - 1) if first > 1 else None)
 
     def episodes(self, step: int) -> Iterator[dict[str, Any]]:
         return load_jsonl(self.run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:
-        """What is to be said before a replay with these settings."""
+        """Log lines about a replay with these settings."""
         path = self.run_dir / SETTINGS_LOG_FILE
         later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
         changes = changed_settings(settings, self.run_dir).items()
         return [
             f"replaying steps {self.first} to {self.last} of {self.run_dir}",
-            *(f"it had other settings until step {step}; a replay has the last ones" for step in later),
-            *(f"{key}: {one} there, {other} here" for key, (one, other) in changes if key != "run_dir"),
+            *(f"its settings changed after step {step}; the replay has the last ones" for step in later),
+            *(f"{key}: {logged} in the run, {now} here" for key, (logged, now) in changes if key != "run_dir"),
         ]
 
     def lend_checkpoint(self, directory: Path) -> None:
-        """Lets a directory without checkpoints begin where the log begins."""
+        """Links the log's first checkpoint into a directory without checkpoints."""
         checkpoints = directory / CHECKPOINTS_DIR
         if self.checkpoint is None or any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
             return
@@ -99,24 +96,24 @@ class LoggedSteps:
         partial.rename(checkpoints / self.checkpoint.name)
 
     def compared(self, replay_dir: Path) -> str:
-        """In which steps a replay in `replay_dir` has other metrics than the run."""
+        """Compares the metrics of a replay in `replay_dir` with the run's."""
         ours, theirs = (rows_by_step(directory / METRICS_FILE) for directory in (replay_dir, self.run_dir))
         steps = [step for step in sorted(ours) if self.first <= step <= self.last]
         differ = {step: keys for step in steps if (keys := differing(theirs.get(step, {}), ours[step]))}
         if not differ:
             return f"all {len(steps)} steps have the same metrics as in {self.run_dir}"
         step, keys = next(iter(differ.items()))
-        was = theirs.get(step, {})
-        shown = [f"{key} is {ours[step][key]} and was {was.get(key)}" for key in keys[:SHOWN_KEYS]]
+        logged = theirs.get(step, {})
+        printed = [f"{key} is {ours[step][key]} and was {logged.get(key)}" for key in keys[:SHOWN_KEYS]]
         more = f", and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
         return (
-            f"{len(differ)} of {len(steps)} steps have other metrics than in {self.run_dir}, the first is step {step}: "
-            f"{'; '.join(shown)}{more}"
+            f"{len(differ)} of {len(steps)} steps have other metrics than {self.run_dir}, first step {step}: "
+            f"{'; '.join(printed)}{more}"
         )
 
 
 class NoEngine:
-    """What an agent is given that is never asked: everything was sampled before."""
+    """An engine that refuses to sample: a replay needs none."""
 
     version = 0
 
@@ -124,7 +121,7 @@ class NoEngine:
         raise EngineError("a replay samples nothing")
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Nobody samples with them."""
+        """Nothing samples with these weights."""
 
     async def health(self) -> Health:
         return Health(())
@@ -137,7 +134,7 @@ class NoEngine:
 
 
 class Verdict(Judge):
-    """A judge that says once more what it said of an episode."""
+    """A judge that returns its logged score."""
 
     def __init__(self, score: float | None):
         self._score = score
@@ -164,14 +161,14 @@ class Replay:
         self._train, self._advantage = train, advantage
 
     async def next_groups(self, step: int) -> list[Group]:
-        """The groups of a step. With other rewards more of them may teach than a step has place for."""
+        """The groups of a step. With other rewards, more of them may have signal than the step needs."""
         try:
             by_visit = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
-            begun = [self._group(self.order[number], list(records)) for number, records in by_visit]
-            groups = list(for_step(await asyncio.gather(*begun), self._train.prompts_per_step))
+            rebuilt = [self._group(self.order[number], list(records)) for number, records in by_visit]
+            groups = list(for_step(await asyncio.gather(*rebuilt), self._train.prompts_per_step))
         except KeyError as problem:
             raise ValueError(
-                f"{self.log.run_dir}: an episode of step {step} has no {problem}: it was logged by another version; "
+                f"{self.log.run_dir}: an episode of step {step} has no {problem}: another version logged it; "
                 f"replay it with the git_commit of {self.log.run_dir / SETTINGS_FILE}"
             ) from None
         except VideoError as problem:
@@ -185,15 +182,15 @@ class Replay:
 
     async def _group(self, sample: PromptSample[Prompt], records: Sequence[Mapping[str, Any]]) -> Group:
         task = task_of(sample, records[0]["frame_budget"])
-        asked = records[0]["id"].rpartition("/")[0]
-        if task.id != asked:
+        logged = records[0]["id"].rpartition("/")[0]
+        if task.id != logged:
             raise ValueError(
-                f"{self.log.run_dir} asked {asked} at visit {sample.number}, the data now have {task.id} there: "
-                f"data.train or seed are not those of the run"
+                f"{self.log.run_dir} has {logged} as sample {sample.number}, the data now have {task.id}: "
+                f"data.train or seed differ from the run's"
             )
         if len(records) != self._train.group_size:
             raise ValueError(
-                f"train.group_size={self._train.group_size}, and {asked} has {len(records)} episodes in "
+                f"train.group_size={self._train.group_size}, and {logged} has {len(records)} episodes in "
                 f"{self.log.run_dir}; leave it as it was"
             )
         overview = await self.worker.agent.overview(task) if any("segments" in record for record in records) else None
@@ -215,11 +212,11 @@ class Replay:
     async def _episode(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview) -> Episode:
         turns = []
         for turn in record["turns"]:
-            asked = find_calls(turn["text"], self.worker.agent.signatures)
-            called = zip(asked[: len(turn["calls"])], turn["calls"], strict=True)
-            calls = [await self._call(call, of_call, overview) for call, of_call in called]
-            said = turn["text"], turn["finish"], tuple(turn["token_span"])
-            turns.append(Turn(*said, calls, turn["latency_s"], turn.get("started_s", 0.0)))
+            written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]
+            logged = zip(written, turn["calls"], strict=True)
+            calls = [await self._call(call, of_call, overview) for call, of_call in logged]
+            text = turn["text"], turn["finish"], tuple(turn["token_span"])
+            turns.append(Turn(*text, calls, turn["latency_s"], turn.get("started_s", 0.0)))
         ledger = _ledger(record["segments"], overview.pictures)
         ended = record["finish"], record["seconds"]
         overview_s = record.get("overview_s", 0.0)
@@ -228,8 +225,8 @@ class Replay:
     async def _call(self, call: ToolCall, record: Mapping[str, Any], overview: Overview) -> Call:
         window = None if record["window_s"] is None else Window(*record["window_s"])
         box = None if record["box"] is None else Box(*record["box"])
-        told = record["outcome"], record["response"], record["problem"]
-        done = Call(call, *told, window, box, latency_s=record["latency_s"], path=record.get("path", ""))
+        result = record["outcome"], record["response"], record["problem"]
+        done = Call(call, *result, window, box, latency_s=record["latency_s"], path=record.get("path", ""))
         done.started_s = record.get("started_s", 0.0)
         if record["segments"] is not None:
             assert window is not None
@@ -237,14 +234,14 @@ class Replay:
             frames = (
                 prompter.crop(done.path, window) if box is None else prompter.detail(done.path, window.start_s, box)
             )
-            shown = await frames
-            done.frames_s = tuple(frame.time_s for frame in shown)
-            done.report = _ledger(record["segments"], [frame.picture for frame in shown])
+            decoded = await frames
+            done.frames_s = tuple(frame.time_s for frame in decoded)
+            done.report = _ledger(record["segments"], [frame.picture for frame in decoded])
         return done
 
 
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
-    """Metrics of a step that its replay has otherwise; what is no finite number is logged as null."""
+    """The metrics of a step that differ in its replay; a metric that is not finite is logged as null."""
 
     def same(key: str) -> bool:
         value = replayed[key]
@@ -262,8 +259,8 @@ def _segment(record: Mapping[str, Any], by_key: Mapping[str, Picture]) -> Segmen
     keys = [picture["key"] for picture in record.get("pictures", ())]
     if unknown := [key for key in keys if key not in by_key]:
         raise ValueError(
-            f"{len(unknown)} of {len(keys)} frames are not those that were shown in the run: its videos, or the "
-            f"settings of video and rollout, are others now"
+            f"{len(unknown)} of {len(keys)} frames differ from the run's: its videos, or the settings of video and "
+            f"rollout, have changed"
         )
     logps = np.array(record["behavior_logp"], np.float32) if "behavior_logp" in record else None
     ids = np.array(record["ids"], np.int32)
@@ -275,13 +272,13 @@ def _checkpoint_of(run_dir: Path, step: int) -> Path:
         if path.parent.name.isdecimal() and json.loads(path.read_bytes())["progress"]["step"] == step:
             return path.parent
     raise ValueError(
-        f"the episodes of {run_dir} begin with step {step + 1}, and it has no checkpoint of step {step} to begin with; "
-        f"put the one or the others back"
+        f"the episodes of {run_dir} start with step {step + 1}, and it has no checkpoint of step {step}; "
+        f"put the checkpoint or the episodes back"
     )
 
 
 def _linked(source: str, target: str) -> None:
-    """Checkpoints are large, and their files never change."""
+    """Hard-links if possible: checkpoints are large, and their files never change."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""Everything that is open while a policy learns by reinforcement, and what a step asks of it."""
+"""State of an RL run and the operations of one step."""
 
 import time
 from collections import deque
@@ -49,20 +49,20 @@ class Run:
     engine: Engine
     rollouts: RolloutScheduler | Replay
     greedy: RolloutWorker
-    held_out: Sequence[Prompt]  # none in a replay
+    held_out: Sequence[Prompt]  # empty in a replay
     frames: FrameReader
     hosts: Hosts
     probe: DeviceProbe
-    geometric_mask: bool  # the mismatch ladder asks for it in the next step
-    own_s: dict[str, float] = field(default_factory=dict)  # that this host took in the step, of several
-    of_hosts: dict[str, float] = field(default_factory=dict)  # that all of them took
+    geometric_mask: bool  # turns the mask on for the next step
+    own_s: dict[str, float] = field(default_factory=dict)  # this host's times in the step, with several hosts
+    of_hosts: dict[str, float] = field(default_factory=dict)  # the times of all hosts
 
     async def collect(self) -> list[Group] | None:
-        """The next step's episodes, or None when there is nothing more to do."""
+        """The next step's groups, or None after the last step."""
         return await self.training.begin_step("rollout", lambda: self.rollouts.next_groups(self.training.step + 1))
 
     async def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Updates the learner; rollouts of later steps go on meanwhile. Returns what the step was like."""
+        """Updates the learner while rollouts of later steps continue. Returns the step's metrics."""
         training = self.training
         rollout_s = time.monotonic() - training.began_step_s
         metrics = group_metrics(groups) | self.rollouts.metrics()
@@ -78,13 +78,13 @@ class Run:
             devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
             update_s = self.policy_update.own_time.seconds
             self.own_s = {"rollout": self.rollouts.rollout_s, "update": update_s, "devices": devices_s}
-        self._heed_mismatch(metrics)
+        self._check_mismatch(metrics)
         training.step += 1
         self.rollouts.cursor.done([group.sample.number for group in groups])
         return metrics
 
     async def publish(self) -> float:
-        """Gives the engine the learner's weights; seconds that it took."""
+        """Publishes the learner's weights to the engine; returns the seconds that took."""
         self.training.log.phase("publish")
         begun_s = time.monotonic()
         if not isinstance(self.rollouts, Replay):
@@ -117,7 +117,7 @@ class Run:
             self.training.log.step(step, metrics, rows)
 
     async def validate_if_due(self) -> None:
-        """What is stopped is not logged, and made when the run goes on."""
+        """An interrupted validation is not logged; the resumed run repeats it."""
         training = self.training
         if not self.held_out or not training.validation_due(self.config.validation):
             return
@@ -136,14 +136,14 @@ class Run:
         training.log.validation(training.step, metrics | {"policy_version": training.version})
 
     async def save_if_due(self) -> None:
-        """Returns when the state is copied; rollouts of later steps go on meanwhile."""
+        """Returns once the state is copied; rollouts of later steps continue."""
         await self.training.save_if_due(self.progress)
 
     def progress(self) -> Progress:
-        """What a checkpoint carries beside the learner."""
+        """The part of a checkpoint beside the learner."""
         return {"geometric_mask": self.geometric_mask, "cursor": self.rollouts.cursor.to_record()}
 
-    def _heed_mismatch(self, metrics: dict[str, float]) -> None:
+    def _check_mismatch(self, metrics: dict[str, float]) -> None:
         """The ladder: warn, leave out sequences that are far off in the next step, stop."""
         behavior_kl = metrics.get("mismatch/behavior_kl")
         if behavior_kl is None:

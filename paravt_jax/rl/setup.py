@@ -1,4 +1,4 @@
-"""Opens a run of RL: what is cheap to refuse, then model, checkpoint, engine, and the gate before the first step."""
+"""Opens an RL run: cheap checks, then model, checkpoint, engine, and the parity gate before the first step."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -40,7 +40,7 @@ from rollout.episode import Agent
 from rollout.parity import Parity, table
 from rollout.video.reader import FrameReader
 
-REPLAY_OF_FILE = "replay_of"  # in the directory of a replay, the run
+REPLAY_OF_FILE = "replay_of"  # in a replay's directory: the path of the run
 SERVERS_AT_ONCE = 16  # that are compared with the learner, which scores what one of them said at a time
 
 
@@ -53,10 +53,10 @@ async def open_run(
     take_over: bool = False,
     hosts: Hosts = ALONE,
 ) -> AsyncIterator[Run]:
-    """Opens a run, from its newest checkpoint if it has one; what is cheap to refuse is refused first.
+    """Opens a run and resumes it from its newest checkpoint. Cheap checks come first.
 
-    `replay` is a run whose log stands in place of rollouts: no engine is opened then. `allow_changes`: also with
-    another model, seed or data than it began with. `take_over`: also servers that another run publishes to.
+    `replay` is a run whose log replaces rollouts and engine. `allow_changes` permits another model, seed or data than
+    the run started with. `take_over` permits servers that another run publishes to.
     """
     variant_of(config.loss)  # of the user's own file, which may not load
     if replay is not None and is_address(config.run_dir):
@@ -211,7 +211,7 @@ async def _rollouts(
 
 
 def _check_for_hosts(config: Config, replay: Path | None) -> None:
-    """What several hosts cannot do."""
+    """Rejects settings that need a single host."""
     if replay is not None:
         raise ValueError("--replay needs no engine, and runs on one host; leave hosts.coordinator empty")
     if config.train.oversample:
@@ -238,7 +238,7 @@ def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
 
 
 async def _check_parity(engine: SGLangEngine, run: Run, asker: int) -> None:
-    """Refuses to train with servers that compute something else than the learner; one host asks those that it has.
+    """Refuses servers whose log-probs differ from the learner's.
 
     A server that is down meanwhile is left out: before it gets anything to do, it must agree with those compared here.
     """

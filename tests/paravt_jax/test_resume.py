@@ -202,7 +202,7 @@ def test_another_loss_has_other_metrics_on_the_same_episodes_and_no_engine_is_op
     config = load_config(whole / "config.json", *changed)
     asyncio.run(trainer.train(config, replay=whole))
     said = capsys.readouterr().err
-    assert "loss.kl_coef: 0.01 there, 0.05 here" in said and "steps have other metrics than in" in said
+    assert "loss.kl_coef: 0.01 in the run, 0.05 here" in said and "steps have other metrics than" in said
     before, now = metrics_of(whole)[:2], metrics_of(tmp_path)
     of_rollouts = [{key: row[key] for key in row if key.startswith("rollout/")} for row in (*before, *now)]
     assert of_rollouts[:2] == of_rollouts[2:]

@@ -21,7 +21,7 @@ from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
-from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.miniature.model import make_model
 from paravt_jax.miniature.traces import Mixture, rows_of
 from paravt_jax.miniature.world import make_world, write_rows

@@ -6,7 +6,7 @@ from agents import FakeFrames, call
 
 from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.view.episodes import row_of, shown
 from rollout.chat import Chat

@@ -137,25 +137,25 @@ def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, 
 
 def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
-    with pytest.raises(ValueError, match=r"asked 00000\d-p\d at visit \d, the data now have 00000\d-p\d there"):
+    with pytest.raises(ValueError, match=r"has 00000\d-p\d as sample \d, the data now have 00000\d-p\d"):
         replayed(run_dir, chat, prompts=PROMPTS[::-1])
     with pytest.raises(ValueError, match=r"train\.group_size=5, and 00000\d-p\d has 6 episodes in"):
         replayed(run_dir, chat, "train.group_size=5")
-    with pytest.raises(ValueError, match="frames are not those that were shown in the run"):
+    with pytest.raises(ValueError, match="frames differ from the run"):
         replayed(run_dir, chat, frames=FakeFrames(duration_s=32))
     path = run_dir / "episodes" / "000001.jsonl"
     path.write_text(path.read_text().replace('"reason"', '"why"'))
-    with pytest.raises(ValueError, match="of step 1 has no 'reason': it was logged by another version; replay it with"):
+    with pytest.raises(ValueError, match="of step 1 has no 'reason': another version logged it; replay it with"):
         replayed(run_dir, chat)
 
 
 @pytest.mark.parametrize(
     ("steps", "logged", "message"),
     [
-        ([], 0, "is no run: it has no metrics.jsonl"),
-        ([], 3, "has no episodes of the steps that it has done; give a run of paravt_jax.train"),
-        ([1, 2, 4, 5], 5, "has no episodes of step 3, and has those of steps before and after"),
-        ([3, 4, 5], 5, "begin with step 3, and it has no checkpoint of step 2 to begin with"),
+        ([], 0, "is not a run: it has no metrics.jsonl"),
+        ([], 3, "has no episodes of its steps; give a run of paravt_jax.train"),
+        ([1, 2, 4, 5], 5, "has no episodes of step 3, but has earlier and later steps"),
+        ([3, 4, 5], 5, "start with step 3, and it has no checkpoint of step 2"),
     ],
 )
 def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, message, tmp_path):
@@ -170,7 +170,7 @@ def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, messag
 
 def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
-    with pytest.raises(ValueError, match="is the run to be replayed; choose another run_dir"):
+    with pytest.raises(ValueError, match="is the run to replay; choose another run_dir"):
         LoggedSteps.of(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
     with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs verdicts"):
@@ -183,8 +183,8 @@ def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
     assert LoggedSteps.of(run_dir, config).remarks(to_record(config)) == [
         f"replaying steps 1 to 1 of {run_dir}",
-        "it had other settings until step 3; a replay has the last ones",
-        "seed: 0 there, 1 here",
+        "its settings changed after step 3; the replay has the last ones",
+        "seed: 0 in the run, 1 here",
     ]
 
 
@@ -210,5 +210,5 @@ def test_the_first_steps_with_other_metrics_are_named(tmp_path):
     log = LoggedSteps(write("run", [1.0, 2.0, 3.0]), 1, 3, None)
     assert log.compared(write("same", [1.0, 2.0])).startswith("all 2 steps have the same metrics as in ")
     said = log.compared(write("other", [1.0, 2.5, 3.5]))
-    assert said.startswith("2 of 3 steps have other metrics than in ")
-    assert said.endswith("the first is step 2: loss/total is 2.5 and was 2.0")
+    assert said.startswith("2 of 3 steps have other metrics than ")
+    assert said.endswith("first step 2: loss/total is 2.5 and was 2.0")

@@ -408,7 +408,9 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
     assert records(groups, 1, chat)[1]["reason"] == "deadline"
     said = deadline_remark(metrics, 600.0)
-    assert said is not None and said.startswith("2 of 8 episodes are missing for rollout.turn_deadline_s=600: they had")
+    assert said is not None and said.startswith(
+        "2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had"
+    )
     assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not told
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
 

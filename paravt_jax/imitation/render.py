@@ -1,8 +1,7 @@
-"""Traces as the learner imitates them: the same ids and pictures as if the assistant had spoken in a rollout.
+"""Renders traces with the same ids and pictures that a rollout of the same text would have.
 
-The prompt of a trace about videos is that of an episode, or of a sub-agent where a part of one video is shown; of the
-row only the question is taken. Any other dialogue is rendered as it stands. What the assistant says is to be learned,
-with the end of each turn; what it was shown, asked and answered is not.
+A trace about videos gets an episode's prompt, or a sub-agent's if it shows a part of one video; only the question comes
+from the row. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
 """
 
 import asyncio
@@ -27,19 +26,19 @@ from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
 
-# By name, since Pillow opens some formats, such as EPS, by starting a program.
+# An allow-list, because Pillow starts a program for some formats, such as EPS.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-MAX_IMAGE_PIXELS = 2**26  # photos of telephones have 50 million; decoded, a pixel takes up to 8 bytes
-IMAGES_AT_A_TIME = 4  # with the size of one, the bound of all: 2 GiB
+MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million; a decoded pixel takes up to 8 bytes
+IMAGES_AT_A_TIME = 4  # times MAX_IMAGE_PIXELS: at most 2 GiB
 
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A trace as a dialogue that an agent might have had."""
+    """A trace as the dialogue of an agent."""
 
     trace: Trace
     ledger: Ledger
-    videos: tuple[ShownVideo, ...]  # of an overview
+    videos: tuple[ShownVideo, ...]  # of the overview
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -47,7 +46,7 @@ class Rendered:
 
 
 class TraceRenderer:
-    """Renders traces as dialogues that an agent might have had: prompts by the prompter, turns by the template."""
+    """Renders traces as dialogues of an agent: prompts by the prompter, turns by the chat template."""
 
     def __init__(self, frames: Frames, chat: Chat, contract: VisionContract, config: EpisodeConfig):
         self._chat, self._contract, self._config = chat, contract, config
@@ -56,9 +55,9 @@ class TraceRenderer:
         self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
     async def render(self, trace: Trace, frame_budget: int) -> Rendered:
-        """The dialogue of a trace; `frame_budget` is of all videos together that have an overview.
+        """The dialogue of a trace; `frame_budget` is split over all videos of the overview.
 
-        Raises VideoError where something cannot be shown.
+        Raises VideoError if a video or image cannot be read.
         """
         ledger = Ledger()
         messages = list(trace.messages)
@@ -75,19 +74,19 @@ class TraceRenderer:
             number = following
 
     def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
-        advantage = ledger.sampled_mask.astype(np.float32)  # imitation is an advantage of 1
+        advantage = ledger.sampled_mask.astype(np.float32)  # imitation is policy gradient with advantage 1
         structural = np.zeros(len(ledger.ids), bool)
         return dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
 
     async def _prompt(
         self, trace: Trace, messages: list[Message], frame_budget: int
     ) -> tuple[np.ndarray, tuple[Picture, ...], tuple[ShownVideo, ...]]:
-        asked = messages[-1]
-        media, text = asked.media, asked.text.replace(PLACEHOLDER, "").strip()
+        question = messages[-1]
+        media, text = question.media, question.text.replace(PLACEHOLDER, "").strip()
         if media and all(part.kind == "video" and part.window_s is None for part in media):
             counts = [part.num_frames for part in media]
-            known = [count for count in counts if count is not None]
-            budget = sum(known) if len(known) == len(counts) else frame_budget
+            stated = [count for count in counts if count is not None]
+            budget = sum(stated) if len(stated) == len(counts) else frame_budget
             task = Task(trace.id, text, tuple(dict.fromkeys(part.path for part in media)), budget)
             overview = await self._prompter.overview(task)
             return overview.ids, overview.pictures, overview.shown
@@ -98,13 +97,13 @@ class TraceRenderer:
         return self._prompter.ids(rendered, pictures), pictures, ()
 
     def _add_turn(self, ledger: Ledger, text: str) -> None:
-        """The turn as it would have been sampled behind the forced prefix, which is learned like the rest."""
+        """Adds a turn, tokenized as if sampled after the forced prefix. The prefix is a loss token here too."""
         prefix = self._config.forced_prefix
         ids = [self._chat.encode_turn(text)]
         if prefix and text.startswith(prefix):
             ids = [self._forced, self._chat.encode_turn(text.removeprefix(prefix))]
-        said = np.concatenate([*ids, [self._chat.turn_end_id]]).astype(np.int32)
-        ledger.segments.append(Segment("sampled", said, (), np.zeros(len(said), np.float32), version=0))
+        turn = np.concatenate([*ids, [self._chat.turn_end_id]]).astype(np.int32)
+        ledger.segments.append(Segment("sampled", turn, (), np.zeros(len(turn), np.float32), version=0))
 
     async def _add_environment(self, ledger: Ledger, messages: list[Message]) -> None:
         rendered, pictures = await self._rendered(messages)
@@ -112,7 +111,7 @@ class TraceRenderer:
         ledger.add("environment", ids, pictures)
 
     async def _rendered(self, messages: list[Message]) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-        """Messages for the chat template, and the pictures that they show, in order."""
+        """Messages for the chat template, and their pictures in order."""
         rendered: list[dict[str, Any]] = []
         pictures: list[Picture] = []
         for message in messages:
@@ -121,15 +120,15 @@ class TraceRenderer:
                 if isinstance(part, str):
                     content.append(text_part(self._chat.escape(part.replace(PLACEHOLDER, ""))))
                 else:
-                    shown, of_part = await self._shown(part)
-                    content += shown
+                    placeholders, of_part = await self._media(part)
+                    content += placeholders
                     pictures += of_part
             texts_only = all(part["type"] == "text" for part in content)
-            whole = "".join(part["text"] for part in content) if texts_only else content
-            rendered.append({"role": message.role, "content": whole})
+            merged = "".join(part["text"] for part in content) if texts_only else content
+            rendered.append({"role": message.role, "content": merged})
         return rendered, tuple(pictures)
 
-    async def _shown(self, part: Media) -> tuple[list[dict[str, Any]], list[Picture]]:
+    async def _media(self, part: Media) -> tuple[list[dict[str, Any]], list[Picture]]:
         if part.kind == "image":
             async with self._decoding:
                 return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
@@ -154,13 +153,13 @@ class TraceRenderer:
 
 
 def _read_image(path: str, contract: VisionContract) -> Picture:
-    """Raises VideoError whatever is wrong with the picture: it costs its own trace, and no other."""
+    """Raises VideoError for any error, so that a bad picture only costs its own trace."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only how large it is
+        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"its {image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
             height, width = settled_size(image.height, image.width, contract)
             resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-    except Exception as problem:  # Pillow raises what it likes, SyntaxError and DecompressionBombError included
+    except Exception as problem:  # Pillow raises anything, even SyntaxError
         raise VideoError(f"{path} cannot be shown: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))

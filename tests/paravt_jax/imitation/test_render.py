@@ -12,7 +12,7 @@ from PIL import Image
 
 from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.imitation.ledgers import TraceRenderer
+from paravt_jax.imitation.render import TraceRenderer
 from rollout.chat import Chat
 from rollout.episode import Agent, EpisodeConfig
 from rollout.ledger import Ledger
