@@ -8,7 +8,7 @@ import sys
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, plan_picture, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser = config_parser(
         "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
     )
-    add_plan_flags(parser, "seconds and memory by rows")
+    add_plan_flags(parser)
     add_changes_flag(parser)
     args = parser.parse_intermixed_args()
     config = read_config(parser, args, SftConfig, "configs/sft_8b.yaml is an example", "data.train=FILE")
@@ -40,7 +40,7 @@ def main() -> None:
     if args.plan:
         from paravt_jax.plan.tables import imitation_plan_of
 
-        print(imitation_plan_of(config, args.device, png=plan_picture(args, config)))
+        print(imitation_plan_of(config, args.device))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

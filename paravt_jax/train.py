@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, plan_picture, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.hosts import ALONE, Hosts, joined
 from paravt_jax.run.process import claim_memory
@@ -46,14 +46,7 @@ def main() -> None:
         "paravt_jax.train",
         "Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
     )
-    add_plan_flags(parser, "what every split of the devices takes")
-    parser.add_argument(
-        "--service",
-        type=Path,
-        metavar="FILE",
-        help="for --plan: service times of the servers as `python -m paravt_jax.bench rollout --json FILE` measured "
-        "them, in place of the accelerator's",
-    )
+    add_plan_flags(parser)
     add_changes_flag(parser)
     parser.add_argument(
         "--take-over",
@@ -81,7 +74,7 @@ def main() -> None:
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
-        print(plan_of(config, args.device, service=args.service, png=plan_picture(args, config)))
+        print(plan_of(config, args.device))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

@@ -26,8 +26,6 @@ FILES = {
     ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),
     ("eval table", "--png"): (["eval", "table", "run", "--png", "FILE"], "run/eval.json"),
     ("prompts import-release", "--dst"): (["prompts", "import-release", "driver.py", "--dst", "FILE"], "driver.py"),
-    ("sft", "--png"): (["sft", "--plan", "--config", "c.yaml", "data.train=x", "--png", "FILE"], "c.yaml"),
-    ("train", "--png"): (["train", "--plan", "--config", "c.yaml", "--png", "FILE"], "c.yaml"),
     ("view", "--out"): (["view", "run", "--out", "FILE"], "run/eval.json"),
 }
 WITHOUT_FORCE = {"data split"}  # whose files must not exist
@@ -74,7 +72,7 @@ READ = {  # or no path at all, or a log that is added to
         "--qwen-vl-utils",
         "--replay",
     ),
-    *("--revision", "--root", "--seeds", "--service", "--sft", "--shard", "--src", "--tokenizer"),
+    *("--revision", "--root", "--seeds", "--sft", "--shard", "--src", "--tokenizer"),
     *("--topology", "--train", "--url", "--video-root"),
 }
 

@@ -40,6 +40,6 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "num_devices": len(learner),
         "num_hosts": place.num_hosts,
         "price": args.price,
-        "assumed": [*remarks, *assumed_of_seconds(place.device, run.dtype), *unknowns(rows)],
+        "assumed": [*remarks, *assumed_of_seconds(place.device, run.dtype, len(learner)), *unknowns(rows)],
         "rows": in_order(rows),
     }

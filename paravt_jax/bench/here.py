@@ -136,7 +136,7 @@ def _best_s(function: Callable[..., Any], *arguments: Any) -> float:
 
 def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None) -> list[str]:
     if rates is None or device.platform != "cpu":
-        return list(assumed_of_seconds(device, dtype))
+        return list(assumed_of_seconds(device, dtype, 0))
     return [
         f"seconds: by a product at {rates.flops / 1e12:.2f} TFLOP/s and a sum at {rates.memory_bytes / 1e9:.0f} GB/s, "
         f"as measured just now, which the devices of a CPU share"

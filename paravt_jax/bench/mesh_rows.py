@@ -17,6 +17,7 @@ from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
 from paravt_jax.plan.plan import config_on, model_config
 from paravt_jax.plan.roofline import StepSeconds
+from paravt_jax.plan.step_time import Interval, step_time
 from paravt_jax.plan.workload import Step, full_step, largest_batch, typical_step
 
 Row = dict[str, Any]
@@ -59,7 +60,11 @@ def estimated_on(
     own, step = None, None
     try:
         own, step = run.on(shape)
-        return own, step, estimate(own, run.model, step, device, devices, rates)
+        found = estimate(own, run.model, step, device, devices, rates)
+        if run.config is not None and isinstance(own, Config) and found.fits:
+            whole = step_time(own, run.model, device, found.est_step_s)
+            found = dataclasses.replace(found, run_step_s=whole and whole.seconds)
+        return own, step, found
     except ValueError as problem:
         return own, step, MeshEstimate(shape, problem=str(problem))
 
@@ -90,6 +95,7 @@ def row_of(found: MeshEstimate, own: Config | SftConfig | None, price: float | N
     """`own` is the run on that mesh, where it can be there; `price` is that of a device for an hour."""
     return {
         **dataclasses.asdict(found),
+        "run_step_s": found.run_step_s and list(found.run_step_s),
         "seconds": None if found.seconds is None else found.seconds._asdict(),
         "num_rows": None if own is None else own.pack.num_rows,
         "price_per_mtokens": _price_of_mtokens(price, found.mesh, found.tokens_per_s),
@@ -104,8 +110,14 @@ def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | N
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """What fits first, the fastest of it first; a mesh of fewer devices than there are is only beside them."""
-    return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), -(row["tokens_per_s"] or 0.0)))
+    """Meshes that fit first, of those the ones on most devices, of those the fastest: by the whole step if known."""
+    return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), _slowness(row)))
+
+
+def _slowness(row: Row) -> float:
+    if row["run_step_s"] is not None:
+        return Interval(*row["run_step_s"]).middle
+    return -(row["tokens_per_s"] or 0.0)
 
 
 def unknowns(rows: Iterable[Row]) -> list[str]:
@@ -147,8 +159,10 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         "compile s": lambda row: _shown(row["compile_s"], 0),
     }
     if measured:
-        columns["step s"] = lambda row: _shown(row["update_s"], 3)
-    columns["estimated s" if measured else "step s"] = lambda row: _shown(row["est_step_s"], 3 if measured else 2)
+        columns["update s"] = lambda row: _shown(row["update_s"], 3)
+    if any(row["run_step_s"] for row in result["rows"]):
+        columns["step s"] = lambda row: str(Interval(*row["run_step_s"]))
+    columns["estimated s" if measured else "update s"] = lambda row: _shown(row["est_step_s"], 3 if measured else 2)
     for part in StepSeconds._fields:
         columns[part] = lambda row, part=part: _shown((row["seconds"] or {}).get(part), 3 if measured else 2)
     columns["tokens/s a device"] = lambda row: f"{row['tokens_per_s'] / math.prod(row['mesh']):,.0f}"

@@ -2,18 +2,14 @@
 
 The main agent's words are written here, since a random model calls no tools; everything else is real: decoding, frame
 store, sub-agents, server. Every report has the same number of tokens, so that the times compare.
-
-What more servers and cores would do is simulated with the service times of one server. --json writes those as well, and
-`python -m paravt_jax.train --plan --service` reads them.
 """
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +20,7 @@ from model_port.processing import VisionContract, settled_size
 from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.bench.camera import FPS, camera
-from paravt_jax.bench.service import service_of
 from paravt_jax.config import TINY, EngineConfig
-from paravt_jax.plan.service import ServiceTimes
-from paravt_jax.plan.simulation import CallScript, reports_s
 from paravt_jax.run.placement import place_servers
 from paravt_jax.run.start import size_of, start_line
 from paravt_jax.sampling.weights import ModelWeights
@@ -45,8 +38,6 @@ VIDEO_PX = (360, 640)
 WINDOW_S = 16.0
 FRAME_BUDGET = 16
 CROPS_OF_AN_EPISODE = 3
-SIMULATED_CORES, SIMULATED_SERVERS = (2, 4, 8, 16, 32), (1, 2, 4, 8)
-DEADLINE_S = 300.0
 ANSWER = "The reports say it.</think><answer>A</answer><|im_end|>"
 
 
@@ -87,14 +78,6 @@ def table(result: dict[str, Any]) -> str:
         )
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in result["summary"].items()]
-    if result["simulated"]:
-        lines += ["", f"{max(CROPS)} crops in one turn / one crop, simulated with the service times of one server:", ""]
-        lines += [f"| cores | {' | '.join(f'{n} servers' for n in SIMULATED_SERVERS)} |"]
-        lines += ["|---" * (1 + len(SIMULATED_SERVERS)) + "|"]
-        lines += [
-            f"| {row['cores']} | {' | '.join(f'{ratio:.2f}' for ratio in row['ratios'])} |"
-            for row in result["simulated"]
-        ]
     return "\n".join(lines)
 
 
@@ -139,7 +122,6 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
                 say(f"{number} crops: {crops[-1]}")
             episodes, seconds = await _episodes(args, engine, frames, chat, config, video)
             publish_s = await _publish_times(args, engine, model)
-            service = await _service(args, engine, frames, chat, contract, video, min(publish_s.values()))
             summary = {
                 "episodes at once": args.episodes,
                 "episodes a second": round(len(episodes) / seconds, 2),
@@ -147,8 +129,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
                 "frames found in memory": f"{frames.metrics()['video/memory_hit_frac']:.0%}",
                 **{name: f"{value:.3f}" for name, value in publish_s.items()},
             }
-            simulated = simulated_turns(service, _crop(episodes[0], chat, contract)) if service.share else []
-            return {"crops": crops, "summary": summary, "service": asdict(service), "simulated": simulated}
+            return {"crops": crops, "summary": summary}
     finally:
         await engine.close()
 
@@ -228,52 +209,6 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
         size = f"{weights.num_bytes / 2**20:.0f} MiB"
         seconds[f"publishing {size} by {route}, s"] = statistics.median(times_s)
     return seconds
-
-
-async def _service(
-    args: argparse.Namespace,
-    engine: SGLangEngine,
-    frames: FrameReader,
-    chat: Chat,
-    contract: VisionContract,
-    video: str,
-    publish_s: float,
-) -> ServiceTimes:
-    say("service times")
-    times_s = [VIDEO_S - 40.0 + number for number in range(FRAME_BUDGET)]  # which nobody has looked at
-    begun_s = time.perf_counter()
-    pictures = await frames.frames(video, times_s, DEADLINE_S)
-    decode_s = (time.perf_counter() - begun_s) / len(times_s)
-    on_cpu = args.device == "cpu"
-    return await service_of(
-        engine,
-        chat,
-        frame_px=pictures[0].picture.size_px,
-        token_px=contract.unit_px,
-        repeats=args.repeats,
-        num_servers=args.servers,
-        share=1 / len(os.sched_getaffinity(0)) if on_cpu else 0.0,
-        decode_s=decode_s,
-        publish_s=publish_s,
-    )
-
-
-def _crop(episode: Episode, chat: Chat, contract: VisionContract) -> CallScript:
-    report = episode.ledgers[1]
-    tokens = int(report.num_tokens_each(chat.image_id, contract.unit_px).sum()) - report.num_sampled
-    return CallScript("window", tokens, len(report.pictures), report.num_sampled)
-
-
-def simulated_turns(service: ServiceTimes, crop: CallScript) -> list[dict[str, Any]]:
-    """How much longer the most crops of a turn take than one, where a server takes as much of a core as here."""
-    cores_of_server = service.share * len(os.sched_getaffinity(0))
-    crops = [replace(crop, window=f"window-{number}") for number in range(max(CROPS))]
-    rows = []
-    for cores in SIMULATED_CORES:
-        there = replace(service, share=min(1.0, cores_of_server / cores))
-        one_s = reports_s(crops[:1], there)
-        rows.append({"cores": cores, "ratios": [reports_s(crops, there, n) / one_s for n in SIMULATED_SERVERS]})
-    return rows
 
 
 def _call(start_s: float) -> str:

@@ -7,15 +7,15 @@ them is what it would say on such devices, before anything is loaded and without
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax._src.config import persistent_cache_min_compile_time_secs
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -73,7 +73,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
     old = OldLogProbs(logp if before else None, None if ref is None else logp)
     # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
     beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with _nothing_written_to_cache(), ThreadPoolExecutor(max_workers=2) as pool:
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
         found: list[tuple[Future[_Compiled], Any]] = []
         if frozen:
@@ -89,6 +89,18 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
             found.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
         found.append((applying, (learner.frozen, unread_ref, batch, visual)))
         return [compiling.result().program(beside=beside) for compiling, beside in found]
+
+
+@contextmanager
+def _nothing_written_to_cache() -> Iterator[None]:
+    """JAX cannot read back programs that it compiled without their devices."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 class _AbstractLearner:
@@ -176,8 +188,7 @@ class _Compiled(NamedTuple):
 
 def _compiled(mesh: Mesh, function: Any, *args: Any, **kwargs: Any) -> _Compiled:
     name, begun_s = function.__name__, time.perf_counter()
-    # Not into the compilation cache: what is compiled without devices cannot be read from there.
-    with on_mesh(mesh), persistent_cache_min_compile_time_secs(math.inf):
+    with on_mesh(mesh):
         traced = function.trace(*args, **kwargs)
         executable = _with_room(name, traced.lower().compile)
     return _Compiled(name, traced, executable, time.perf_counter() - begun_s)

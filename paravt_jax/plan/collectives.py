@@ -53,6 +53,12 @@ class Collective:
         return max(by_links, by_cards)
 
 
+def among(kind: str, num_bytes: int, num_devices: int, stride: int) -> Collective:
+    """A collective of devices `stride` apart in the order of the mesh."""
+    num_hosts = min(num_devices, math.ceil(num_devices * stride / DEVICES_OF_A_HOST))
+    return Collective(kind, num_bytes if num_devices > 1 else 0, num_devices, num_hosts)
+
+
 def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:
     return {
         kind: sum(each.num_bytes for each in collectives if each.kind == kind)

@@ -35,6 +35,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class DeviceSpec:
+    """One accelerator by its data sheet, and the rates that follow."""
+
     name: str
     kind: str  # as its runtime calls it
     memory_gib: float | None  # as its runtime reports it; None: not judged
@@ -43,9 +45,13 @@ class DeviceSpec:
     link_gb_per_s: float | None  # one way, to the devices of its host or slice
     network_gb_per_s: float = math.inf  # one way, to other hosts; TPUs of a slice have links to them
     platform: str = "gpu"
+    link_dimensions: int = 2  # of a TPU's torus
 
-    def rates(self, dtype: str) -> "Rates | None":
-        """What it sustains with activations of this dtype; None where its figures are not known."""
+    def rates(self, dtype: str, num_devices: int = 0) -> "Rates | None":
+        """Sustained rates with activations of this dtype, in a slice of so many devices (0: a whole pod).
+
+        None where the data sheet is not known.
+        """
         if self.peak_tflops is None or self.memory_tb_per_s is None or self.link_gb_per_s is None:
             return None
         # Products of float32 go by TF32 on a GPU, by default, and in bfloat16 on a TPU.
@@ -53,9 +59,22 @@ class DeviceSpec:
         return Rates(
             PEAK_FRAC * peak_flops,
             MEMORY_FRAC * 1e12 * self.memory_tb_per_s,
-            LINK_FRAC * 1e9 * self.link_gb_per_s,
+            LINK_FRAC * 1e9 * self.link_gb_per_s * self.links_frac(num_devices),
             LINK_FRAC * 1e9 * self.network_gb_per_s,
         )
+
+    def links_frac(self, num_devices: int) -> float:
+        """The part of a TPU chip's links that lead to a neighbor: a side of 2 has one of its two, a side of 1 none.
+
+        Slices are as cubic as powers of two allow, and as square for chips with links in two dimensions.
+        """
+        if self.platform != "tpu" or not num_devices:
+            return 1.0
+        dimensions = self.link_dimensions
+        sides = [1] * dimensions
+        for number in range(round(math.log2(num_devices))):
+            sides[number % dimensions] *= 2
+        return sum(min(side - 1, 2) for side in sides) / (2 * dimensions) or 1.0
 
     def num_hosts(self, num_devices: int) -> int:
         """That so many of them are of, where a host has as many as usual."""
@@ -76,7 +95,7 @@ DEVICES = {
         DeviceSpec("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312.0, 2.04, 300.0, 25.0),
         DeviceSpec("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312.0, 1.56, 300.0, 25.0),
         DeviceSpec("l4", "NVIDIA L4", 22.0, 121.0, 0.3, 32.0, 12.5),
-        DeviceSpec("v5p", "TPU v5", 95.0, 459.0, 2.77, 600.0, platform="tpu"),
+        DeviceSpec("v5p", "TPU v5", 95.0, 459.0, 2.77, 600.0, platform="tpu", link_dimensions=3),
         DeviceSpec("v6e", "TPU v6 lite", 31.2, 918.0, 1.64, 400.0, platform="tpu"),
         DeviceSpec("v5e", "TPU v5 lite", 15.7, 197.0, 0.82, 200.0, platform="tpu"),
         DeviceSpec("cpu", "cpu", None, None, None, None, platform="cpu"),

@@ -43,5 +43,5 @@ def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: in
 def _told_bytes(work: Workload) -> int:
     """Of a group. Each of its episodes says its whole prompt; a picture is one token of it."""
     text = work.prompt_tokens - round(work.frames * (work.frame_tokens - FRAME_TEXT_TOKENS - 1))
-    calls = work.calls * (PROMPT_TEXT_TOKENS * SHOWN_BYTES + work.report_tokens * SAMPLED_BYTES)
+    calls = round(work.calls) * (PROMPT_TEXT_TOKENS * SHOWN_BYTES + work.report_tokens * SAMPLED_BYTES)
     return work.group_size * (text * SHOWN_BYTES + work.response_tokens * SAMPLED_BYTES + calls)

@@ -89,4 +89,4 @@ def _assumptions(config: SftConfig, model: ModelConfig, device: DeviceSpec, step
         f"decoding is not in the seconds: up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
         f"decoded beside the update; where that takes longer, a step takes as long as it"
     )
-    yield from assumed_of_seconds(device, config.model.dtype)
+    yield from assumed_of_seconds(device, config.model.dtype, config.mesh.num_devices)

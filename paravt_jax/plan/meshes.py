@@ -20,6 +20,7 @@ from paravt_jax.plan.devices import GIB, DeviceSpec, Rates
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.step_time import Interval
 from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import Step, largest_batch, needed_flops
 
@@ -43,6 +44,7 @@ class MeshEstimate:
     est_step_s: float | None = None
     seconds: StepSeconds | None = None  # of which it consists
     tokens_per_s: float | None = None  # of all devices
+    run_step_s: Interval | None = None  # of a run from a config file: the whole step, rollouts included
     problem: str | None = None  # why it is refused
     unknown: dict[str, str] = field(default_factory=dict)
 
@@ -86,7 +88,7 @@ def estimate(
         compile_s=compile_s if programs else None,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
     )
-    rates = device.rates(config.model.dtype) if rates is None else rates
+    rates = device.rates(config.model.dtype, config.mesh.num_devices) if rates is None else rates
     return _timed(found, update_of(config), model, step, largest, device, programs, rates)
 
 

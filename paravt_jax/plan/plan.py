@@ -22,6 +22,7 @@ from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, 
 from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import (
     Step,
@@ -67,6 +68,7 @@ class Plan:
     workload: Workload
     flops: dict[str, float]  # of a step, over all devices, by pass
     update: StepSeconds | None  # of a typical step
+    step: StepTime | None
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -96,6 +98,7 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
     flops = flops_of(config, model, workload, device.platform)
     update = update_of(config)
     memory, params = planned_memory(config, model, device), param_counts(update, model)
+    seconds = update_seconds(update, model, device, typical_step(config, model))
     return Plan(
         mesh=config.mesh,
         device=device,
@@ -110,9 +113,12 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
         memory=memory,
         workload=workload,
         flops=flops,
-        update=update_seconds(update, model, device, typical_step(config, model)),
+        update=seconds,
+        step=step_time(config, model, device, None if seconds is None else seconds.total),
         fit=fit_of(config, model, memory, device),
-        assumptions=tuple(_assumptions(workload, device, config.model.dtype, gating=config.video.gating)),
+        assumptions=tuple(
+            _assumptions(workload, device, config.model.dtype, config.mesh.num_devices, gating=config.video.gating)
+        ),
     )
 
 
@@ -133,8 +139,8 @@ def planned_memory(config: Config | SftConfig, model: ModelConfig, device: Devic
 
 
 def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
-    """The same run on another mesh, with as many rows more as it takes to give each part the same."""
-    num_rows = -(-config.pack.num_rows // mesh.num_row_parts) * mesh.num_row_parts
+    """The same run on another mesh, with as many rows in each part."""
+    num_rows = -(-config.pack.num_rows // config.mesh.num_row_parts) * mesh.num_row_parts
     changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
     if isinstance(config, SftConfig):
         changed["sft"] = _in_batches_of(num_rows, config.sft)
@@ -158,7 +164,7 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
 
 
 def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> StepSeconds | None:
-    rates = device.rates(update.policy.dtype)
+    rates = device.rates(update.policy.dtype, update.mesh.num_devices)
     if rates is None:
         return None
     return step_seconds(batch_works(update, model, step.shape, device.platform), step, rates)
@@ -262,7 +268,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _assumptions(work: Workload, device: DeviceSpec, dtype: str, *, gating: bool) -> Iterator[str]:
+def _assumptions(work: Workload, device: DeviceSpec, dtype: str, num_devices: int, *, gating: bool) -> Iterator[str]:
     drawn = "mean of video.frame_budgets" if gating else "video.overview_frames"
     yield (
         f"a prompt: {work.frames:.1f} frames ({drawn}) x {work.frame_tokens} tokens (video.max_pixels, and its time) "
@@ -275,11 +281,11 @@ def _assumptions(work: Workload, device: DeviceSpec, dtype: str, *, gating: bool
     yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
     if device.memory_gib is not None:
         yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
-    yield from assumed_of_seconds(device, dtype)
+    yield from assumed_of_seconds(device, dtype, num_devices)
 
 
-def assumed_of_seconds(device: DeviceSpec, dtype: str) -> Iterator[str]:
-    rates = device.rates(dtype)
+def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iterator[str]:
+    rates = device.rates(dtype, num_devices)
     if rates is None:
         yield f"no seconds: {device.name} has no stated peak"
         return

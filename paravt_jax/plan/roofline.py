@@ -12,7 +12,6 @@ Collectives are those of the sharding: weights gathered over fsdp once a pass an
 embedding exchanged over fsdp, activations summed up over tensor twice a layer and pass, gradients summed up over data.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,8 +19,8 @@ from typing import NamedTuple
 from model_port.attention import form_of
 from model_port.config import ModelConfig
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.collectives import Collective
-from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
+from paravt_jax.plan.collectives import Collective, among
+from paravt_jax.plan.devices import Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_vision, share_of
 from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import Step, batch_flops, row_pairs
@@ -164,7 +163,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
     passes = 2 if share.update.policy.remat == "none" else 3
     yield _over_tensor(share, 2 * layers * passes + 2)
-    yield _among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
+    yield among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
 
 
 def _seen_collectives(share: Share) -> Iterator[Collective]:
@@ -172,20 +171,14 @@ def _seen_collectives(share: Share) -> Iterator[Collective]:
 
 
 def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
-    return _among(kind, num_values * share.item_bytes, share.update.mesh.fsdp, share.update.mesh.tensor)
+    return among(kind, num_values * share.item_bytes, share.update.mesh.fsdp, share.update.mesh.tensor)
 
 
 def _over_tensor(share: Share, times: int) -> Collective:
     """Of activations."""
-    return _among("all-reduce", times * _token_values(share) * share.item_bytes, share.update.mesh.tensor, 1)
+    return among("all-reduce", times * _token_values(share) * share.item_bytes, share.update.mesh.tensor, 1)
 
 
 def _token_values(share: Share) -> int:
     """Of what a layer is given."""
     return share.rows * share.batch.row_tokens * share.model.text.width
-
-
-def _among(kind: str, num_bytes: int, num_devices: int, stride: int) -> Collective:
-    """Of devices that lie so far apart in the order of the mesh."""
-    num_hosts = min(num_devices, math.ceil(num_devices * stride / DEVICES_OF_A_HOST))
-    return Collective(kind, num_bytes if num_devices > 1 else 0, num_devices, num_hosts)

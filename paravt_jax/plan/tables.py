@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
@@ -14,38 +13,27 @@ from paravt_jax.plan.hosts import HostPart, num_hosts
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
-from paravt_jax.plan.rollouts import DeviceSplit, RolloutPlan, make_rollout_plan
-from paravt_jax.plan.service import load_service
-from rollout.output_file import OutputFile
+from paravt_jax.plan.step_time import StepTime
 
 Planned = TypeVar("Planned", Config, SftConfig)
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100", service: Path | None = None, png: OutputFile | None = None) -> str:
-    """The plan of a config as text, for a device by its name.
-
-    `service` is a file of measured service times of the engine, in place of the device's; `png` one to draw in.
-    """
+def plan_of(config: Config, device: str = "h100") -> str:
+    """The plan of a run as text, for a device by its name."""
     config, remarks = _used_on(config, device)
     model, more = model_config(config.model.path)
-    plan, remarks = make_plan(config, model, device=_known(device)), (*remarks, *more)
-    rollouts = make_rollout_plan(config, model, plan, None if service is None else load_service(service))
-    if png is not None:
-        _draw(config, plan, rollouts, png)
-    assumptions = (*remarks, *plan.assumptions, *(() if rollouts is None else rollouts.assumptions))
-    return render(replace(plan, assumptions=assumptions), rollouts)
+    plan = make_plan(config, model, device=_known(device))
+    return render(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
 
 
-def imitation_plan_of(config: SftConfig, device: str = "h100", png: OutputFile | None = None) -> str:
-    """The same of a cold start."""
+def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
+    """The plan of a cold start as text."""
     config, remarks = _used_on(config, device)
     model, more = model_config(config.model.path)
-    plan, remarks = make_imitation_plan(config, model, _known(device)), (*remarks, *more)
-    if png is not None:
-        _draw_imitation(plan, png)
-    return render_imitation(replace(plan, assumptions=(*remarks, *plan.assumptions)))
+    plan = make_imitation_plan(config, model, _known(device))
+    return render_imitation(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
 
 
 def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
@@ -62,39 +50,7 @@ def _known(device: str) -> DeviceSpec:
     return DEVICES[device]
 
 
-def _draw(config: Config, plan: Plan, rollouts: RolloutPlan | None, png: OutputFile) -> None:
-    if rollouts is None or plan.update_s is None:
-        raise ValueError(f"--png {png.path} has nothing to compare: the seconds of {plan.device.name} are not known")
-    if len(rollouts.splits) < 2:
-        total = f"{rollouts.now.num_devices} x {plan.device.name}"
-        raise ValueError(f"--png {png.path} has nothing to compare: {_only_split(rollouts.now, total)}")
-    from paravt_jax.plan.plots import draw_splits  # late: matplotlib takes a second
-
-    with png.partial() as file:
-        draw_splits(rollouts, f"{rollouts.now.num_devices} x {plan.device.name}, {config.model.path}", file)
-
-
-def _only_split(now: DeviceSplit, total: str) -> str:
-    """Why so many devices are shared out in one way."""
-    if not now.server_devices:
-        return f"with engine.kind=jax all of {total} learn and sample, so there is one way to share them"
-    return (
-        f"{total} can be shared in one way only, {_devices(now)}: no learner on another number of them fits beside a "
-        f"server, and no other mesh of {now.mesh.num_devices} is quicker"
-    )
-
-
-def _draw_imitation(plan: ImitationPlan, png: OutputFile) -> None:
-    if plan.device.rates(plan.config.model.dtype) is None:
-        raise ValueError(f"--png {png.path} has nothing to draw: the seconds of {plan.device.name} are not known")
-    from paravt_jax.plan.plots import draw_imitation  # late: matplotlib takes a second
-
-    title = f"{plan.config.mesh.num_devices} x {plan.device.name}, {plan.config.model.path}"
-    with png.partial() as file:
-        draw_imitation(plan, title, file)
-
-
-def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
+def render(plan: Plan) -> str:
     """For a terminal of 100 columns."""
     blocks = [
         [_title(plan.mesh, plan.device, plan.host.num_hosts)],
@@ -102,7 +58,7 @@ def render(plan: Plan, rollouts: RolloutPlan | None = None) -> str:
         _memory_lines(plan.memory),
         _step_lines(plan),
         *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
-        _simulated_lines(plan, rollouts),
+        _step_time_lines(plan.step),
         ["what fits", *_wrapped(_fit_lines(plan.fit, plan.batch, plan.memory, plan.device))],
         ["assumed", *_wrapped(plan.assumptions)],
     ]
@@ -200,33 +156,12 @@ def _host_lines(host: HostPart) -> list[str]:
     return [f"each of {host.num_hosts} hosts", *_aligned(rows)]
 
 
-def _simulated_lines(plan: Plan, rollouts: RolloutPlan | None) -> list[str]:
-    if rollouts is None:
-        return ["a step of the run", "  not simulated: no service times are known"]
-    known = plan.update_s is not None
-    head = ["learner + servers", "rollout", "update", "publish", "step", "idle", ""]
-    rows = [head, *(_split_cells(split, rollouts, known) for split in rollouts.splits or (rollouts.now,))]
-    bound = f"bound by {rollouts.best.times.bound_by}"
-    if not known:
-        bound = "at least: the seconds of the update are not known"
-    elif rollouts.splits and rollouts.best != rollouts.now:
-        bound = f"take {_devices(rollouts.best)}, {bound}: {rollouts.now.times.step_s:.1f} s as the config has it"
-    source = "measured service times" if rollouts.measured else f"the table of {plan.device.name}"
-    return [f"a step of the run, simulated with {source}, seconds", *_aligned(rows), f"  {bound}"]
-
-
-def _split_cells(split: DeviceSplit, rollouts: RolloutPlan, known: bool) -> list[str]:
-    times = split.times
-    remark = "config" if split == rollouts.now and rollouts.splits else ""
-    seconds = [times.rollout_s, times.update_s if known else None, times.publish_s, times.step_s]
-    return [_devices(split), *map(_seconds, seconds), f"{split.idle_frac:.0%}", remark]
-
-
-def _devices(split: DeviceSplit) -> str:
-    mesh = f"{split.mesh.data} x {split.mesh.fsdp} x {split.mesh.tensor}"
-    if not split.server_devices:
-        return f"{mesh}, which sample too"
-    return f"{mesh} + {split.num_servers}" + f" of {split.server_devices}" * (split.server_devices > 1)
+def _step_time_lines(step: StepTime | None) -> list[str]:
+    if step is None:
+        return ["seconds of a step", "  not estimated: the device has no stated rates"]
+    rows = [["", "low", "high"], *([name, *map(_seconds, part)] for name, part in step.parts.items())]
+    rows += [["a step", *map(_seconds, step.seconds)]]
+    return ["seconds of a step, at the best rates and at the worst", *_aligned(rows), *_wrapped([str(step)])]
 
 
 def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:

@@ -5,7 +5,7 @@ product of [a, b] and [b, c] has 2·a·b·c of them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
@@ -19,6 +19,7 @@ from paravt_jax.plan.update import PlannedUpdate, update_of
 FRAME_TEXT_TOKENS = 11  # a frame's time, and its start and end
 PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
 RESPONSE_TOKENS = 512  # of a main agent: sampled, and reports read
+BF16_BYTES = 2
 CALLS = 1  # of an episode
 REPORT_TOKENS = 256  # of a sub-agent
 
@@ -39,7 +40,7 @@ class Workload:
     response_tokens: int
     num_groups: int
     group_size: int
-    calls: int  # of an episode
+    calls: float | int  # of an episode
     call_frames: int
     call_prompt_tokens: int
     report_tokens: int
@@ -52,7 +53,7 @@ class Workload:
         return self.num_groups * self.group_size
 
     @property
-    def num_calls(self) -> int:
+    def num_calls(self) -> float:
         return self.num_episodes * self.calls
 
     @property
@@ -66,8 +67,18 @@ class Workload:
         return self.num_episodes * (self.prompt_tokens + self.response_tokens)
 
     @property
-    def sampled_tokens(self) -> int:
-        return self.num_episodes * self.response_tokens + self.num_calls * self.report_tokens
+    def own_tokens(self) -> float:
+        """That a main agent samples; it reads the reports."""
+        return max(0, self.response_tokens - self.calls * self.report_tokens)
+
+    @property
+    def sampled_tokens(self) -> float:
+        return self.num_episodes * self.own_tokens + self.num_calls * self.report_tokens
+
+    @property
+    def longest_tokens(self) -> float:
+        """Sampled one after another in an episode: the calls of a turn run side by side."""
+        return self.own_tokens + (self.report_tokens if self.calls else 0)
 
     @property
     def num_batches(self) -> int:
@@ -114,6 +125,12 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
         num_rows=num_rows,
         batch_rows=config.pack.num_rows,
     )
+
+
+def with_calls(work: Workload, calls: float) -> Workload:
+    """The same episodes with another number of calls, whose reports they read."""
+    response_tokens = work.response_tokens + round((calls - work.calls) * work.report_tokens)
+    return replace(work, calls=calls, response_tokens=response_tokens)
 
 
 def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_tokens: int) -> int:
@@ -208,6 +225,16 @@ def layer_params(model: ModelConfig) -> int:
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
 
 
+def decoded_bytes(model: ModelConfig) -> int:
+    """Weights that a sampled token is multiplied with."""
+    return BF16_BYTES * (layer_params(model) + model.text.vocab_size * model.text.width)
+
+
+def cached_bytes(model: ModelConfig) -> int:
+    """Keys and values of a token."""
+    return 2 * BF16_BYTES * model.text.num_layers * model.text.num_kv_heads * model.text.head_dim
+
+
 def adapter_params(rank: int, model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in adapter_shapes(model, rank).values())
 
@@ -284,21 +311,21 @@ def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: st
     return computed_pairs(attention, row_tokens, queries_per_key, platform)
 
 
-def token_flops(model: ModelConfig, context: int) -> float:
+def token_flops(model: ModelConfig, context: float) -> float:
     """Of a token that is read; it attends to half of the context, on average."""
     return _product_flops(model, 1) + _attention_flops(model, context // 2)
 
 
-def _product_flops(model: ModelConfig, num_tokens: int) -> float:
+def _product_flops(model: ModelConfig, num_tokens: float) -> float:
     return 2.0 * layer_params(model) * num_tokens
 
 
-def _attention_flops(model: ModelConfig, pairs: int) -> float:
+def _attention_flops(model: ModelConfig, pairs: float) -> float:
     """Queries with keys, and weights with values, of all layers."""
     return 4.0 * model.text.num_layers * model.text.num_heads * model.text.head_dim * pairs
 
 
-def _head_flops(model: ModelConfig, num_tokens: int) -> float:
+def _head_flops(model: ModelConfig, num_tokens: float) -> float:
     return 2.0 * model.text.vocab_size * model.text.width * num_tokens
 
 

@@ -8,7 +8,6 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -16,7 +15,6 @@ from omegaconf import OmegaConf
 from model_port.cli import add_debug_flag, prog_of
 from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
 from paravt_jax.keys import comments_of
-from rollout.output_file import OutputFile
 
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
 COMMENT_COLUMN, LAST_COLUMN = 40, 120
@@ -36,29 +34,15 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_plan_flags(parser: argparse.ArgumentParser, drawn: str) -> None:
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time per step, and exit")
     parser.add_argument("--device", help=f"for --plan: the accelerator (default {PLANNED_DEVICE})")
-    parser.add_argument("--png", type=Path, metavar="FILE", help=f"for --plan: draw {drawn}")
-    parser.add_argument(
-        "--force", action="store_true", default=None, help="for --plan: replace FILE also if this did not write it"
-    )
 
 
 def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """What only a plan reads would be ignored without one."""
-    for name in ("device", "service", "png", "force"):
-        if not args.plan and getattr(args, name, None) is not None:
-            parser.error(f"--{name} is of --plan; add it")
+    if not args.plan and args.device is not None:
+        parser.error("--device needs --plan")
     args.device = args.device or PLANNED_DEVICE
-
-
-def plan_picture(args: argparse.Namespace, config: Config | SftConfig) -> OutputFile | None:
-    """What --png names, refused before the plan is made where it may not be written."""
-    if args.png is None:
-        return None
-    inputs = [args.config, config.model.path, config.data.train, config.data.validation, getattr(args, "service", "")]
-    return OutputFile(args.png, "--plan --png", inputs=inputs, force=bool(args.force))
 
 
 def add_changes_flag(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ BENCHES = {
     "decoders": "PyAV and decord: which returns the right frames of each container, and how fast",
     "hosts": "a run and a checkpoint on 1, 2 and 4 processes of this machine, and publishing to 1, 2 and 4 servers",
     "learner": "forward and forward+backward of the policy, and its update, compared with transformers in torch",
-    "simulation": "simulated steps compared with real ones: the smoke run on one and two SGLang servers, and embedded",
     "soak": "the smoke run or a service for hours: memory, open files, threads and step time",
     "video": "frames of a video, decoded and cached, compared with qwen_vl_utils and decord",
 }

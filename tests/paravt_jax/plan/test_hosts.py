@@ -13,7 +13,6 @@ from paravt_jax.config import HostsConfig, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.ahead import _AbstractLearner
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan
-from paravt_jax.plan.rollouts import MAX_SPLITS, make_rollout_plan
 from paravt_jax.plan.tables import imitation_plan_of, plan_of
 
 H100, V5P = DEVICES["h100"], DEVICES["v5p"]
@@ -79,13 +78,3 @@ def test_what_is_heard_grows_with_the_episodes_of_others_and_a_lone_host_hears_n
         for num in (1, 2, 4)
     ]
     assert 0 == heard[0] < heard[1] < heard[2]
-
-
-def test_many_hosts_are_split_between_learner_and_servers_in_whole_ones():
-    urls = "[" + ",".join(f"http://a:{port}" for port in range(1, 33)) + "]"
-    config = load_config(
-        "configs/paragrpo_8b.yaml", *TWO, "mesh.data=4", "pack.num_rows=32", "engine.kind=sglang", f"engine.urls={urls}"
-    )
-    rollouts = make_rollout_plan(config, preset("8b"), make_plan(config, preset("8b"), device=H100))
-    assert rollouts is not None and {split.mesh.num_devices % 8 for split in rollouts.splits} == {0}
-    assert rollouts.now in rollouts.splits and 2 < len(rollouts.splits) <= MAX_SPLITS

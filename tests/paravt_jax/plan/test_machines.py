@@ -16,7 +16,7 @@ from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
 from paravt_jax.plan.plan import Plan, make_plan, model_config, planned_memory, update_seconds
-from paravt_jax.plan.rollouts import make_rollout_plan
+from paravt_jax.plan.step_time import StepTime
 from paravt_jax.plan.tables import render
 from paravt_jax.plan.topology import Topology, check_compiler, topology
 from paravt_jax.plan.update import update_of
@@ -43,11 +43,13 @@ STARTS = {  # what begins with the base model, and on what
 }
 TRAINING = CONFIGS.parent / "docs" / "training.md"
 ESTIMATES = re.compile(
-    r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+) s a step, and (\S+) of (\S+) GiB"
+    r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+(?: to \S+)?) s a step, and (\S+) of (\S+) GiB"
 )
-RECIPE_ROW = re.compile(r"`configs/(\w+)\.yaml` \| (\S+) of (\S+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
+RECIPE_ROW = re.compile(
+    r"`configs/(\w+)\.yaml` \| (\S+) of (\S+) \| (\S+) \| (\S+ to \S+) \| ([^|]+) \|$", re.MULTILINE
+)
 START_ROW = re.compile(r"`configs/(sft_\w+)\.yaml ?([^`]*)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
-README_ROW = re.compile(r"`(\w+)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
+README_ROW = re.compile(r"`(\w+)` \| (\S+) of (\S+) \| (\S+ to \S+) \|$", re.MULTILINE)
 OF_THE_METHOD = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations").iterdir()])
 H100 = DEVICES["h100"]
 SHORTER = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
@@ -83,20 +85,20 @@ def header_of(name: str) -> str:
     return "".join(f"{line[4:]} | " if line.startswith("#   ") else f"{line[2:]} " for line in lines)
 
 
-def same_figures(said: Sequence[str], estimated: Sequence[float | None]) -> bool:
-    """As many digits of an estimate as are said."""
-    shown = [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(said, estimated, strict=True)]
-    return list(said) == shown
+def same_figures(written: Sequence[str], estimated: Sequence[float | StepTime]) -> bool:
+    """With as many digits of an estimate as are written."""
+    shown = [
+        str(value.seconds) if isinstance(value, StepTime) else f"{value:.{len(text.partition('.')[2])}f}"
+        for text, value in zip(written, estimated, strict=True)
+    ]
+    return list(written) == shown
 
 
-def figures_of(name: str) -> tuple[float, float, float, float]:
+def figures_of(name: str) -> tuple[float, StepTime, float, float]:
     """Seconds of an update and a step, GiB of a device and usable."""
-    config, plan = config_of(name), plan_for(name)
-    model, _ = model_config(config.model.path)
-    rollouts = make_rollout_plan(config, model, plan)
-    assert rollouts is not None and plan.update_s is not None
-    gib = plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
-    return plan.update_s, rollouts.now.times.step_s, *gib
+    plan = plan_for(name)
+    assert plan.step is not None and plan.update_s is not None
+    return plan.update_s, plan.step, plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
 
 
 def start_figures(config: SftConfig, device: DeviceSpec) -> tuple[float, float, float]:
@@ -172,9 +174,10 @@ def test_the_figures_of_a_header_are_those_of_the_plan(name):
 
 @pytest.mark.parametrize("row", RECIPE_ROW.findall(TRAINING.read_text()), ids=lambda row: row[0])
 def test_the_seconds_of_the_table_of_recipes_are_those_of_the_plan(row):
-    name, _, usable, update_s, step_s = row
+    name, _, usable, update_s, step_s, bound_by = row
     figures = figures_of(name)
     assert same_figures((update_s, step_s, usable), (figures[0], figures[1], figures[3])), figures
+    assert bound_by == figures[1].bound_by
 
 
 @pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
@@ -194,7 +197,8 @@ def test_the_tables_have_every_recipe_and_every_cold_start():
 
 
 def test_the_readme_says_of_every_machine_what_its_table_says():
-    told = {(name, gib, usable, step_s) for name, gib, usable, _, step_s in RECIPE_ROW.findall(TRAINING.read_text())}
+    rows = RECIPE_ROW.findall(TRAINING.read_text())
+    told = {(name, gib, usable, step_s) for name, gib, usable, _, step_s, _ in rows}
     assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == told
 
 

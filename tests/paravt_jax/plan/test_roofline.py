@@ -9,9 +9,9 @@ from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.plan.collectives import Collective
+from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
-from paravt_jax.plan.roofline import ProgramWork, StepSeconds, _among, batch_works, step_seconds
+from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.update import update_of
 from paravt_jax.plan.workload import Step, full_step, largest_batch, layer_params, needed_flops, typical_step
 
@@ -95,7 +95,7 @@ def test_the_optimizer_moves_32_bytes_of_every_parameter_that_a_device_has():
     ("num_devices", "stride", "num_hosts"), [(8, 1, 1), (4, 2, 1), (8, 8, 8), (64, 1, 8), (2, 32, 2), (16, 2, 4)]
 )
 def test_devices_of_a_mesh_axis_are_in_as_many_boxes_as_they_reach_over(num_devices, stride, num_hosts):
-    assert _among("all-gather", 1, num_devices, stride).num_hosts == num_hosts
+    assert among("all-gather", 1, num_devices, stride).num_hosts == num_hosts
 
 
 def test_one_device_sends_nothing():
