@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name, value in SETTINGS.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     if args.topology is None:
-        from paravt_jax.bench.here import measured_meshes
+        from paravt_jax.bench.mesh_measured import measured_meshes
 
         return measured_meshes(args)
-    from paravt_jax.bench.elsewhere import estimated_meshes
+    from paravt_jax.bench.mesh_compiled import estimated_meshes
 
     return estimated_meshes(args)
 

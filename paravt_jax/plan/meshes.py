@@ -13,7 +13,7 @@ from typing import Any
 from model_port.config import ModelConfig
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, SftConfig
-from paravt_jax.plan.ahead import NoRoom, Program, compiled_update
+from paravt_jax.plan.aot import NoRoom, Program, compiled_update
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec, Rates

@@ -14,7 +14,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from model_port.tiny import tiny_config
-from paravt_jax.bench import here, mesh
+from paravt_jax.bench import mesh, mesh_measured
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.bench.mesh_rows import MEASURED, benched_run
 from paravt_jax.plan.devices import DEVICES
@@ -147,11 +147,11 @@ def test_the_run_of_a_file_is_measured_on_the_mesh_that_is_asked_for(own_environ
 
 
 def test_what_has_no_room_when_it_runs_is_a_refusal_and_nothing_else_is():
-    assert here.no_room(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")).endswith(
-        "9 bytes"
-    )
+    assert mesh_measured.no_room(
+        JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")
+    ).endswith("9 bytes")
     with pytest.raises(JaxRuntimeError, match="illegal address"):
-        here.no_room(JaxRuntimeError("INTERNAL: illegal address"))
+        mesh_measured.no_room(JaxRuntimeError("INTERNAL: illegal address"))
 
 
 def test_of_a_device_without_stated_rates_no_seconds_are_estimated_and_that_is_said():
@@ -173,13 +173,13 @@ def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
 def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environment, monkeypatch):
     run = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    (remark,) = here._prepare(run, 2)
+    (remark,) = mesh_measured._prepare(run, 2)
     assert remark.endswith("are the servers': 4 devices are left to the learner")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     taken = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
     with pytest.raises(ValueError, match="leaves no device to the learner"):
-        here._prepare(taken, 2)
+        mesh_measured._prepare(taken, 2)
 
 
 @pytest.mark.slow

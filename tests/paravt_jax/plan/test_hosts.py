@@ -10,7 +10,7 @@ from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import HostsConfig, MeshConfig, SftConfig, load_config
-from paravt_jax.plan.ahead import _AbstractLearner
+from paravt_jax.plan.aot import _AbstractLearner
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan
 from paravt_jax.plan.tables import imitation_plan_of, plan_of

@@ -22,9 +22,9 @@ from paravt_jax.learner.learner import StepPart
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import make_batch
+from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import DEVICES, make_plan, model_config
-from paravt_jax.plan.products import product_flops
 from paravt_jax.plan.tables import imitation_plan_of, plan_of
 from paravt_jax.plan.update import update_of
 from paravt_jax.plan.workload import batch_flops

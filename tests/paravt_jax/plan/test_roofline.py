@@ -25,7 +25,7 @@ def seconds(shape=(1, 8, 1), *, rows=1, row_tokens=8192, size="8b", dtype="bfloa
     return step_seconds(batch_works(update_of(config), model, step.shape, "gpu"), step, device.rates(dtype))
 
 
-def test_products_memory_and_collectives_follow_each_other():
+def test_flops_memory_and_collectives_follow_each_other():
     work = ProgramWork(flops=300.0, memory_bytes=20.0, collectives=(Collective("all-gather", 40, 2),))
     assert work.seconds(RATES) == StepSeconds(3.0, 2.0, 4.0) and work.seconds(RATES).total == 9.0
 
@@ -41,7 +41,7 @@ def test_longer_rows_take_longer_and_more_for_each_token():
     assert 2 * short < middle and 2 * middle < long
 
 
-def test_products_of_8b_are_eight_for_each_parameter_and_token():
+def test_flops_of_8b_are_eight_for_each_parameter_and_token():
     parameters, tokens = layer_params(preset("8b")), 8 * 8192
     floor = 8 * parameters * tokens / 8 / DEVICES["h100"].rates("bfloat16").flops  # 2 forward, 2 again, 4 backward
     assert floor < seconds().products < 1.4 * floor  # and attention, and the head

@@ -6,7 +6,7 @@ import pytest
 
 from model_port.attention import gpu, tpu
 from model_port.attention.rule import Seen
-from paravt_jax.plan.products import product_flops
+from paravt_jax.plan.flops import product_flops
 
 X, W = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32)
 ONE = 2 * 3 * 5 * 5

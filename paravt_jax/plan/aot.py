@@ -37,7 +37,7 @@ from paravt_jax.learner.programs import Params, TrainState
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
-from paravt_jax.plan.products import product_flops
+from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.update import update_of
 
 

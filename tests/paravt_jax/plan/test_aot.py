@@ -11,7 +11,7 @@ from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import DataConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan import ahead
-from paravt_jax.plan.ahead import NoRoom, compiled_update
+from paravt_jax.plan.aot import NoRoom, compiled_update
 from paravt_jax.plan.batch import BatchShape, abstract_batch, make_batch
 from paravt_jax.plan.plan import make_plan
 
