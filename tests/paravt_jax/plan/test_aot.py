@@ -10,7 +10,7 @@ from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import DataConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.plan import ahead
+from paravt_jax.plan import aot
 from paravt_jax.plan.aot import NoRoom, compiled_update
 from paravt_jax.plan.batch import BatchShape, abstract_batch, make_batch
 from paravt_jax.plan.plan import make_plan
@@ -78,7 +78,7 @@ def test_a_program_without_room_is_said_with_what_it_needs(monkeypatch):
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory. Used 120.56G of 95.74G hbm. Exceeded by 24.8G.")
 
     with pytest.raises(NoRoom, match=r"add_gradients needs 120\.56 of 95\.74 GiB, says the compiler"):
-        ahead._with_room("add_gradients", refuse)
+        aot._with_room("add_gradients", refuse)
 
 
 def test_what_the_compiler_cannot_print_is_unknown():
@@ -86,4 +86,4 @@ def test_what_the_compiler_cannot_print_is_unknown():
         def as_text(self):
             raise JaxRuntimeError("UNIMPLEMENTED")
 
-    assert ahead._collectives(Silent()) is None
+    assert aot._collectives(Silent()) is None
