@@ -1,1 +1,1 @@
-"""What a run will need, before anything is paid for."""
+"""Memory and step-time estimates before you rent anything."""

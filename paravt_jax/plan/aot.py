@@ -1,7 +1,6 @@
-"""The programs of an update, compiled for devices that are not here.
+"""Compiles an update's programs ahead of time, without the devices.
 
-They are given shapes instead of arrays: of parameters, of the optimizer's state, of a batch. What the compiler says of
-them is what it would say on such devices, before anything is loaded and without computing anything.
+The programs take shapes instead of arrays: parameters, optimizer state, a batch. Nothing is loaded or computed.
 """
 
 import math
@@ -42,18 +41,18 @@ from paravt_jax.plan.update import update_of
 
 
 class NoRoom(Exception):
-    """A program that the compiler refuses: it needs more memory than a device has."""
+    """The compiler rejects a program that needs more memory than a device has."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler says of a program, in bytes on a device."""
+    """A compiled program's memory, in bytes per device, and its work."""
 
     name: str
     argument_bytes: int
-    output_bytes: int  # without what takes the place of an argument
+    output_bytes: int  # without outputs that alias an argument
     temporary_bytes: int
-    beside_bytes: int  # of what lies there meanwhile and is not given to it
+    beside_bytes: int  # resident on the device, but not an argument
     flops: float  # of its products, over all devices
     collectives: list[Collective] | None  # None: the compiler cannot print this program
     compile_s: float
@@ -71,7 +70,7 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
     frozen, before = not config.optim.train_vision, update_of(config).scores_before
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     old = OldLogProbs(logp if before else None, None if ref is None else logp)
-    # What lies there and is not given to a program: of the policy's, and of those that get the reference instead.
+    # Resident arrays that are not arguments: for programs of the policy, and for programs of the reference.
     beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
     with _nothing_written_to_cache(), ThreadPoolExecutor(max_workers=2) as pool:
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
@@ -104,7 +103,7 @@ def _nothing_written_to_cache() -> Iterator[None]:
 
 
 class _AbstractLearner:
-    """What a learner holds, as shapes in their places, and its programs compiled for them."""
+    """A learner's state as sharded shapes, and its programs compiled for them."""
 
     def __init__(self, config: Config | SftConfig, model: ModelConfig, mesh: Mesh):
         self.config, self.mesh, settings, lora = config, mesh, config.model, config.lora
@@ -143,7 +142,7 @@ class _AbstractLearner:
         objective, numbers = imitation, 1.0
         if isinstance(self.config, Config):
             loss, num_rows = self.config.loss, len(batch.source)
-            # That dialogues are told apart costs a few numbers for each; how many there are changes no figure.
+            # Statistics per dialogue cost a few numbers each; their count changes no figure.
             spec = LossSpec.of(loss, variant_of(loss))
             objective = PolicyObjective(spec, num_rows if spec.needs_sequences else 0)
             numbers = PolicyInputs(LossCoefs.of(loss), StepCounts(1.0, 1.0, 1.0), old)
@@ -157,7 +156,9 @@ class _AbstractLearner:
 
     def apply_gradients(self) -> "_Compiled":
         count = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(self.mesh, PartitionSpec()))
-        state = TrainState(self.masters, nnx.State({}), self.opt_state, count, count)  # what is frozen is not given
+        state = TrainState(
+            self.masters, nnx.State({}), self.opt_state, count, count
+        )  # frozen parameters are not an argument
         return _compiled(self.mesh, programs.apply_gradients, state, self.grads, numbers_at(self.config.optim, 0, 1))
 
 
@@ -168,7 +169,7 @@ class _Compiled(NamedTuple):
     compile_s: float
 
     def program(self, *, beside: Any) -> Program:
-        """`beside` is what lies there and is not given to it."""
+        """`beside`: arrays resident on the device that are not arguments."""
         memory = self.executable.memory_analysis()
         return Program(
             name=self.name,
@@ -182,7 +183,7 @@ class _Compiled(NamedTuple):
         )
 
     def made(self) -> Any:
-        """What it gives, as shapes where the compiler puts it."""
+        """Its outputs, as shapes with the compiler's shardings."""
         return jax.tree.map(_placed, self.traced.out_info, self.executable.output_shardings)
 
 

@@ -1,4 +1,4 @@
-"""Models and batches of a given shape, of which nothing else matters: to measure, trace and compile an update."""
+"""Random models and batches of a given shape, to measure, trace and compile an update."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ class BatchShape:
     row_actions: int  # scored tokens of a row
     num_frame_rows: int
     row_patches: int
-    num_parts: int = 1  # that a mesh splits the rows into; each has frames of its own
+    num_parts: int = 1  # parts that the mesh splits the rows into; each has its own frames
 
 
 def random_model(
@@ -50,7 +50,7 @@ def random_model(
 
 
 def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
-    """Full rows of one sequence each, which begin with as many frames as there are for a row."""
+    """Full rows of one sequence each, with the frames at the start of the row."""
     random = np.random.default_rng(0)
     rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
     patches = (shape.num_frame_rows, shape.row_patches)
@@ -89,7 +89,7 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
 
 
 def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBatch:
-    """The same as shapes on a mesh: those of one row, as many times as there are rows."""
+    """The batch as shapes on a mesh, made from one row."""
     one = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
     of_frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), one.vision)
     vision = replace(of_frames, num_parts=shape.num_parts)

@@ -1,6 +1,6 @@
-"""What devices send each other: of a compiled program, from its text; and how long that takes.
+"""The collectives of a compiled program, read from its HLO text, and their time.
 
-A program's text says of each operation what it makes and which devices take part, and of each loop how often it turns.
+For every operation the text gives output shapes and device groups, for every loop its trip count.
 """
 
 import math
@@ -40,12 +40,12 @@ class Collective:
     """An operation between devices, all the times that it runs."""
 
     kind: str
-    num_bytes: int  # of the whole array: what goes in or comes out, whichever is more
+    num_bytes: int  # of the whole array: input or output, the larger
     num_devices: int = 1  # that take part
     num_hosts: int = 1  # that these are of
 
     def seconds(self, rates: Rates) -> float:
-        """In a ring: each device gets all but its own part, and what comes from other hosts comes by their cards."""
+        """In a ring each device receives all but its own part; bytes from other hosts cross their network cards."""
         num_bytes = (2 if self.kind == "all-reduce" else 1) * self.num_bytes
         devices, hosts = self.num_devices, self.num_hosts
         by_links = num_bytes * (devices - 1) / devices / rates.link_bytes
@@ -68,13 +68,13 @@ def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:
 
 
 def collectives_of(text: str) -> list[Collective]:
-    """Of a program's text. A loop whose turns the compiler does not know counts once."""
+    """From a program's HLO text. A loop of unknown trip count counts once."""
     computations, entry = _computations(text)
     return list(_walk(computations, entry, 1))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Lines by the computation that they are of, and the one that the program begins with."""
+    """Lines by computation, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -110,7 +110,7 @@ def _walk(computations: Mapping[str, list[str]], name: str, times: int) -> Itera
 
 
 def _turns(computations: Mapping[str, list[str]], line: str) -> int:
-    """Of a loop: as the compiler says, or up to the one number that its counter is compared with."""
+    """A loop's trip count: from the compiler, or the only constant in its condition."""
     said, condition = _TURNS.search(line), _CONDITION.search(line)
     if said is not None or condition is None:
         return int(said[1]) if said else 1
@@ -119,7 +119,7 @@ def _turns(computations: Mapping[str, list[str]], line: str) -> int:
 
 
 def _num_bytes(operation: str, made: str, num_devices: int) -> int:
-    """Of the whole arrays. What is only begun here makes a pair, of what goes in and of what comes out."""
+    """Bytes of the whole arrays. An async start returns a pair: inputs and outputs."""
     parts = _parts(made)
     sizes = [sum(map(_array_bytes, _ARRAY.findall(part))) for part in parts]
     if operation.endswith("-start") and not operation.startswith("all-reduce"):
@@ -133,7 +133,7 @@ def _array_bytes(array: tuple[str, str]) -> int:
 
 
 def _parts(made: str) -> list[str]:
-    """Those of a tuple; of anything else itself."""
+    """The elements of a tuple type, or the type itself."""
     if not made.startswith("("):
         return [made]
     parts, depth = [""], 0
@@ -147,7 +147,7 @@ def _parts(made: str) -> list[str]:
 
 
 def _members(line: str) -> tuple[int, ...]:
-    """The numbers of the devices of the first group; alone where the program does not say."""
+    """Device numbers of the first group; one device if the program names none."""
     if found := _GROUP_OF_MESH.search(line):
         axes = {name: int(size) for name, size in _AXIS.findall(found["mesh"])}
         wanted = set(re.findall(r"'([^']+)'", found["axes"]))
@@ -159,7 +159,7 @@ def _members(line: str) -> tuple[int, ...]:
     if found := _GROUP_BY_NUMBERS.search(line):
         return tuple(_numbers(found[1]))
     if found := _GROUP.search(line):
-        raise ValueError(f"{found[0]!r} of a compiled program is not understood: who takes part in a collective?")
+        raise ValueError(f"{found[0]!r} of a compiled program is not understood: cannot read which devices take part")
     return (0,)
 
 

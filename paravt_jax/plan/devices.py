@@ -12,16 +12,16 @@ from dataclasses import astuple, dataclass
 from paravt_jax.run.process import RESERVE_FRAC
 
 GIB = 2**30
-NO_ROOM = "RESOURCE_EXHAUSTED"  # as XLA says that a device's memory is not enough
+NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's out-of-memory errors
 DEVICES_OF_A_HOST = 8  # GPUs
 CHIPS_OF_A_HOST = 4  # TPUs of a slice, by their compiler
 
-PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet: what large products and transfers reach
+PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet, reached by large products and transfers
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains, in a second."""
+    """Sustained rates of a device, per second."""
 
     flops: float
     memory_bytes: float
@@ -29,7 +29,7 @@ class Rates:
     network_bytes: float = math.inf  # to other hosts
 
     def shared_by(self, num_devices: int) -> "Rates":
-        """Of one of so many devices that are one, as those of a CPU."""
+        """Rates of each of several virtual devices that share this one, as on a CPU."""
         return Rates(*(rate / num_devices for rate in astuple(self)))
 
 
@@ -77,7 +77,7 @@ class DeviceSpec:
         return sum(min(side - 1, 2) for side in sides) / (2 * dimensions) or 1.0
 
     def num_hosts(self, num_devices: int) -> int:
-        """That so many of them are of, where a host has as many as usual."""
+        """Hosts of so many devices, with the usual number on each."""
         of_a_host = {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, num_devices)
         return -(-num_devices // of_a_host)
 
@@ -104,5 +104,5 @@ DEVICES = {
 
 
 def device_of(kind: str) -> DeviceSpec | None:
-    """What a runtime calls so, to the letter: an H100 with PCIe is no H100 SXM, and an L40S no L4."""
+    """By the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)

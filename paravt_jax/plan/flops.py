@@ -1,6 +1,6 @@
-"""FLOPs of a traced program: all of its products, a loop's as often as it runs.
+"""FLOPs of a traced program: all matrix products, in loops times the trip count.
 
-A loop whose number of turns is data's walks the blocks that a block of attention sees. They are counted as in a row of
+A loop with a data-dependent trip count walks the blocks that a block of attention sees. They are counted as in a row of
 one causal sequence: of n blocks each sees itself and those before it, (n + 1) / 2 on average.
 """
 
@@ -12,7 +12,7 @@ import jax
 
 
 def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
-    """A product of [a, b] and [b, c] has 2·a·b·c. `mean_turns` are those of a loop that data ends."""
+    """A product of [a, b] and [b, c] has 2·a·b·c. `mean_turns`: trip count of data-dependent loops."""
     total = 0.0
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -28,7 +28,7 @@ def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
         elif name == "cond":
             total += max(product_flops(branch.jaxpr, mean_turns) for branch in params["branches"])
         elif name == "pallas_call":
-            total += params["cost_estimate"].flops  # a kernel's loops are on the chip: it says itself what they cost
+            total += params["cost_estimate"].flops  # a kernel's loops run on the chip; it states its cost
         else:  # shard_map has shapes of one device
             times = params["mesh"].size if name == "shard_map" else 1
             total += times * sum(product_flops(inner, mean_turns) for inner in _inner(params))

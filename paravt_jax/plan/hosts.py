@@ -1,4 +1,4 @@
-"""What one of several hosts has of a run: of a step, of a checkpoint, and what it hears of the others."""
+"""Each host's part of a run: of a step, of a checkpoint, and the bytes it receives from other hosts."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import FRAME_TEXT_TOKENS, PROMPT_TEXT_TOKENS, Workload
 
 MASTER_BYTES, TRAINED_BYTES = 4, 12  # of a parameter in a checkpoint; of a trained one, with its moments
-SHOWN_BYTES, SAMPLED_BYTES = 4, 12  # of a token that hosts tell each other: its id; and its log-prob, and its text
+SHOWN_BYTES, SAMPLED_BYTES = 4, 12  # of an exchanged token: its id; a sampled one with log-prob and text
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class HostPart:
     visits: int
     frames: int  # decoded: overviews once for a group, and the windows of calls
     checkpoint_bytes: int
-    heard_bytes: int  # what the episodes of all others are, without pixels
+    heard_bytes: int  # episodes of all other hosts, without pixels
 
 
 def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
-    """As many as the config says; else as hosts of such devices usually have."""
+    """From the config, or the usual number of devices per host."""
     return hosts.num if hosts.num > 1 else device.num_hosts(num_devices)
 
 
@@ -41,7 +41,7 @@ def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: in
 
 
 def _told_bytes(work: Workload) -> int:
-    """Of a group. Each of its episodes says its whole prompt; a picture is one token of it."""
+    """Bytes of a group. Each episode repeats its prompt; a picture is one token."""
     text = work.prompt_tokens - round(work.frames * (work.frame_tokens - FRAME_TEXT_TOKENS - 1))
     calls = round(work.calls) * (PROMPT_TEXT_TOKENS * SHOWN_BYTES + work.report_tokens * SAMPLED_BYTES)
     return work.group_size * (text * SHOWN_BYTES + work.response_tokens * SAMPLED_BYTES + calls)

@@ -1,10 +1,9 @@
-"""What lies in one device's memory while a run trains, part by part, before anything is loaded.
+"""One device's memory during training, part by part, before anything is loaded.
 
-Parameters are counted by the sharding table. What autodiff keeps is asked of the model itself: its backward pass is
-traced on shapes, with the heads, ffn and vocabulary that one device has. The rest is what compiled updates were found
-to hold at their peak (XLA's buffer assignment for CPU, GPU and TPU): score blocks of attention, gradients in flight,
-weights gathered over fsdp, the gradient of a whole head. Reading prompts and scoring the reference or the
-policy before an update are forward passes, which hold less than a backward pass.
+Parameters are counted by the sharding table. Residuals of autodiff come from the model's own backward pass, traced on
+shapes with one device's heads, ffn and vocabulary. The rest follows the peak of compiled updates, by XLA's buffer
+assignment for CPU, GPU and TPU: score blocks of attention, gradients in flight, weights gathered over fsdp, the gradient
+of a whole head. Prefill and scoring are forward passes, which hold less than a backward pass.
 """
 
 import math
@@ -45,17 +44,17 @@ Parts = dict[str, int]  # bytes by name
 
 @dataclass(frozen=True)
 class SamplerShape:
-    """What the embedded engine holds."""
+    """Sizes of the embedded engine."""
 
     max_rows: int
     max_context_tokens: int
     prompt_tokens: int  # of the longest prompt
-    beside_update: bool  # it goes on while the learner updates, with a copy of the weights
+    beside_update: bool  # it samples during the update, from a copy of the weights
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A time of a step, and what it needs beyond what always lies there."""
+    """A phase of a step and its memory beyond the resident part."""
 
     name: str
     parts: Parts
@@ -71,7 +70,7 @@ class Memory:
 
     resident: Parts
     phases: tuple[Phase, ...]
-    engine: Parts  # what of both is there while the learner updates, for an engine that it shares the device with
+    engine: Parts  # of an engine on the same device, during the update
 
     @property
     def worst(self) -> Phase:
@@ -143,7 +142,7 @@ def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platf
 
 @dataclass(frozen=True)
 class Share:
-    """One device's share of the run: what lies on it always, and what a batch adds in each phase."""
+    """One device's share of a run: resident memory, and what a batch adds in each phase."""
 
     update: PlannedUpdate
     model: ModelConfig
@@ -241,7 +240,7 @@ class Share:
         return 2 * self.local.text.num_kv_heads * self.local.text.head_dim * self.item_bytes
 
     def batch_arrays(self) -> Parts:
-        """What the update is given: ids, places and patches, and what the frozen tower made of them."""
+        """Inputs of the update: ids, positions, patches, and the frozen tower's output."""
         vision, batch = self.model.vision, self.batch
         token_bytes, action_bytes, patch_bytes = 4 * 7, 4 * 6 + 1, 4 * (vision.patch_values + 11)
         patches = self.rows_here(batch.num_frame_rows) * batch.row_patches
@@ -253,7 +252,7 @@ class Share:
         }
 
     def backward(self) -> Parts:
-        """What there is during all of the backward pass."""
+        """Memory held during the whole backward pass."""
         layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
         kept = self.kept_by_text(self.compute)
         if self.compute.remat == "offload":
@@ -289,7 +288,7 @@ class Share:
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
         form = form_of(self.update.policy.attention, row_tokens, self.platform)
         if form == "xla":
-            return heads * row_tokens**2  # the gradient; what is kept for it belongs to the layer
+            return heads * row_tokens**2  # the gradient; saved scores belong to the layer
         text = self.local.text
         of_queries = heads * row_tokens * text.head_dim
         if form == "kernel":
@@ -324,7 +323,7 @@ class Share:
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
     def sampling(self, sampler: SamplerShape) -> Parts:
-        """A prompt is read in a row of its own, which is not split over devices; then all rows go on by one token."""
+        """Prefill of one prompt in a row that is not split over devices, then one token for all rows."""
         rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
         made = self.kept_by_text(replace(self.compute, remat="none"))
         cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
@@ -396,7 +395,7 @@ def _kept(
     parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> Kept:
-    """The residuals of a traced backward pass, told apart by their axes: layers, tokens, pairs of tokens."""
+    """The residuals of a traced backward pass, classified by their axes: layers, tokens, pairs of tokens."""
     policy = abstract_model(model, compute)
     add_adapter(policy, lora, {p: _shape(*s, dtype="float32") for p, s in adapter_shapes(model, lora.rank).items()})
     graphdef, params, frozen = nnx.split(policy, nnx.LoRAParam if lora.rank else nnx.Param, ...)
@@ -409,7 +408,7 @@ def _kept(
         of_layers = leaf.shape[:1] == (PROBE_LAYERS,)
         token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
         if not token_axes and (lora.rank or leaf.dtype == jnp.float32):
-            continue  # a master or what is frozen, which are there anyway
+            continue  # masters and frozen parameters, which are resident
         key, num_bytes = (of_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
         share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
         sums[key] = sums.get(key, 0.0) + share

@@ -1,4 +1,4 @@
-"""What a run would need and take on a mesh: by the compiler for its devices, or by the plan alone.
+"""Memory and seconds of a run on a mesh, by the compiler for its devices or by the plan alone.
 
 Memory is that of the largest batch that the config allows, which is what is compiled. Seconds are those of a typical
 step: FLOPs and collectives of the compiled programs, brought to its batches as the plan's own estimate of both goes.
@@ -32,7 +32,7 @@ Shape = tuple[int, int, int]  # of a mesh: data, fsdp, tensor
 
 @dataclass(frozen=True)
 class MeshEstimate:
-    """What is known of a mesh; None where it is not, and `unknown` says why."""
+    """Estimates for a mesh; None if unknown, with the reason in `unknown`."""
 
     mesh: Shape
     fits: bool = False
@@ -65,7 +65,7 @@ def estimate(
     devices: Any | None,
     rates: Rates | None = None,
 ) -> MeshEstimate:
-    """Of the config's own mesh; without `devices` to compile for, by the plan. `rates` stand in for its own."""
+    """For the config's mesh; without `devices` it compiles nothing. `rates` replace the device's own."""
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     memory, largest = planned_memory(config, model, device), largest_batch(config, model)
     always, programs = sum(memory.resident.values()), []
@@ -132,7 +132,7 @@ def _timed(
 
 
 def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
-    """What one device does in a batch, as compiled; nothing of a collective that is unknown."""
+    """The compiled work of one device for a batch, without unknown collectives."""
     found: dict[str, list[Program]] = {}
     for program in programs:
         found.setdefault(program.name, []).append(program)
@@ -147,7 +147,7 @@ def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, Program
 
 
 def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: ProgramWork) -> ProgramWork:
-    """The plan's, corrected by what it was wrong in of the largest batch."""
+    """The planned work, scaled by the plan's error on the largest batch."""
     flops = planned.flops * compiled.flops / of_largest.flops if of_largest.flops else 0.0
     if not compiled.collectives:
         return ProgramWork(flops, planned.memory_bytes, planned.collectives)

@@ -1,6 +1,6 @@
-"""What a run will need, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, and what fits.
+"""The plan of a run, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, largest sizes.
 
-Memory is that of the largest batch that the config allows; tokens and FLOPs are those of a typical step, which the
+Memory is for the largest batch that the config allows; tokens and FLOPs are those of a typical step, which the
 output describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
 """
 
@@ -49,7 +49,7 @@ class ParamCounts:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the peak leaves the reserve; the largest rows and the most of them that would; what to change."""
+    """Whether the peak leaves the reserve, the largest rows and row counts that do, and changes that help."""
 
     fits: bool | None
     row_tokens: int  # with pack.num_rows as it is; 0: none
@@ -78,7 +78,7 @@ class Plan:
 
 
 def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The dimensions of `model.path` without weights or network, and a remark where only its name says them."""
+    """Dimensions of `model.path` without weights or network, with a remark if they come from its name."""
     if path == TINY:
         return tiny_config(), ()
     hf_dir = hf_files_of(Path(path))  # of an adapter it may be the id of its base
@@ -209,7 +209,7 @@ def _advice(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, 
 
 
 def _needed_tokens(config: Config | SftConfig, model: ModelConfig) -> tuple[int, str]:
-    """The shortest rows that leave nothing out, and of what."""
+    """The shortest rows that hold everything, and the reason."""
     if isinstance(config, SftConfig):
         return trace_tokens(config, model), "a trace has"
     return workload_of(config, model).row_tokens, "the rows of a typical step have"

@@ -1,6 +1,6 @@
-"""How long an update takes by what a device has to do: products, bytes through its memory, collectives.
+"""Seconds of an update by roofline: matrix products, memory traffic, collectives, with no overlap.
 
-One after the other, nothing hidden behind anything else: what elementwise operations move, devices do between products.
+Elementwise traffic runs between products.
 Bytes through memory are counted, not measured:
 
 - weights, each pass: read as masters, written and read in the dtype of activations
@@ -29,8 +29,8 @@ SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
 # As XLA for GPUs compiles the scanned form. Forward, scores are written once and read three times in float32, weights
 # written and read in bfloat16; backward, two arrays are written and read in float32, three in bfloat16.
 SCORE_BYTES = {"forward": 20, "backward": 28}
-LOGIT_PASSES = 3  # written, read for their sum, read for what is chosen; backward likewise
-GRADIENT_BYTES = 16  # made, and added to those of the step
+LOGIT_PASSES = 3  # written, read for the sum, read for the target; the same in the backward pass
+GRADIENT_BYTES = 16  # written, and added to the step's gradients
 OPTIMIZER_BYTES = 32  # gradients twice for their norm; parameters and two moments, read and written
 
 PROGRAM_OF = {
@@ -44,7 +44,7 @@ PROGRAM_OF = {
 
 
 class ProgramWork(NamedTuple):
-    """Of one device in one program."""
+    """The work of one device in one program."""
 
     flops: float
     memory_bytes: float
@@ -73,7 +73,7 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> StepSeconds:
-    """Of a step whose programs do this; the optimizer's once an update, the others once a batch."""
+    """Seconds of a step: the optimizer runs once per update, other programs once per batch."""
     times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
     each = [[times[name] * part for part in work.seconds(rates)] for name, work in works.items()]
     return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
@@ -119,7 +119,7 @@ def seen_bytes(share: Share) -> float:
 
 
 def _layers_bytes(share: Share, way: str = "forward") -> float:
-    """Of one pass over the language layers."""
+    """Traffic of one pass over the language layers."""
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
     weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
@@ -129,7 +129,7 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
 
 
 def _stored_bytes(share: Share) -> int:
-    """Of a weight where it lies: a master, or frozen beside adapters."""
+    """Bytes of a stored weight: a float32 master, or frozen with adapters."""
     return share.item_bytes if share.adapted else FLOAT32_BYTES
 
 
@@ -180,5 +180,5 @@ def _over_tensor(share: Share, times: int) -> Collective:
 
 
 def _token_values(share: Share) -> int:
-    """Of what a layer is given."""
+    """Values of a layer's input."""
     return share.rows * share.batch.row_tokens * share.model.text.width

@@ -108,7 +108,7 @@ def _memory_lines(memory: Memory) -> list[str]:
         return f"{num_bytes / unit:.2f}"
 
     def lines(parts: Parts) -> list[list[str]]:
-        """Largest first, without what rounds to nothing."""
+        """Largest first, without parts that round to zero."""
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         return [[f"  {part}", shown(num_bytes)] for part, num_bytes in ordered if num_bytes >= unit / 200]
 

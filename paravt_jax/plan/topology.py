@@ -1,4 +1,4 @@
-"""Accelerators that are not here, as their compilers know them: h100:8, v5p:2x2x2.
+"""Descriptions of accelerators for ahead-of-time compilation: h100:8, v5p:2x2x2.
 
 XLA compiles for a description of devices; none of them has to be there. It needs the compiler's package: libtpu for a
 TPU, the CUDA plugin of jax (without a driver) for a GPU.
@@ -23,7 +23,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class GpuChip:
-    """What XLA's cost model asks of a GPU beside its memory; from NVIDIA's data sheets."""
+    """GPU figures for XLA's cost model, from NVIDIA's data sheets."""
 
     capability: tuple[int, int]
     cores: int
@@ -74,7 +74,7 @@ GPU_CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """So many devices of one kind, as they are rented: GPUs in boxes of eight, TPUs as a slice."""
+    """Rentable devices of one kind: GPUs in hosts of eight, or a TPU slice."""
 
     name: str
     device: DeviceSpec

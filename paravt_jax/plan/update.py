@@ -1,4 +1,4 @@
-"""What an update's memory, FLOPs and bytes depend on, beside model and batch: of RL and of imitation alike."""
+"""The settings that an update's memory, FLOPs and traffic depend on, for RL and SFT."""
 
 from dataclasses import dataclass
 

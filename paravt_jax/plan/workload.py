@@ -1,6 +1,6 @@
-"""What a typical step of a run computes: tokens, rows of the update, and FLOPs by pass.
+"""The work of a typical step: tokens, rows of the update, and FLOPs by pass.
 
-FLOPs are all that is computed: recomputation, padding, and what blocks of attention do beyond the causal triangle. A
+FLOPs count everything computed: recomputation, padding, and attention blocks beyond the causal triangle. A
 product of [a, b] and [b, c] has 2·a·b·c of them.
 """
 
@@ -15,7 +15,7 @@ from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.update import PlannedUpdate, update_of
 
-# A typical episode. The bounds of a config say little: most turns end long before them.
+# A typical episode. Most turns end long before the config's bounds.
 FRAME_TEXT_TOKENS = 11  # a frame's time, and its start and end
 PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
 RESPONSE_TOKENS = 512  # of a main agent: sampled, and reports read
@@ -23,7 +23,7 @@ BF16_BYTES = 2
 CALLS = 1  # of an episode
 REPORT_TOKENS = 256  # of a sub-agent
 
-# What the backward pass of a form of attention computes again by itself, as a part of a forward pass: the scores once,
+# Recomputation in the backward pass of each attention form, as a part of a forward pass: the scores once,
 # and where keys and queries have a program each, the scores and their gradient once more.
 SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
 
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def separate_tokens(self) -> int:
-        """What rows of their own would have."""
+        """Tokens with one row per episode."""
         return self.num_episodes * (self.prompt_tokens + self.response_tokens)
 
     @property
@@ -143,7 +143,7 @@ def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes: so many batches of one shape, and the tokens that it learns from."""
+    """The work of a step: batches of one shape, and the tokens it learns from."""
 
     shape: BatchShape
     num_batches: int
@@ -219,7 +219,7 @@ def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) 
 
 
 def layer_params(model: ModelConfig) -> int:
-    """Of all language layers, what every token is multiplied with."""
+    """Parameters of the language layers that multiply every token."""
     text = model.text
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
