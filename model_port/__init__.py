@@ -1,4 +1,4 @@
-"""Qwen3-VL in Flax NNX: Hugging Face weights in and out, processing, sampling. Knows nothing of reinforcement learning.
+"""Qwen3-VL in Flax NNX: Hugging Face weights in and out, processing, sampling. Independent of reinforcement learning.
 
 Axis letters, used in annotations, einsum strings and parameter names alike:
 B packed rows · T query tokens · S key tokens · D width · N query heads · K key/value heads · H head dim · F ffn ·
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """The names below from their modules, when first asked for: a command's --help does not wait for jax."""
+        """Imports the names below on first use, so that a command's --help does not wait for jax."""
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -1,11 +1,11 @@
-"""Adapters beside a model and on disk, in the format of PEFT.
+"""LoRA adapters in memory and on disk, in PEFT's format.
 
-    DIR/adapter_config.json         rank, alpha, what is adapted, and where the base is
-    DIR/adapter_model.safetensors   the pairs
-    DIR/paravt_jax.json             of ours: dtype and sum of the base's weights, settings of its files
+    DIR/adapter_config.json         rank, alpha, adapted modules, and the path of the base model
+    DIR/adapter_model.safetensors   the A and B matrices
+    DIR/paravt_jax.json             our addition: the base weights' dtype and checksum, the settings in its files
 
-An adapter means nothing beside other weights than it was trained with, or with another rope or tokenizer. So ours have
-a sum of the weights and the settings of the files beside them, which are compared wherever the two come together again.
+An adapter is only valid with the weights, rope and tokenizer it was trained with. So we record a checksum of the base
+weights and the settings in its files, and compare both whenever an adapter and a base are loaded together.
 """
 
 import json
@@ -33,9 +33,9 @@ from model_port.weights import adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_LISTED = 5  # differences in a message
+MAX_LISTED = 5  # differences in an error message
 MAX_RANK, MIN_ALPHA, MAX_ALPHA = 4096, 1e-6, 1e6
-SUPPORTED = {  # settings of PEFT that change what is computed, and show in no tensor
+SUPPORTED = {  # PEFT settings that change the computation without changing a tensor
     "peft_type": "LORA",
     "use_rslora": False,
     "alpha_pattern": {},
@@ -46,12 +46,12 @@ SUPPORTED = {  # settings of PEFT that change what is computed, and show in no t
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The weights that an adapter belongs to."""
+    """The base model of an adapter."""
 
-    name: str  # a directory, or an id on the hub
-    dtype: str | None = None  # that they had beside it; None: not known, as of an adapter that another program made
-    sum: str | None = None  # of their bytes in this dtype
-    files: Mapping[str, Any] | None = None  # `files_of_base`; None: of an adapter from before these were recorded
+    name: str  # a directory or a hub id
+    dtype: str | None = None  # of its weights in training; None: unknown, because another program made the adapter
+    sum: str | None = None  # checksum of the weights in this dtype
+    files: Mapping[str, Any] | None = None  # `files_of_base`; None: the adapter is older than this record
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AdapterInfo:
 
 
 def new_adapter(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, np.ndarray]:
-    """A is uniform within 1 / sqrt(inputs), as PEFT begins; B is zero."""
+    """Initial values as in PEFT: A is uniform within 1 / sqrt(inputs), B is zero."""
     random, shapes = np.random.default_rng(seed), adapter_shapes(config, lora.rank)
     params = {}
     for a, b in adapter_rules(config, lora.rank).values():
@@ -80,13 +80,13 @@ def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, ...]]
 
 
 def add_adapter(model: Qwen3VL, lora: LoraConfig, params: Mapping[str, Any], mesh: Mesh | None = None) -> None:
-    """Puts a pair beside every kernel of the language layers; `params` are arrays by path, or shapes."""
+    """Adds an adapter to every projection of the language layers; `params` are arrays or shapes by path."""
     shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in params.items()}
-    placed = shapes if mesh is None else shard_abstract(shapes, mesh)
+    shapes_on_mesh = shapes if mesh is None else shard_abstract(shapes, mesh)
 
     def leaf(path: str) -> Any:
-        array, place = params[path], placed[path]
-        return place if isinstance(array, jax.ShapeDtypeStruct) else jax.device_put(array, place.sharding)
+        array, target = params[path], shapes_on_mesh[path]
+        return target if isinstance(array, jax.ShapeDtypeStruct) else jax.device_put(array, target.sharding)
 
     for path, (a, b) in adapter_rules(model.config, lora.rank).items():
         *_, part, kernel = path.split(".")
@@ -96,7 +96,7 @@ def add_adapter(model: Qwen3VL, lora: LoraConfig, params: Mapping[str, Any], mes
 
 
 def merged_tensors(model: Qwen3VL) -> Iterator[tuple[str, jax.Array]]:
-    """A model as the tensors of its files, with what its adapter adds to each: one at a time, never a model."""
+    """The tensors of a model's files with the adapter merged in, one at a time, never the whole model."""
     params = flat_params(nnx.state(model, nnx.Param))
     return with_adapter(hf_tensors(model.config, params), model.config, model.lora, params)
 
@@ -104,73 +104,73 @@ def merged_tensors(model: Qwen3VL) -> Iterator[tuple[str, jax.Array]]:
 def with_adapter(
     tensors: Iterable[tuple[str, Any]], config: ModelConfig, lora: LoraConfig, params: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors of a model, each with what the adapter adds to it."""
+    """A model's tensors with the adapter merged in."""
     pairs = adapter_rules(config, lora.rank)
-    places = {
+    pair_of_tensor = {
         name: (pairs[rule.path], layer)
         for rule in rules(config)
         if rule.path in pairs
         for layer, name in enumerate(rule.hf_names)
     }
     for name, tensor in tensors:
-        if name in places:
-            pair, layer = places[name]
+        if name in pair_of_tensor:
+            pair, layer = pair_of_tensor[name]
             tensor = merged(tensor, *(side.tensor(params, layer) for side in pair), lora.scale)
         yield name, tensor
 
 
 def sum_of_base(model: Qwen3VL, dtype: str) -> str:
-    """Of a model's own weights in a dtype, tensor by tensor as in the files, whatever lies beside them."""
-    found = xxhash.xxh3_128()
+    """The checksum of a model's base weights in a dtype, tensor by tensor as in the files; ignores adapters."""
+    current = xxhash.xxh3_128()
     for _, tensor in hf_tensors(model.config, flat_params(nnx.state(model, nnx.Param))):
-        add_to_sum(found, on_host(tensor.astype(dtype)))
-    return found.hexdigest()
+        add_to_sum(current, on_host(tensor.astype(dtype)))
+    return current.hexdigest()
 
 
-def add_to_sum(found: xxhash.xxh3_128, tensor: np.ndarray) -> None:
-    found.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+def add_to_sum(current: xxhash.xxh3_128, tensor: np.ndarray) -> None:
+    current.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
 
-def check_base(adapter: str | Path, base: AdapterBase, found: str) -> None:
-    """`found` is the sum of the weights that the adapter is about to lie beside."""
-    if base.sum not in (None, found):
+def check_base(adapter: str | Path, base: AdapterBase, current: str) -> None:
+    """Raises if `current`, the checksum of the loaded base weights, is not the one from training."""
+    if base.sum not in (None, current):
         raise ValueError(
-            f"{adapter} was trained beside the weights of {base.name} as they were then, and these are others: "
-            f"put the same weights there, or name their place as {BASE_KEY} in a copy of the adapter"
+            f"{adapter} was trained with other weights than {base.name} has now: restore those weights, or set "
+            f"{BASE_KEY} in a copy of the adapter to their path"
         )
 
 
 def files_of_base(hf_dir: Path) -> dict[str, Any]:
-    """What else decides what a model computes, and how texts and pictures become its inputs, by name."""
+    """Settings beside the weights that change a model's outputs or how text and images become its inputs, by name."""
     files = read_side_files(hf_dir)
     config = asdict(config_from_hf(read_hf_config(hf_dir), str(hf_dir / CONFIG_FILE)))
-    del config["initializer_range"], config["text"]["max_positions"]  # of which nothing that is computed depends
-    found = _flat({"config": config})
+    del config["initializer_range"], config["text"]["max_positions"]  # these change no output
+    current = _flat({"config": config})
     if any(name in files for name in (PROCESSOR_FILE, FLAT_FILES["image_processor"])):
-        found |= _flat({"processor": asdict(VisionContract.from_hf(hf_dir))})
+        current |= _flat({"processor": asdict(VisionContract.from_hf(hf_dir))})
     tokenizer = files.get(TOKENIZER_FILE)
-    if tokenizer is not None:  # by its content: who saves it again may lay it out otherwise
+    if tokenizer is not None:  # its parsed content, because saving it again may change the layout
         tokenizer = json.dumps(parse_object(tokenizer, hf_dir / TOKENIZER_FILE), sort_keys=True).encode()
     for name, content in ((TOKENIZER_FILE, tokenizer), (TEMPLATE_FILE, files.get(TEMPLATE_FILE))):
-        found[name] = None if content is None else f"xxh3 {xxhash.xxh3_128(content).hexdigest()}"
-    return json.loads(json.dumps(found))  # with lists for tuples, as it is recorded
+        current[name] = None if content is None else f"xxh3 {xxhash.xxh3_128(content).hexdigest()}"
+    return json.loads(json.dumps(current))  # tuples become lists, as in the recorded file
 
 
-def check_base_files(adapter: str | Path, base: AdapterBase, found: Mapping[str, Any] | None) -> None:
-    """`found` is the same of the model that the adapter is about to lie beside."""
-    if base.files is None or found is None:
+def check_base_files(adapter: str | Path, base: AdapterBase, current: Mapping[str, Any] | None) -> None:
+    """Raises if `current`, the settings of the loaded base model, are not the ones from training."""
+    if base.files is None or current is None:
         return
-    differ = [f"{key} is {found.get(key)}, was {was}" for key, was in base.files.items() if found.get(key) != was]
+    differ = [f"{key} is {current.get(key)}, was {was}" for key, was in base.files.items() if current.get(key) != was]
     if differ:
         raise ValueError(
-            f"{adapter} was trained beside {base.name} with other files, of which {len(differ)} values differ: "
-            f"{'; '.join(differ[:MAX_LISTED])}; put them back, or, where they are meant, remove base.files from "
-            f"{INFO_FILE} in a copy of the adapter"
+            f"{adapter} was trained when {len(differ)} values in the files of {base.name} were different: "
+            f"{'; '.join(differ[:MAX_LISTED])}; restore them, or, if you changed them on purpose, remove base.files "
+            f"from {INFO_FILE} in a copy of the adapter"
         )
 
 
 def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, params: Mapping[str, np.ndarray]) -> None:
-    """`params` are by path, in the dtype that they are to have on disk."""
+    """`params` are arrays by path, in the dtype to write."""
     table = [side for pair in adapter_rules(config, info.lora.rank).values() for side in pair]
     modules = sorted({side.hf.split(".")[-3] for side in table})
     shapes = {name: (params[rule.path].dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
@@ -196,25 +196,29 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
 
 
 def read_adapter_info(directory: Path) -> AdapterInfo:
-    path, known = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
-    said = Section(str(path), read_adapter_config(directory))
+    path, info_file = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
+    peft = Section(str(path), read_adapter_config(directory))
     for key, supported in SUPPORTED.items():
-        if said.values.get(key):
-            said.expect(key, supported)
-    if missing := [key for key in ("r", "lora_alpha") if not said.has(key)]:
-        raise ValueError(f"{path} does not say {', '.join(missing)}")
-    trained = Section(str(known), read_object(known)).section("base") if known.is_file() else Section(str(known), {})
+        if peft.values.get(key):
+            peft.expect(key, supported)
+    if missing := [key for key in ("r", "lora_alpha") if not peft.has(key)]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    trained = (
+        Section(str(info_file), read_object(info_file)).section("base")
+        if info_file.is_file()
+        else Section(str(info_file), {})
+    )
     dtype, sum_ = (trained.text(key) if trained.has(key) else None for key in ("dtype", "sum"))
     if dtype not in (None, *DTYPES):
         raise trained.wrong("dtype", f"one of {', '.join(DTYPES)}")
-    lora = LoraConfig(said.count("r", MAX_RANK), said.number("lora_alpha", MIN_ALPHA, MAX_ALPHA))
+    lora = LoraConfig(peft.count("r", MAX_RANK), peft.number("lora_alpha", MIN_ALPHA, MAX_ALPHA))
     files = trained.section("files").values if trained.has("files") else None
     return AdapterInfo(lora, AdapterBase(base_of(directory), dtype, sum_, files))
 
 
 def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
-    """The pairs by path, in float32. Kernels that it says nothing of have zeros, which stay zeros in training."""
-    places = {
+    """The arrays by path, in float32. Kernels without an adapter in the file get zeros, which stay zero in training."""
+    pair_of_tensor = {
         name: (side, layer)
         for pair in adapter_rules(config, rank).values()
         for side in pair
@@ -222,14 +226,14 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
     }
     with HfTensors(directory, ADAPTER_FILE) as tensors:
         for name, shape in tensors.shapes.items():
-            if name not in places or places[name][0].hf_shape != shape:
+            if name not in pair_of_tensor or pair_of_tensor[name][0].hf_shape != shape:
                 raise ValueError(
-                    f"{directory / ADAPTER_FILE}: {name} {shape} is no adapter of rank {rank} of a kernel of the "
-                    f"language layers, which are the only ones here"
+                    f"{directory / ADAPTER_FILE}: {name} {shape} is not a rank-{rank} adapter of a projection in the "
+                    f"language layers, and only those are supported"
                 )
         params = {path: np.zeros(shape, np.float32) for path, shape in adapter_shapes(config, rank).items()}
         for name in tensors.shapes:
-            side, layer = places[name]
+            side, layer = pair_of_tensor[name]
             side.tensor(params, layer)[...] = tensors.read(name)
     return params
 

@@ -1,8 +1,8 @@
-"""Objects in Google Cloud Storage, through the drivers of tensorstore and pyarrow: gs://BUCKET/PATH for a directory.
+"""Objects in Google Cloud Storage, through tensorstore's and pyarrow's drivers: gs://BUCKET/PATH acts as a directory.
 
-A request that fails in passing (429, 5xx, a lost connection, no answer) is repeated until DEADLINE_S; then, and for
-whatever else is wrong, there is one sentence. A bucket has no rename: a directory that is written into one has the
-object UPLOADING from before its first file until after its last, and while that is there nobody reads the others.
+Transient failures (429, 5xx, a lost connection, no answer) are retried until DEADLINE_S; after that, and for all other
+failures, the error is one sentence. A bucket has no rename. So a directory upload writes the object UPLOADING before
+its first file and deletes it after the last, and readers refuse a directory that has it.
 """
 
 import json
@@ -24,24 +24,24 @@ from model_port.terminal import say
 
 ADDRESS = re.compile(r"gs:/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/(.+)")  # pathlib makes one slash of two
 UPLOADING = ".uploading.json"
-GENERATIONS_FILE, PARTIAL = ".generations.json", ".partial"  # of what was downloaded, and is being
+GENERATIONS_FILE, PARTIAL = ".generations.json", ".partial"  # downloaded objects; suffix of partial downloads
 OWN_SUFFIXES = (GENERATIONS_FILE, PARTIAL)
-DEADLINE_S = 300.0  # of one object, all attempts together
-ATTEMPT_S = 60.0  # of an answer, and as long again for every 64 MB that travel
+DEADLINE_S = 300.0  # for one object, over all attempts
+ATTEMPT_S = 60.0  # for an answer, plus the same for every 60 MiB transferred
 SLOWEST_BYTES_PER_S = 2**20
 PAUSE_S, MOST_PAUSE_S = 0.5, 15.0
-ABSENT = b"\x02"  # the generation of what is not there, as tensorstore spells it
-REFUSED = b""  # of what was not written, because another generation was there
-AT_ONCE = 8  # objects on their way
-PART_BYTES = 64 * 2**20  # of a large one that are read at a time
+ABSENT = b"\x02"  # tensorstore's generation of a missing object
+REFUSED = b""  # tensorstore's generation after a conditional write that failed
+AT_ONCE = 8  # concurrent transfers
+PART_BYTES = 64 * 2**20  # read at a time from a large object
 PASSING = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN", "CANCELLED")
 STATUS = re.compile(r"^(\[Errno \d+\] )?google::cloud::Status\(")
-SERVER_VARIABLE = "TENSORSTORE_GCS_HTTP_URL"  # of another server than Google's, for both drivers
+SERVER_VARIABLE = "TENSORSTORE_GCS_HTTP_URL"  # overrides Google's server
 ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 class Conflict(ValueError):
-    """An object is not of the generation that was expected: somebody else has written it."""
+    """An object does not have the expected generation: another process has written it."""
 
 
 def is_address(path: str | Path) -> bool:
@@ -50,18 +50,18 @@ def is_address(path: str | Path) -> bool:
 
 @cache
 def _driver(bucket: str) -> Any:
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")  # or a stalled connection stays for ever
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")  # or a stalled connection hangs forever
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    import tensorstore as ts  # late: not everything that may name a bucket opens one
+    import tensorstore as ts  # imported late: many callers accept a bucket without opening one
 
-    # It is asked again below, where what goes wrong meanwhile is known.
+    # `_answer` retries, because it can report the problem.
     context = ts.Context({"gcs_request_retries": {"max_retries": 1, "initial_delay": "100ms", "max_delay": "1s"}})
     return ts.KvStore.open({"driver": "gcs", "bucket": bucket}, context=context).result()
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What lies below gs://BUCKET/PATH, by the names of its objects, or one of them. Reads as a Path does."""
+    """The object gs://BUCKET/PATH, or the objects below it. Reads like a Path."""
 
     bucket: str
     path: str
@@ -70,7 +70,7 @@ class Bucket:
     def of(cls, address: str | Path) -> "Bucket":
         match = ADDRESS.fullmatch(str(address).rstrip("/"))
         if match is None or any(step in ("", ".", "..") for step in match[2].split("/")):
-            raise ValueError(f"{address} is no address of a directory in a bucket; write it as gs://BUCKET/PATH")
+            raise ValueError(f"{address} does not name a directory in a bucket; write gs://BUCKET/PATH")
         return cls(match[1], match[2])
 
     def __str__(self) -> str:
@@ -88,26 +88,26 @@ class Bucket:
         return Bucket(self.bucket, self.path.rpartition("/")[0])
 
     def is_below(self, other: "Bucket") -> bool:
-        """Or it is the other."""
+        """Whether this is the other path or below it."""
         return self.bucket == other.bucket and f"{self.path}/".startswith(f"{other.path}/")
 
     def sizes(self, name: str | None = None) -> dict[str, int]:
-        """Bytes of every object below it, or of one of that name, by their names."""
+        """The sizes in bytes of all objects below this path by name, or of the one with the given name."""
         begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
         only = None if name is None else f"{begin}/{name}"
-        found = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
-        return dict(sorted(found.items()))
+        sizes = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
+        return dict(sorted(sizes.items()))
 
     def names(self) -> list[str]:
         return list(self.sizes())
 
     def read(self) -> tuple[bytes | None, bytes]:
-        """The content, None where there is no such object, and the generation."""
+        """The content, or None if there is no such object, and the generation."""
         answer = self._answer("read", lambda: _driver(self.bucket).read(self.path))
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
 
     def read_if_changed(self, generation: bytes | None, part: slice | None = None) -> tuple[bytes | None, bytes]:
-        """The same of a part of it; None also where it is of this generation still."""
+        """Like `read`, for a part of the object; the content is also None if the generation is unchanged."""
         ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=generation, byte_range=part)  # noqa: E731
         answer = self._answer("read", ask)
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
@@ -119,23 +119,23 @@ class Bucket:
         return content
 
     def write(self, content: bytes, expected: bytes | None = None) -> bytes:
-        """Its new generation. `expected` is the one that it replaces, or a Conflict says that another was there."""
+        """Returns the new generation. Raises Conflict if the object's generation is not `expected`, when given."""
         ask = lambda: _driver(self.bucket).write(self.path, content, if_equal=expected)  # noqa: E731
         stamp = self._answer("written", ask, len(content))
         if stamp.generation != REFUSED:
             return stamp.generation
-        held, generation = self.read()
-        if held == content:  # an attempt whose answer was lost
+        current, generation = self.read()
+        if current == content:  # an earlier attempt succeeded and its answer was lost
             return generation
-        raise Conflict(f"{self} was written by somebody else meanwhile")
+        raise Conflict(f"{self} was written by another process at the same time")
 
     def delete(self, expected: bytes | None = None) -> None:
         stamp = self._answer("deleted", lambda: _driver(self.bucket).write(self.path, None, if_equal=expected))
         if stamp.generation == REFUSED and self.read()[0] is not None:
-            raise Conflict(f"{self} was written by somebody else meanwhile")
+            raise Conflict(f"{self} was written by another process at the same time")
 
     def clear(self, names: Iterable[str] | None = None) -> None:
-        """Deletes these objects below it, or all."""
+        """Deletes the named objects below this path, by default all."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda name: (self / name).delete(), self.names() if names is None else names))
 
@@ -149,29 +149,29 @@ class Bucket:
             except TimeoutError:
                 future.cancel()
                 problem = f"no answer in {attempt_s:g} s"
-            except (ValueError, OSError) as error:  # of tensorstore, of pyarrow
+            except (ValueError, OSError) as error:  # from tensorstore, from pyarrow
                 problem = STATUS.sub("", str(error)).partition("\n")[0].partition(" error_info=")[0]
                 if not problem.startswith(PASSING):
                     raise self._problem(done, problem) from None
             if pause_s == PAUSE_S:
-                say(f"{self} is not {done} yet ({problem}); trying for {DEADLINE_S:g} s")
+                say(f"{self} is not {done} yet ({problem}); retrying for {DEADLINE_S:g} s")
             waited_s = time.monotonic() - begin_s
             if waited_s + pause_s > max(DEADLINE_S, 2 * attempt_s):
-                raise self._problem(done, f"{problem}, tried for {waited_s:.0f} s") from None
+                raise self._problem(done, f"{problem}, retried for {waited_s:.0f} s") from None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     def _problem(self, done: str, problem: str) -> RuntimeError:
         advice = ""
         if problem.startswith(ACCESS):
-            advice = "; give this machine's account access, or name another with GOOGLE_APPLICATION_CREDENTIALS"
+            advice = "; grant this machine's account access, or set GOOGLE_APPLICATION_CREDENTIALS to another's"
         elif problem.startswith("NOT_FOUND"):
-            advice = f"; is there a bucket {self.bucket}?"
+            advice = f"; does the bucket {self.bucket} exist?"
         return RuntimeError(f"{self} could not be {done} ({problem}){advice}")
 
 
 def _listed(begin: str, only: str | None) -> dict[str, int]:
-    """By pyarrow's driver: where tensorstore's may not list, or no longer, it says that there is nothing."""
+    """Uses pyarrow's driver, because tensorstore's returns an empty list when it is not allowed to list."""
     from pyarrow import fs
 
     server, options = os.environ.get(SERVER_VARIABLE), {}
@@ -179,12 +179,12 @@ def _listed(begin: str, only: str | None) -> dict[str, int]:
         scheme, _, host = server.partition("://")
         options = {"anonymous": True, "scheme": scheme, "endpoint_override": host}
     system = fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1), **options)
-    wanted = fs.FileSelector(begin, allow_not_found=True, recursive=True) if only is None else [only]
-    return {one.path.removeprefix(begin): one.size for one in system.get_file_info(wanted) if one.is_file}
+    include = fs.FileSelector(begin, allow_not_found=True, recursive=True) if only is None else [only]
+    return {entry.path.removeprefix(begin): entry.size for entry in system.get_file_info(include) if entry.is_file}
 
 
 def _in_background(work: Callable[[], Any]) -> Future[Any]:
-    """In a thread that the process does not wait for at its end, as what it waits for may never come."""
+    """Runs the work in a daemon thread, because its answer may never come and must not delay the exit."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
@@ -198,83 +198,83 @@ def _in_background(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def everything(_: str) -> bool:
+def include_all(_: str) -> bool:
     return True
 
 
-def downloaded(address: str | Path, wanted: Callable[[str], bool] = everything) -> Path:
-    """Where the object, or the directory's wanted objects, are on this disk; what is there is not read again."""
+def downloaded(address: str | Path, include: Callable[[str], bool] = include_all) -> Path:
+    """Copies the object, or the directory's included objects, to the local cache; unchanged ones are not read again."""
     bucket = Bucket.of(address)
     sizes = bucket.sizes()
     if not sizes:
-        beside = bucket.parent.sizes(bucket.name) if wanted(bucket.name) else {}
+        beside = bucket.parent.sizes(bucket.name) if include(bucket.name) else {}
         if bucket.name not in beside:
-            raise ValueError(f"{bucket} does not exist: there is no such object, and none below it")
+            raise ValueError(f"{bucket} does not exist: there is no such object and none below it")
         return _copied(bucket.parent, {bucket.name: beside[bucket.name]}) / bucket.name
     if UPLOADING in sizes:
-        raise ValueError(f"{bucket} is not whole: writing it was begun and not ended; write it again")
-    names = {name: num_bytes for name, num_bytes in sizes.items() if wanted(name)}
+        raise ValueError(f"{bucket} is incomplete: an upload to it did not finish; write it again")
+    names = {name: num_bytes for name, num_bytes in sizes.items() if include(name)}
     if not names:
-        raise ValueError(f"{bucket} has no file of the kind that is read from there")
-    here = _copied(bucket, names)
-    for path in here.rglob("*"):
-        name = str(path.relative_to(here))
-        if path.is_file() and wanted(name) and name not in names and not name.endswith(OWN_SUFFIXES):
-            path.unlink()  # it is gone there, and a loader would mix the two
-    return here
+        raise ValueError(f"{bucket} has no file of the expected kind")
+    directory = _copied(bucket, names)
+    for path in directory.rglob("*"):
+        name = str(path.relative_to(directory))
+        if path.is_file() and include(name) and name not in names and not name.endswith(OWN_SUFFIXES):
+            path.unlink()  # deleted in the bucket; a loader would mix old and new files
+    return directory
 
 
 def _copied(bucket: Bucket, sizes: Mapping[str, int]) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    here = home / "paravt_jax" / "buckets" / bucket.bucket / bucket.path
-    here.mkdir(parents=True, exist_ok=True)
-    download(bucket, sizes, here)
-    return here
+    directory = home / "paravt_jax" / "buckets" / bucket.bucket / bucket.path
+    directory.mkdir(parents=True, exist_ok=True)
+    download(bucket, sizes, directory)
+    return directory
 
 
-def download(bucket: Bucket, sizes: Mapping[str, int], here: Path) -> None:
-    """Copies objects of these sizes into a directory, but for those that it has in the same generation."""
-    known: dict[str, str] = {}
+def download(bucket: Bucket, sizes: Mapping[str, int], directory: Path) -> None:
+    """Copies objects into a directory, except those it already has in the same generation."""
+    generations: dict[str, str] = {}
     with suppress(FileNotFoundError, ValueError):
-        known = json.loads((here / GENERATIONS_FILE).read_bytes())
+        generations = json.loads((directory / GENERATIONS_FILE).read_bytes())
 
     def copy(name: str) -> None:
-        path, before = here / name, None
+        path, cached = directory / name, None
         if any(step in ("", ".", "..") for step in name.split("/")):
-            raise ValueError(f"{bucket} has an object {name!r}, which is no name of a file; delete it there")
-        if name in known and path.is_file():
-            before = bytes.fromhex(known[name])
+            raise ValueError(f"{bucket} has an object {name!r}, which is not a file name; delete it there")
+        if name in generations and path.is_file():
+            cached = bytes.fromhex(generations[name])
         path.parent.mkdir(parents=True, exist_ok=True)
-        generation = _fetch(bucket / name, path, before, sizes[name])
-        known[name] = generation.hex()
+        generation = _fetch(bucket / name, path, cached, sizes[name])
+        generations[name] = generation.hex()
 
     try:
         _at_once(f"downloading {bucket}", copy, list(sizes))
     finally:
-        with _replacing(here / GENERATIONS_FILE) as file:
-            file.write(json.dumps(known).encode())
+        with _replacing(directory / GENERATIONS_FILE) as file:
+            file.write(json.dumps(generations).encode())
 
 
-def _fetch(source: Bucket, path: Path, before: bytes | None, num_bytes: int) -> bytes:
-    """Part by part, all of one generation, which is given back; nothing is written where it is the one of before."""
+def _fetch(source: Bucket, path: Path, cached: bytes | None, num_bytes: int) -> bytes:
+    """Reads the object in parts, all of one generation, and returns that; writes nothing if it is the cached one."""
     parts = [slice(begin, min(begin + PART_BYTES, num_bytes)) for begin in range(0, num_bytes, PART_BYTES)] or [None]
-    content, generation = source.read_if_changed(before, parts[0])
-    if content is None and generation == before:
+    content, generation = source.read_if_changed(cached, parts[0])
+    if content is None and generation == cached:
         return generation
     with _replacing(path) as file:
         for part in parts[1:]:
             file.write(content or b"")
             content, now = source.read_if_changed(None, part)
             if now != generation:
-                raise ValueError(f"{source} was changed while it was downloaded; start again")
+                raise ValueError(f"{source} changed during the download; start again")
         if content is None:
-            raise ValueError(f"{source} was deleted while it was downloaded; start again")
+            raise ValueError(f"{source} was deleted during the download; start again")
         file.write(content)
     return generation
 
 
 def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
-    """One large file at a time: an object is sent from memory."""
+    """Large files go one at a time, because an object is sent from memory."""
     large = [name for name, path in files.items() if path.stat().st_size > PART_BYTES]
 
     def send(name: str) -> None:
@@ -287,7 +287,7 @@ def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
 
 
 def upload_directory(directory: Path, bucket: Bucket) -> None:
-    """Its files replace what is below `bucket`, where UPLOADING says meanwhile that they are not all there."""
+    """Replaces the objects below `bucket` with the directory's files; UPLOADING marks an incomplete upload."""
     files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
     (bucket / UPLOADING).write(json.dumps({"files": sorted(files)}).encode())
     upload(files, bucket)
@@ -295,8 +295,8 @@ def upload_directory(directory: Path, bucket: Bucket) -> None:
     (bucket / UPLOADING).delete()
 
 
-def _at_once(what: str, work: Callable[[str], object], names: Sequence[str]) -> None:
-    with Meter(what, len(names), "file") as meter, ThreadPoolExecutor(AT_ONCE) as pool:
+def _at_once(task: str, work: Callable[[str], object], names: Sequence[str]) -> None:
+    with Meter(task, len(names), "file") as meter, ThreadPoolExecutor(AT_ONCE) as pool:
         try:
             for done in [pool.submit(work, name) for name in names]:
                 done.result()

@@ -96,7 +96,7 @@ def make_card(
     datasets = sorted(_datasets(settings))
     card_data = ModelCardData(
         base_model=base,
-        license=next((known for prefix, known in LICENSES.items() if (base or "").startswith(prefix)), None),
+        license=next((license_ for prefix, license_ in LICENSES.items() if (base or "").startswith(prefix)), None),
         datasets=datasets or None,
         library_name="transformers",
         pipeline_tag="image-text-to-text",

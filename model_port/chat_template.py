@@ -1,7 +1,7 @@
-"""The chat format of Qwen3-VL-Instruct as a Jinja template, written out for the models this package makes itself.
+"""Qwen3-VL-Instruct's chat format as a Jinja template, for the tiny models that this package creates.
 
-A converted checkpoint keeps the template that came with it. DIFFERS: the published template leaves out what it does
-not know. Here an unknown role or content part is an error, and a system message after the first is a turn of its own.
+A converted checkpoint keeps its own template. DIFFERS: the published template ignores unknown roles and content parts.
+Here they are errors, and a system message after the first is a separate turn.
 """
 
 CHAT_TEMPLATE = r"""

@@ -1,12 +1,12 @@
-"""Parameters on disk, in orbax's format: CKPT/params is what `orbax.checkpoint.StandardCheckpointer().restore` reads.
+"""Parameters on disk in orbax's format: `orbax.checkpoint.StandardCheckpointer().restore` reads CKPT/params.
 
-    CKPT/params/          the nested dict that splitting the paths of the weight table on "." gives
-    CKPT/hf/              config, tokenizer and processor files of the model
-    CKPT/paravt_jax.json  what was converted from what, written last
+    CKPT/params/          a nested dict: the weight table's paths, split at "."
+    CKPT/hf/              the model's config, tokenizer and processor files
+    CKPT/paravt_jax.json  source and dtype of the conversion, written last
 
-Orbax holds whole arrays in memory. Here it writes the tree with placeholders of one element; tensorstore then makes the
-true arrays in their places, block by block, as raw bytes. They are read back the same way, by `StoredParams.blocks` for
-export and by `restore_params` onto devices.
+Orbax would hold whole arrays in memory. So it only writes the tree, with placeholders of one element, and tensorstore
+then replaces them by the real arrays, block by block, as raw bytes. `StoredParams.blocks` reads them back for export,
+and `restore_params` onto devices.
 """
 
 import logging
@@ -34,11 +34,11 @@ from model_port.weights import check_param_paths
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16")
 
-BLOCK_BYTES = 64 * 2**20  # held at a time, and the size of a chunk on disk
+BLOCK_BYTES = 64 * 2**20  # in memory at a time, and the size of a chunk on disk
 MIN_LAYER_BYTES = 2**20
-MAX_SPREAD = 8  # blocks of memory that rows take which are in chunks of several shards
-MAX_WORKERS = 4  # more threads hold more blocks without moving more bytes
-MAX_PENDING = 4  # blocks being read ahead of the one in use
+MAX_SPREAD = 8  # the most blocks in memory for rows that span the chunks of several shards
+MAX_WORKERS = 4  # more threads use more memory without more throughput
+MAX_PENDING = 4  # blocks read ahead
 
 Index = tuple[slice, ...]
 Box = tuple[tuple[int, int], ...]  # start and stop along each axis; unlike slices, it can be a key
@@ -71,18 +71,18 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
-    """The one that all tensors of a model have."""
+    """The dtype that all tensors of a model share."""
     examples: dict[str, str] = {}
     for tensor, dtype in dtypes.items():
         examples.setdefault(dtype.name, tensor)
     if len(examples) == 1 and examples.keys() <= set(DTYPES):
         return next(iter(examples))
-    found = " and ".join(f"{dtype} (such as {examples[dtype]})" for dtype in sorted(examples))
-    raise ValueError(f"{where} has parameters in {found}; choose {', '.join(DTYPES)} with --dtype")
+    listing = " and ".join(f"{dtype} (such as {examples[dtype]})" for dtype in sorted(examples))
+    raise ValueError(f"{where} has parameters in {listing}; choose {', '.join(DTYPES)} with --dtype")
 
 
 def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The block in another dtype; a finite value that becomes infinite in float16 is an error that names the tensor."""
+    """The block in another dtype. Raises, naming the tensor, if a finite value becomes infinite in float16."""
     if block.dtype == dtype:
         return block
     with np.errstate(over="ignore"):
@@ -94,7 +94,7 @@ def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 class ArrayPart(NamedTuple):
-    """A part of an array, and where it lies in the whole."""
+    """A part of an array and its position in the array."""
 
     box: Box
     values: np.ndarray
@@ -103,7 +103,7 @@ class ArrayPart(NamedTuple):
 def make_arrays(
     directory: str | Path, shapes: dict[str, tuple[int, ...]], shards: dict[str, tuple[int, ...]], dtype: np.dtype
 ) -> None:
-    """Makes DIRECTORY/params for `write_shards` to fill; `shards` are the shapes of the parts that are written."""
+    """Creates DIRECTORY/params for `write_shards` to fill; `shards` are the shapes of the parts it will write."""
     params_dir = Path(directory).absolute() / PARAMS_DIR
     _write_structure(params_dir, shapes, dtype)
     for path, shape in shapes.items():
@@ -111,9 +111,9 @@ def make_arrays(
 
 
 def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> list[Path]:
-    """Writes parts of arrays that `make_arrays` has made, and gives the files that they are in. Does not sync.
+    """Writes parts of arrays that `make_arrays` created and returns their files. Does not sync.
 
-    No file holds something of two shards, so hosts may write theirs at the same time.
+    No file belongs to two shards, so hosts may write theirs at the same time.
     """
     params_dir = Path(directory).absolute() / PARAMS_DIR
     files: list[Path] = []
@@ -136,7 +136,7 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
 def shard_blocks(
     shape: tuple[int, ...], shard: tuple[int, ...], dtype: np.dtype, parts: Iterable[ArrayPart], name: str
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The same blocks by the names of their files in the array's directory, for where there is no such directory."""
+    """The blocks that `write_shards` would write, by file name in the array's directory; used for buckets."""
     chunk = _chunk_of_shard(shape, shard, dtype.itemsize)
     for box, values in parts:
         for block in grid_of(box, chunk):
@@ -146,7 +146,7 @@ def shard_blocks(
 
 def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[int, ...]) -> bytes:
     values = cast(values, dtype, name)
-    if values.shape != chunk:  # at an edge, where a block is longer than the array
+    if values.shape != chunk:  # at the array's edge, where the block is cut off
         values = np.pad(values, [(0, size - length) for size, length in zip(chunk, values.shape, strict=True)])
     return np.ascontiguousarray(values).tobytes()
 
@@ -164,10 +164,10 @@ def write_params(
     position: Callable[[str, Index], Any],
     on_bytes: Callable[[int], object],
 ) -> None:
-    """Writes DIRECTORY/params from `read(path, index)`, which several threads call and which may give another dtype.
+    """Writes DIRECTORY/params from `read(path, index)`, which several threads call and which may return another dtype.
 
-    Blocks are read in the order of `position(path, index)`, so that a source is read from front to back. `on_bytes`
-    hears of every block written. Does not sync.
+    Blocks are read in the order of `position(path, index)`, so that the source is read from front to back. `on_bytes`
+    is called with the size of every block written. Does not sync.
     """
     params_dir = Path(directory).absolute() / PARAMS_DIR
     _write_structure(params_dir, shapes, dtype)
@@ -192,14 +192,14 @@ def write_params(
 
 
 def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype) -> None:
-    # numpy, not jax: a jax array would record the devices of this machine.
+    # numpy, because a jax array would record this machine's devices.
     placeholders = nested({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
-    # Of several hosts one writes it, and orbax is not to wait for the others.
+    # One host writes the tree, and orbax must not wait for the others.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix="structure"
     )
-    # A directory per array, not one database (ocdbt), which buffers two gigabytes before it writes.
+    # A directory per array, because the database (ocdbt) buffers two gigabytes before it writes.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(params_dir, placeholders)
@@ -212,8 +212,8 @@ def _create_array(
         {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": f"{directory}/", "file_io_sync": False},
-            "metadata": {"compressor": None},  # weights hardly compress, and raw chunks are a copy of bytes
-            "store_data_equal_to_fill_value": True,  # so that a chunk that is not there is known to be lost
+            "metadata": {"compressor": None},  # weights hardly compress, and raw chunks need only a copy
+            "store_data_equal_to_fill_value": True,  # so that a missing chunk is a lost one
         },
         dtype=dtype,
         shape=shape,
@@ -224,13 +224,13 @@ def _create_array(
 
 
 def open_array(directory: Path) -> ts.TensorStore:
-    """One that `make_arrays` has made."""
+    """Opens an array that `make_arrays` created."""
     kvstore = {"driver": "file", "path": f"{directory}/", "file_io_sync": False}
     return ts.open({"driver": "zarr", "kvstore": kvstore, "store_data_equal_to_fill_value": True}, open=True).result()
 
 
 class StoredParams:
-    """The parameters of a checkpoint, ours or one that orbax saved, readable in blocks."""
+    """A checkpoint's parameters, readable in blocks; orbax may have written it."""
 
     def __init__(self, checkpoint: str | Path):
         checkpoint = Path(checkpoint).absolute()
@@ -241,9 +241,9 @@ class StoredParams:
             with ocp.PyTreeCheckpointer() as checkpointer:
                 metadata: Any = checkpointer.metadata(self._directory).item_metadata
         except (FileNotFoundError, KeyError, ValueError, TypeError, AttributeError) as problem:
-            raise ValueError(f"{self._directory} is not a whole orbax checkpoint: {problem}") from None
+            raise ValueError(f"{self._directory} is not a complete orbax checkpoint: {problem}") from None
         if metadata is None:
-            raise ValueError(f"{self._directory} is not a whole orbax checkpoint: it has no metadata")
+            raise ValueError(f"{self._directory} is not a complete orbax checkpoint: it has no metadata")
         self._driver = "zarr3" if metadata.use_zarr3 else "zarr"
         leaves = flattened(metadata.tree)
         self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
@@ -254,7 +254,7 @@ class StoredParams:
         return config_from_hf(read_hf_config(self.hf_dir), source=str(self.hf_dir / "config.json"))
 
     def check(self, config: ModelConfig, expected: dict[str, tuple[int, ...]]) -> None:
-        """The parameters are those of the weight table, and have the shapes that a model of this config expects."""
+        """Raises unless the parameters are exactly the weight table's, with the shapes of a model of this config."""
         check_param_paths(config, set(self.shapes))
         check_param_paths(config, set(expected))
         wrong = [
@@ -262,8 +262,8 @@ class StoredParams:
         ]
         if wrong:
             raise ValueError(
-                f"{self._directory}: {len(wrong)} parameters do not have the shape that {self.hf_dir / 'config.json'} "
-                f"says: {'; '.join(wrong[:5])}"
+                f"{self._directory}: the shapes of {len(wrong)} parameters do not match {self.hf_dir / 'config.json'}: "
+                f"{'; '.join(wrong[:5])}"
             )
 
     def open(self, path: str) -> ts.TensorStore:
@@ -272,17 +272,17 @@ class StoredParams:
             kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{path}/"}
         else:
             kvstore["path"] += f"{path}/"
-        # Without the last option a chunk that is not there reads as zeros.
+        # Without the last option, a missing chunk reads as zeros.
         spec = {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
         return ts.open(spec, open=True, read=True).result()
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
-        """The whole parameter as consecutive runs of its bytes in C order, each of full rows and of a bounded size."""
+        """The parameter's bytes in C order, in consecutive runs of full rows of a bounded size."""
         store = self.open(path)
         return self._read_ahead(path, store, _runs(store.shape, _stored_chunk_shape(store), self.dtypes[path].itemsize))
 
     def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
-        """The whole parameter, or one of its layers."""
+        """The parameter, or one of its layers."""
         return self._finite(path, self.open(path)[index].read().result())
 
     def _read_ahead(self, path: str, store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.ndarray]:
@@ -299,7 +299,7 @@ class StoredParams:
         return values
 
     def restore(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-        """The parameter in the target's dtype, on the target's devices."""
+        """The parameter with the target's dtype and sharding."""
         everything = box_of(None, target.shape)
         if target.sharding is None:
             return jax.numpy.asarray(self._read_boxes(path, {everything}, target.dtype)[everything])
@@ -327,9 +327,9 @@ class StoredParams:
 
 
 def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads {path: shape, dtype and sharding} from a checkpoint onto devices, in whatever dtype is asked for.
+    """Reads {path: shape, dtype and sharding} from a checkpoint onto devices, cast to the given dtype.
 
-    Only blocks that a device of this process needs are read, each once. Host memory: one parameter at a time.
+    Reads each block that this process's devices need once. Host memory holds one parameter at a time.
     """
     stored = StoredParams(checkpoint)
     stored.check(stored.config, {path: target.shape for path, target in abstract.items()})
@@ -339,7 +339,7 @@ def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStr
 def save_args(params: dict[str, Any]) -> dict[str, Any]:
     """Nested `ocp.SaveArgs` with which orbax writes parameters in blocks of a layer or less, so that they stream out.
 
-    Pass them with `nested(params)` to whatever saves: by default orbax makes one block of a whole stacked parameter.
+    Pass them to orbax together with `nested(params)`. By default, it writes a stacked parameter as one block.
     """
 
     def args(array: Any) -> ocp.SaveArgs:
@@ -353,7 +353,7 @@ def save_args(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_params(directory: str | Path, params: dict[str, jax.Array]) -> None:
-    """Writes DIRECTORY/params from arrays in memory, sharded or not; it must not exist."""
+    """Writes DIRECTORY/params, which must not exist, from arrays in memory, sharded or not."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(Path(directory).absolute() / PARAMS_DIR, nested(params), save_args=save_args(params))
         checkpointer.wait_until_finished()
@@ -361,7 +361,7 @@ def save_params(directory: str | Path, params: dict[str, jax.Array]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without orbax's remarks, and without its traces of what it raises as well."""
+    """Silences orbax's log, which repeats the exceptions it raises."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -380,28 +380,28 @@ def _check_is_checkpoint(path: Path) -> None:
     steps = sorted(int(step.name) for step in (path / CHECKPOINTS_DIR).glob("*") if step.name.isdecimal())
     hint = ""
     if (path / "config.json").is_file():
-        hint = "; it looks like a Hugging Face directory, which `python -m model_port.convert` takes"
+        hint = "; it looks like a Hugging Face directory, convert it with `python -m model_port.convert`"
     elif steps:
         hint = f"; it looks like a run, give one of its checkpoints: {path / CHECKPOINTS_DIR / str(steps[-1])}"
     raise ValueError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}{hint}")
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """One layer, or consecutive rows of it (of the whole, where there are no layers) of at most BLOCK_BYTES."""
+    """One layer, or consecutive rows of it, of at most BLOCK_BYTES; without layers, rows of the parameter."""
     if _has_layers(shape, itemsize):
         return (1, *_some_rows(shape[1:], itemsize))
     return _some_rows(shape, itemsize)
 
 
 def _chunk_of_shard(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The same of a shard, which its chunks divide, so that none is in two; of the whole, where that is one shard.
+    """The chunk shape of a sharded parameter. Chunks divide the shard, so that no chunk is in two shards.
 
-    Whoever reads whole rows holds as many chunks as rows are split into, so they are fewer rows where there are many.
+    A reader of full rows holds as many chunks as rows are split into, so chunks of widely split rows have fewer rows.
     """
-    whole, chunk = _chunk_shape(shape, itemsize), _chunk_shape(shard, itemsize)
+    of_array, chunk = _chunk_shape(shape, itemsize), _chunk_shape(shard, itemsize)
     if shard == shape:
-        return whole
-    most = (min(MAX_SPREAD * rows, own) for rows, own in zip(whole, chunk, strict=True))
+        return of_array
+    most = (min(MAX_SPREAD * rows, own) for rows, own in zip(of_array, chunk, strict=True))
     return tuple(
         next(part for part in range(bound, 0, -1) if size % part == 0) for size, bound in zip(shard, most, strict=True)
     )
@@ -410,15 +410,15 @@ def _chunk_of_shard(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: in
 def _some_rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     length, *row_shape = shape
     fewest = -(-length // max(1, BLOCK_BYTES // (math.prod(row_shape) * itemsize)))
-    # The last chunk is stored as large as the others: take the number of chunks that leaves it fullest.
+    # The last chunk takes the same space as the others, so choose the number of chunks that leaves it fullest.
     rows = min((-(-length // parts) for parts in range(fewest, 2 * fewest + 1)), key=lambda rows: -length % rows)
     return (rows, *row_shape)
 
 
 def _has_layers(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the first axis is one of layers worth a chunk each: kernels of layers, but not their scales and biases.
+    """Whether the first axis counts layers that are worth a chunk each: true for kernels, not for scales and biases.
 
-    Told by the size of its rows: those of a vocabulary or a single kernel are far smaller.
+    Decided by the size of the rows, which are far smaller in a vocabulary table or a single kernel.
     """
     return len(shape) > 2 and math.prod(shape[1:]) * itemsize >= MIN_LAYER_BYTES
 
@@ -429,14 +429,14 @@ def _stored_chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:
-    """Indices of consecutive full rows, none of which needs a chunk that another one needs too."""
+    """Indices of consecutive full rows, chosen so that each chunk is needed by only one index."""
     length, *row_shape = shape
     chunk_rows, *rest_of_chunk = chunk_shape
     row_bytes = math.prod(row_shape) * itemsize
     if chunk_rows == 1 and row_bytes > BLOCK_BYTES and row_shape:
         for row in range(length):
-            for rest in _runs(tuple(row_shape), tuple(rest_of_chunk), itemsize):
-                yield (slice(row, row + 1), *rest)
+            for inner in _runs(tuple(row_shape), tuple(rest_of_chunk), itemsize):
+                yield (slice(row, row + 1), *inner)
         return
     rows = max(1, BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
     for first in range(0, length, rows):
@@ -444,7 +444,7 @@ def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -
 
 
 def grid_of(box: Box, chunk_shape: tuple[int, ...]) -> Iterator[Box]:
-    """The chunks of a box that begins where one of them does."""
+    """The chunks of a box that starts at a chunk boundary."""
     starts = (range(start, stop, step) for (start, stop), step in zip(box, chunk_shape, strict=True))
     for corner in product(*starts):
         yield tuple(
@@ -463,6 +463,6 @@ def index_of(box: Box, origin: Box | None = None) -> Index:
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
 
 
-def common_box(one: Box, other: Box) -> Box | None:
-    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+def common_box(a: Box, b: Box) -> Box | None:
+    overlap = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return overlap if all(start < stop for start, stop in overlap) else None

@@ -1,4 +1,4 @@
-"""What every command does with an error: one readable line on stderr and a failing exit code; `--debug` adds the trace.
+"""Error handling for all commands: one readable line on stderr and a failing exit code; `--debug` adds the trace.
 
 A command gives its parser the flag with `add_debug_flag` and ends its module with `run_cli(main)`.
 """
@@ -14,12 +14,12 @@ from model_port.terminal import guard_stdout, say
 
 DEBUG_FLAG = "--debug"
 FAILED = 1
-INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
-EXPECTED_ERRORS = (ValueError, OSError, RuntimeError)  # their messages are written for the user
+INTERRUPTED = 130  # 128 + SIGINT, as shells report Ctrl-C
+EXPECTED_ERRORS = (ValueError, OSError, RuntimeError)  # their messages are written for users
 
 
 def prog_of(module: str) -> str:
-    """What a command calls itself: `paravt NAME` where it was started so, else `python -m MODULE`."""
+    """The command's name in its help: `paravt NAME` if it was started that way, else `python -m MODULE`."""
     return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
 
 
@@ -36,7 +36,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output left, as `head` does; the flush at exit would complain again
+    except BrokenPipeError:  # the reader of our output left, for example `head`; the flush at exit would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as problem:
@@ -48,7 +48,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
 
 
 def one_line(problem: BaseException) -> str:
-    """The message of an error without line breaks; of several at once, the first one's."""
+    """An error's message without line breaks; for an exception group, the first error's."""
     if isinstance(problem, BaseExceptionGroup):
         return one_line(problem.exceptions[0])
     if isinstance(problem, OSError) and problem.strerror:
@@ -57,4 +57,4 @@ def one_line(problem: BaseException) -> str:
     message = " ".join(str(problem).split())
     if isinstance(problem, EXPECTED_ERRORS) and message:
         return message
-    return f"{type(problem).__name__} {message} (not expected: {DEBUG_FLAG} shows where)"
+    return f"{type(problem).__name__} {message} (unexpected: {DEBUG_FLAG} shows where)"

@@ -1,8 +1,8 @@
 """The architecture of a dense Qwen3-VL, read from a Hugging Face `config.json` or taken from a preset.
 
 Both spellings of the rotary settings are read: `rope_scaling` + `rope_theta` (the published files) and
-`rope_parameters` (transformers 5). Whatever this port does not implement is refused here, by name, before any weight
-is touched.
+`rope_parameters` (transformers 5). Settings that this port does not implement raise an error here, by name, before any
+weight is read.
 """
 
 import math
@@ -124,10 +124,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank beside the kernels of the language layers: all that trains where there are any."""
+    """LoRA adapters on the projections of the language layers. With adapters, only they are trained."""
 
-    rank: int = 0  # of every adapter; 0: none, and the kernels themselves train
-    alpha: float = 32.0  # an adapter counts alpha / rank times, so that one learning rate suits all ranks
+    rank: int = 0  # of every adapter; 0: no adapters, and the kernels are trained
+    alpha: float = 32.0  # adapters are scaled by alpha / rank, so that one learning rate suits all ranks
 
     def __post_init__(self) -> None:
         _require(self.rank >= 0, f"lora.rank={self.rank} must be 0 or more")
@@ -266,7 +266,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a Hugging Face directory, or an error that says what is wrong with the place."""
+    """The parsed `config.json` of a Hugging Face directory, or an error about the directory."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")

@@ -1,9 +1,9 @@
-"""A Hugging Face Qwen3-VL becomes a checkpoint that loads onto any mesh; memory does not grow with the model.
+"""Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh; memory does not grow with the model.
 
     python -m model_port.convert --src HF_DIR_OR_ID --dst CKPT [--dtype bfloat16]
 
-Without --dtype nothing is cast: the checkpoint has the very values of the source. Config, tensors and side files are
-checked before anything is written, and CKPT appears only when it is complete.
+Without --dtype, the checkpoint has exactly the source's values. Config, tensors and side files are checked before
+anything is written, and CKPT is written atomically.
 """
 
 import argparse
@@ -42,14 +42,14 @@ from model_port.safetensors_io import HfTensors
 from model_port.weights import check_hf_tensors, num_params, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
-METADATA_BYTES = 2**20  # on disk, beside parameters and side files
+METADATA_BYTES = 2**20  # on disk, in addition to parameters and side files
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion or an export did."""
+    """The result of a conversion or an export."""
 
-    path: str  # or the address
+    path: str  # or the bucket address
     dtype: str
     num_params: int
     num_bytes: int
@@ -64,9 +64,9 @@ class ConversionReport:
 
 
 def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False) -> ConversionReport:
-    """Writes the checkpoint `dst` from a Hugging Face directory or hub id; `force` replaces a checkpoint at its end.
+    """Writes the checkpoint `dst` from a Hugging Face directory or hub id.
 
-    `dtype` is the source's own by default.
+    `dtype` defaults to the source's. `force` replaces an existing checkpoint once the new one is complete.
     """
     start_s = time.monotonic()
     if dtype is not None:
@@ -109,10 +109,10 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
 
 
 def keep_freed_memory() -> None:
-    """Lets blocks reuse each other's memory (glibc only).
+    """Lets blocks reuse freed memory (glibc only).
 
-    By default malloc hands every freed block back to the system, and the next one pays for new pages, which takes
-    longer than copying into them.
+    By default, malloc returns every freed block to the system, and the next block needs new pages, which takes longer
+    than the copy into them.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -133,13 +133,13 @@ def main() -> None:
     parser.add_argument(
         "--dst", required=True, metavar="CKPT", help="a directory or gs://BUCKET/PATH to write it to; must not exist"
     )
-    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: that of the source)")
-    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there already, at the end")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: the source's)")
+    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint at the end")
     add_debug_flag(parser)
     args = parser.parse_args()
     exit_on_sigterm()
     keep_freed_memory()
-    jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators and their memory to other processes
     print(convert(args.src, args.dst, args.dtype, force=args.force))
 
 

@@ -1,4 +1,4 @@
-"""A model that is named by its directory or by its id on the hub."""
+"""Finds a model by its directory, its bucket address or its hub id, and downloads it if needed."""
 
 from pathlib import Path
 
@@ -12,26 +12,26 @@ from model_port.layout import ADAPTER_CONFIG_FILE, OPTIMIZER_DIR
 from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
 
-WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # what is fetched beside the side files
+WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # downloaded in addition to the side files
 
 
 def local_directory(path: str | Path) -> Path:
-    """Where a model is on this disk: one at gs://… is downloaded, without the state of an optimizer beside it."""
+    """The model's local directory. Downloads one at gs://…, without the optimizer's state."""
     if is_address(path):
         return downloaded(path, lambda name: not name.startswith(f"{OPTIMIZER_DIR}/"))
     return Path(path)
 
 
 def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: bool = True) -> Path:
-    """The directory itself, or that of the hub's cache into which `ORG/NAME` was downloaded, with or without weights.
+    """The given directory, or the hub cache's directory after downloading `ORG/NAME`, with or without weights.
 
-    `given_as` is how the user would give a directory instead.
+    `given_as` is the error message's hint for naming a directory instead.
     """
     if Path(src).is_dir() or is_address(src):
         return local_directory(src)
     check_local(src)
     if not HUB_ID.fullmatch(str(src)):
-        raise ValueError(f"{src} is not a directory, nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
+        raise ValueError(f"{src} is neither a directory nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
         with transferring(f"downloading {src}"):
             return Path(snapshot_download(str(src), allow_patterns=[*(WEIGHTS if weights else ()), *SIDE_FILES]))

@@ -1,11 +1,11 @@
-"""A checkpoint, converted or trained, becomes a Hugging Face directory as if it had never left.
+"""Exports a checkpoint, converted or trained, to a Hugging Face directory.
 
     python -m model_port.export --src CKPT_OR_RUN_CHECKPOINT --dst HF_DIR [--push-to-hub REPO] [--dtype bfloat16]
     python -m model_port.export --src ADAPTER --dst DIR [--adapter]
 
-The bytes of a parameter are the bytes of its tensors one after the other, so they stream from blocks of the checkpoint
-into one output shard after the other; memory does not grow with the model. An adapter is made part of its model tensor
-by tensor on the way, or with --adapter written alone, as PEFT reads it.
+A parameter's bytes are its tensors' bytes one after the other, so blocks of the checkpoint stream into the output
+shards, and memory does not grow with the model. An adapter is merged into its base model tensor by tensor, or with
+--adapter written by itself in PEFT's format.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from model_port.push import add_push_flags, push
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, SafetensorsWriter
 from model_port.weights import check_hf_tensors, num_params, rules
 
-MAX_SHARD_GIB = 4.7  # just below the 5 GB of the published shards
+MAX_SHARD_GIB = 4.7  # just below the published shards' 5 GB
 
 
 def export(
@@ -69,9 +69,9 @@ def export(
     name: str | None = None,
     evaluation: str | Path | None = None,
 ) -> ConversionReport:
-    """Writes the Hugging Face directory `dst`; `dtype` is the checkpoint's own by default, `name` is for its card.
+    """Writes the Hugging Face directory `dst`; `dtype` defaults to the checkpoint's.
 
-    So is `evaluation`, the run_dir of one of this model.
+    `name` and `evaluation`, the run_dir of an evaluation of this model, are for the model card.
     """
     start_s = time.monotonic()
     if dtype is not None:
@@ -79,14 +79,14 @@ def export(
     if not max_shard_gib > 0:
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
     check_replaceable(Path(dst), force, Path(src))
-    given, src = str(src), local_directory(src)
+    address, src = str(src), local_directory(src)
     source = _adapted(src) if is_adapter(src) else _stored(src)
     config, hf_dir = source.config, _hf_dir(src)
     dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(hf_dir), dtype)
     title, base = name or Path(dst).name, base_model(hf_dir)
-    cells = read_cells(Path(evaluation), [given, str(dst), title]) if evaluation is not None else []
+    cells = read_cells(Path(evaluation), [address, str(dst), title]) if evaluation is not None else []
     card = make_card(src, title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells)
     files[CARD_FILE] = card.encode()
     if (curve := curve_of(src)) is not None:
@@ -111,13 +111,13 @@ def export(
 def export_adapter(
     src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False
 ) -> ConversionReport:
-    """Writes an adapter, such as that of a run's checkpoint, as PEFT has it; `dtype` is float32 by default."""
+    """Writes an adapter, for example from a run's checkpoint, in PEFT's format; `dtype` defaults to float32."""
     start_s, dtype = time.monotonic(), dtype or "float32"
     storage = parse_dtype(dtype)
     check_replaceable(Path(dst), force, Path(src))
     src = local_directory(src)
     if not is_adapter(src):
-        raise ValueError(f"{src} is no adapter: it has no {ADAPTER_CONFIG_FILE}; without --adapter a model is exported")
+        raise ValueError(f"{src} is not an adapter: it has no {ADAPTER_CONFIG_FILE}; omit --adapter to export a model")
     info, config = read_adapter_info(src), _config_in(_hf_dir(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
@@ -129,7 +129,7 @@ def export_adapter(
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is exported: its blocks are the bytes of all tensors in their order, each with a name for messages."""
+    """A model to export: its blocks are the bytes of all tensors in order, each with a name for messages."""
 
     config: ModelConfig
     dtypes: Mapping[str, np.dtype]
@@ -143,19 +143,19 @@ def _stored(src: Path) -> _Source:
 
 
 def _adapted(src: Path) -> _Source:
-    """An adapter and the model that it belongs to, which must be what it was when they trained together."""
+    """An adapter merged into its base model, which must be unchanged since training."""
     info, directory = read_adapter_info(src), base_directory(src)
     check_base_files(src, info.base, info.base.files and files_of_base(hf_files_of(directory)))
     base = _whole_tensors(directory)
     trained = None if info.base.dtype is None else parse_dtype(info.base.dtype)
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
 
     def as_trained() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in base.blocks:
             tensor = cast(tensor, trained or tensor.dtype, name)
-            add_to_sum(found, tensor)
+            add_to_sum(digest, tensor)
             yield name, tensor
-        check_base(src, info.base, found.hexdigest())
+        check_base(src, info.base, digest.hexdigest())
 
     params = read_adapter(src, base.config, info.lora.rank)
     blocks = ((name, np.asarray(t)) for name, t in with_adapter(as_trained(), base.config, info.lora, params))
@@ -163,7 +163,7 @@ def _adapted(src: Path) -> _Source:
 
 
 def _whole_tensors(base: Path) -> _Source:
-    """A model in either form, of which a block is a tensor."""
+    """A checkpoint or a Hugging Face directory, with one block per tensor."""
     if is_checkpoint(base):
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
@@ -191,7 +191,7 @@ def _checked(stored: StoredParams) -> StoredParams:
 
 
 def _hf_dir(src: Path) -> Path:
-    """Config, tokenizer and processor; of an adapter that has none, with its model, which may be on the hub."""
+    """The directory of config, tokenizer and processor; an adapter without one uses its base model's."""
     alone = is_adapter(src) and not (src / HF_DIR).is_dir()
     return hf_files_of(base_directory(src) if alone else src)
 
@@ -210,7 +210,7 @@ class Shard:
 
 
 def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: int) -> list[Shard]:
-    """The tensors in the given order, cut into files of at most `max_bytes`, or of one larger tensor."""
+    """Distributes the tensors, in order, over files of at most `max_bytes`; a larger tensor gets its own file."""
     shards = [Shard()]
     for name, shape in shapes.items():
         tensor_bytes = math.prod(shape) * dtype.itemsize
@@ -225,7 +225,7 @@ def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: 
 
 
 class _ShardedWriter:
-    """Takes the bytes of all tensors as one stream and opens the next file where one is full."""
+    """Writes the bytes of all tensors as one stream and opens the next file when one is full."""
 
     def __init__(self, directory: Path, shards: list[Shard], dtype: np.dtype):
         self._directory = directory
@@ -235,12 +235,12 @@ class _ShardedWriter:
         self._remaining_bytes = 0
 
     def write(self, block: np.ndarray) -> None:
-        rest = block.reshape(-1).view(np.uint8)
-        while len(rest):
+        remaining = block.reshape(-1).view(np.uint8)
+        while len(remaining):
             if self._remaining_bytes == 0:
                 self._open_next()
             assert self._file is not None
-            part, rest = rest[: self._remaining_bytes], rest[self._remaining_bytes :]
+            part, remaining = remaining[: self._remaining_bytes], remaining[self._remaining_bytes :]
             self._file.write(part)
             self._remaining_bytes -= len(part)
 
@@ -291,16 +291,16 @@ def main() -> None:
     add_push_flags(parser, "with --push-to-hub: ")
     parser.add_argument("--evaluation", metavar="RUN", help="run_dir of an evaluation of it, for its card")
     parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
-    parser.add_argument("--force", action="store_true", help="replace a model that is there already, at the end")
+    parser.add_argument("--force", action="store_true", help="replace an existing model at the end")
     add_debug_flag(parser)
     args = parser.parse_args()
     if args.adapter and args.push_to_hub:
-        parser.error("--push-to-hub takes whole models; an adapter goes there with hf upload REPO HF_DIR")
+        parser.error("--push-to-hub takes complete models; upload an adapter with hf upload REPO HF_DIR")
     if args.push_to_hub and is_address(args.dst):
-        parser.error("--push-to-hub sends what is on this disk; give --dst a local directory")
+        parser.error("--push-to-hub needs a local directory as --dst")
     exit_on_sigterm()
     keep_freed_memory()
-    jax.config.update("jax_platforms", "cpu")  # leaves accelerators, and their memory, to whoever trains there
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators and their memory to other processes
     if args.push_to_hub is not None:
         check_hub_access(args.push_to_hub, public=args.public)
     if args.adapter:

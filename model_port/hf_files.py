@@ -1,8 +1,8 @@
-"""The files beside the weights of a Hugging Face model: config, tokenizer, processor, chat template.
+"""A Hugging Face model's files other than weights: config, tokenizer, processor, chat template.
 
 Published checkpoints describe the processors in preprocessor_config.json and video_preprocessor_config.json, which
-older libraries read; transformers 5 writes one processor_config.json and prefers it. The chat template has three places
-too. A directory of ours has them all, so that every reader finds the same thing.
+older libraries read; transformers 5 writes one processor_config.json and prefers it. The chat template also has three
+possible files. A directory of ours has them all, so that every reader finds the same settings.
 """
 
 import json
@@ -24,9 +24,9 @@ PROCESSOR_CLASS = "Qwen3VLProcessor"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
-RECIPE_FILE = "paravt.json"  # how the model is asked, as the run wrote it that trained it
+RECIPE_FILE = "paravt.json"  # prompts and frame sizes, written by the run that trained the model
 
-# What belongs to a model beside its weights and card, by name: people keep tokens and notes in the same directory.
+# A model's files besides weights and card. An allow-list, because people keep tokens and notes in the same directory.
 SIDE_FILES = (
     *(CONFIG_FILE, "generation_config.json", "configuration.json"),
     *(TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
@@ -35,17 +35,17 @@ SIDE_FILES = (
     RECIPE_FILE,
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
 )
-VOCABULARIES = (TOKENIZER_FILE, "vocab.json")  # megabytes, which the tokenizer's own library reads
+VOCABULARIES = (TOKENIZER_FILE, "vocab.json")  # several megabytes; the tokenizer's library checks them
 CARD_FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
-# How a class is called differs between versions of transformers without a difference in what it does.
+# Class names differ between versions of transformers without a difference in behavior.
 NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """What belongs to the model, completed to every spelling; weights, their index and the model card are left out."""
+    """The model's files besides weights and card, with the spellings that are missing filled in."""
     files = {name: read_bytes(directory / name) for name in sorted(SIDE_FILES) if (directory / name).is_file()}
     for name in files:
         if name.endswith(".json") and name not in VOCABULARIES:
@@ -60,7 +60,7 @@ def write_side_files(files: dict[str, bytes], directory: Path) -> None:
 
 
 def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The files with every dtype that config.json states made the given one, and stated if it was not."""
+    """The files with every dtype in config.json replaced by the given one, or added if there was none."""
     config = parse_object(files[CONFIG_FILE], CONFIG_FILE)
     if not DTYPE_KEYS & set(config):
         config["dtype"] = dtype
@@ -68,7 +68,7 @@ def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
 
 
 def base_model(directory: Path) -> str | None:
-    """The hub id of the model that a directory began as: from where it lies in the hub's cache, or as noted by us."""
+    """The hub id of the base model, from the directory's path in the hub's cache or from our note in its config."""
     cached = HUB_CACHE.search(f"{directory.absolute()}/")
     if cached is not None:
         return "/".join(cached.groups())
@@ -77,14 +77,14 @@ def base_model(directory: Path) -> str | None:
 
 
 def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, bytes]:
-    """The files with the hub id noted where transformers notes it."""
+    """The files with the hub id noted where transformers puts it."""
     if hub_id is None:
         return files
     return {**files, CONFIG_FILE: _to_json({**parse_object(files[CONFIG_FILE], CONFIG_FILE), BASE_MODEL_KEY: hub_id})}
 
 
 def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int) -> dict[str, bytes]:
-    """The files with the bounds of an image's area made the given ones, in each place that states them."""
+    """The files with the bounds of an image's area replaced, in every file that has them."""
     name = "image_processor"
     changed = dict(files)
     for file in (FLAT_FILES[name], PROCESSOR_FILE):
@@ -92,7 +92,7 @@ def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int)
         section = content.get(name) if file == PROCESSOR_FILE else content
         if section:
             section["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-            for old in ("min_pixels", "max_pixels"):  # a second spelling, which would disagree now
+            for old in ("min_pixels", "max_pixels"):  # an older spelling, which would contradict the new values
                 section.pop(old, None)
             changed[file] = _to_json(content)
     return changed
@@ -133,10 +133,10 @@ def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str,
 
 
 def _check_agreement(nested: dict[str, Any], flat: dict[str, Any], directory: Path, name: str, flat_file: str) -> None:
-    """transformers 5 reads one file, older libraries the other: they must not see frames of different sizes."""
+    """transformers 5 reads one file, older libraries the other, and both must resize frames alike."""
     for key in sorted((set(nested) & set(flat)) - NAME_KEYS):
         values = nested[key], flat[key]
-        if None not in values and values[0] != values[1]:  # null is how transformers writes what was not set
+        if None not in values and values[0] != values[1]:  # transformers writes null for unset values
             raise ValueError(
                 f"{directory}: {PROCESSOR_FILE} has {name}.{key}={values[0]!r}, {flat_file} has {values[1]!r}; "
                 f"make them equal or delete one of the two files"
@@ -144,7 +144,7 @@ def _check_agreement(nested: dict[str, Any], flat: dict[str, Any], directory: Pa
 
 
 def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    """Fills the empty places. A tokenizer's own template stays, for the older readers that find it there."""
+    """Adds the template to the files that lack it. A tokenizer's own template stays, for older readers."""
     tokenizer = _parse(files, TOKENIZER_CONFIG_FILE, directory)
     old = _parse(files, OLD_TEMPLATE_FILE, directory).get("chat_template")
     try:
@@ -154,7 +154,7 @@ def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, b
     if old is not None and new is not None and old != new:
         raise ValueError(
             f"{directory}: {OLD_TEMPLATE_FILE} and {TEMPLATE_FILE} hold different chat templates, and readers disagree "
-            f"which one counts; delete one of the two files"
+            f"on which one to use; delete one of the two files"
         )
     templates = {OLD_TEMPLATE_FILE: old, TEMPLATE_FILE: new, TOKENIZER_CONFIG_FILE: tokenizer.get("chat_template")}
     template = next((text for text in templates.values() if isinstance(text, str)), None)

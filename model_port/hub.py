@@ -202,10 +202,10 @@ def _deadline(answer_deadline_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def transferring(what: str) -> Iterator[Meter]:
+def transferring(task: str) -> Iterator[Meter]:
     """Shows the client's progress bars on a terminal or if the environment asks for them, else an occasional line."""
     asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
-    with Meter(what) as meter:
+    with Meter(task) as meter:
         if sys.stderr.isatty() or asked_for or are_progress_bars_disabled():
             yield meter
             return

@@ -1,9 +1,9 @@
-"""Host-side preparation in numpy: everything that depends on the data's shape is decided here.
+"""Host-side preparation in numpy, where all shapes that depend on the data are decided.
 
-The device then sees two records of static shape, `TextBatch` and `VisionBatch`: one compile per pair of buckets.
-A frame is one image or one temporal slice of a video, attention in the vision tower never leaves it, and a token that
-shows part of a frame points at a row of the table of merged patches. Many tokens may point at one row, so a frame that
-several rows show is computed once.
+The device gets two records of static shape, `TextBatch` and `VisionBatch`, and compiles once per pair of buckets.
+A frame is one image or one temporal slice of a video, and attention in the vision tower stays within a frame. A visual
+token indexes a row in the table of merged patches. Several tokens may index the same row, so a frame is computed once
+even if several rows contain it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NOT_VISUAL = -1
 
 @flax.struct.dataclass
 class VisionBatch:
-    """Rows of patches, several frames to a row, in equal parts: each has what one part of the rows of tokens shows."""
+    """Rows of patches, several frames per row. Part i of the rows has the frames of part i of the token rows."""
 
     patches: Float[Any, "B P C"]
     segment_ids: Int[Any, "B P"]  # one per frame, 0 = padding
@@ -34,24 +34,24 @@ class VisionBatch:
 
 @flax.struct.dataclass
 class TextBatch:
-    """Rows of tokens, several sequences to a row, each a trunk and the branches that share it."""
+    """Rows of tokens, several sequences per row; a sequence is a trunk and the branches that share it."""
 
     tokens: Int[Any, "B T"]
     positions: Int[Any, "B T 3"]  # time, row, column
     segment_ids: Int[Any, "B T"]  # one per sequence, 0 = padding
     branch_ids: Int[Any, "B T"]  # 0 = trunk
-    visual_index: Int[Any, "B T"]  # row in the visual table of the part, or NOT_VISUAL
+    visual_index: Int[Any, "B T"]  # row in this part's visual table, or NOT_VISUAL
 
 
 @dataclass(frozen=True)
 class Frame:
-    patches: np.ndarray  # [P, C], merge blocks together, as the processors of transformers order them
-    grid: tuple[int, int]  # patches down and across
+    patches: np.ndarray  # [P, C], in merge order, as transformers' processors return them
+    grid: tuple[int, int]  # rows and columns of patches
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids with placeholders already expanded, and which frames (by number in the batch) the placeholders show."""
+    """Ids with expanded placeholders, and the placeholders' frames, by number in the batch."""
 
     ids: np.ndarray
     frames: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RowSequence:
-    """What a row holds beside others: a trunk, and branches that share it."""
+    """One sequence of a row: a trunk, and the branches that share it."""
 
     trunk: Tokens
     branches: tuple[Tokens, ...] = ()
@@ -88,7 +88,7 @@ def split_frames(pixel_values: Float[np.ndarray, "P C"] | None, grid_thw: Int[np
 def order_frames(
     ids: Int[np.ndarray, " T"], images: Sequence[int], videos: Sequence[int], sizes: Sequence[int], config: ModelConfig
 ) -> list[int]:
-    """Image and video frame numbers, merged into the order in which the ids show them; `sizes` in tokens by frame."""
+    """Merges image and video frame numbers into the order of their placeholders; `sizes` counts tokens by frame."""
     queues = {config.image_token_id: list(images), config.video_token_id: list(videos)}
     ordered, at = [], 0
     placeholders = np.flatnonzero(np.isin(ids, list(queues)))
@@ -98,32 +98,32 @@ def order_frames(
             raise ValueError(f"token {placeholders[at]} shows an image or video frame, but there are no more of them")
         ordered.append(queue.pop(0))
         at += sizes[ordered[-1]]
-    left = sum(len(queue) for queue in queues.values())
-    if left:
-        raise ValueError(f"{left} image or video frames have no placeholder tokens")
+    num_unused = sum(len(queue) for queue in queues.values())
+    if num_unused:
+        raise ValueError(f"{num_unused} image or video frames have no placeholder tokens")
     return ordered
 
 
-def place(
+def place_tokens(
     tokens: Tokens, frames: Sequence[Frame], first_rows: Sequence[int], config: ModelConfig, start: int = 0
 ) -> tuple[Int[np.ndarray, "T 3"], Int[np.ndarray, " T"], int]:
-    """M-RoPE positions, visual table rows, and the position that follows the last token.
+    """M-RoPE positions, visual table rows, and the position after the last token.
 
-    Text advances all three axes by one. A frame stands at one time, spreads over rows and columns, and advances by its
-    longer side (transformers Qwen3VLModel.get_rope_index; frames of a video are separate since timestamps part them).
+    Text advances all three axes by one. A frame has one time, spreads over rows and columns, and advances by its longer
+    side (transformers Qwen3VLModel.get_rope_index; timestamps separate the frames of a video).
     """
     num_tokens, merge = len(tokens.ids), config.vision.merge
     positions = np.empty((num_tokens, 3), np.int32)
     visual_index = np.full(num_tokens, NOT_VISUAL, np.int32)
     placeholders = np.flatnonzero((tokens.ids == config.image_token_id) | (tokens.ids == config.video_token_id))
-    at, position, seen = 0, start, 0
+    at, position, num_placed = 0, start, 0
     for number in tokens.frames:
         down, across = (side // merge for side in frames[number].grid)
-        run = placeholders[seen : seen + down * across]
+        run = placeholders[num_placed : num_placed + down * across]
         if len(run) < down * across or run[-1] - run[0] != len(run) - 1:
             raise ValueError(
                 f"frame {number} needs {down * across} placeholder tokens in a row, "
-                f"the ids have {len(placeholders) - seen} left; expand placeholders to token counts first"
+                f"the ids have {len(placeholders) - num_placed} left; expand placeholders to token counts first"
             )
         first, last = int(run[0]), int(run[-1]) + 1
         positions[at:first] = np.arange(position, position + first - at)[:, None]
@@ -132,9 +132,9 @@ def place(
         positions[first:last] = position + np.stack([np.zeros_like(row), row, column], axis=1)
         visual_index[first:last] = first_rows[number] + np.arange(down * across)
         position += max(down, across)
-        at, seen = last, seen + len(run)
-    if seen != len(placeholders):
-        raise ValueError(f"{len(placeholders) - seen} placeholder tokens have no frame")
+        at, num_placed = last, num_placed + len(run)
+    if num_placed != len(placeholders):
+        raise ValueError(f"{len(placeholders) - num_placed} placeholder tokens have no frame")
     positions[at:] = np.arange(position, position + num_tokens - at)[:, None]
     return positions, visual_index, position + num_tokens - at
 
@@ -147,7 +147,7 @@ def pack_text(
     num_tokens: int,
     num_rows: int | None = None,
 ) -> TextBatch:
-    """Lays sequences one after another into rows of `num_tokens`, adding empty rows up to `num_rows`."""
+    """Packs sequences into rows of `num_tokens` tokens and adds empty rows up to `num_rows`."""
     num_rows = len(rows) if num_rows is None else num_rows
     if len(rows) > num_rows:
         raise ValueError(f"{len(rows)} rows of sequences do not fit into {num_rows}")
@@ -162,7 +162,7 @@ def pack_text(
             follow = 0
             for branch, part in enumerate((sequence.trunk, *sequence.branches)):
                 where = np.s_[b, at : at + len(part.ids)]
-                positions[where], visual_index[where], end = place(part, frames, first_rows, config, follow)
+                positions[where], visual_index[where], end = place_tokens(part, frames, first_rows, config, follow)
                 tokens[where], segment_ids[where], branch_ids[where] = part.ids, segment, branch
                 at += len(part.ids)
                 follow = end if branch == 0 else follow
@@ -177,7 +177,7 @@ def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:
         size = len(frame.patches)
         if size > row_patches:
             raise ValueError(f"frame {number} has {size} patches, a row holds {row_patches}")
-        row = next((b for b, taken in enumerate(used) if taken + size <= row_patches), len(rows))
+        row = next((b for b, num_used in enumerate(used) if num_used + size <= row_patches), len(rows))
         if row == len(rows):
             rows.append([])
             used.append(0)
@@ -189,7 +189,7 @@ def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:
 def pack_vision(
     frames: Sequence[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
 ) -> tuple[VisionBatch, list[int]]:
-    """Lays frames into rows of `row_patches`; also gives each frame's first row in the visual table."""
+    """Packs frames into rows of `row_patches`; also returns each frame's first row in the visual table."""
     rows = frame_rows(frames, row_patches)
     num_rows = max(len(rows), 1) if num_rows is None else num_rows
     if len(rows) > num_rows:
@@ -220,10 +220,10 @@ def pack_vision(
 
 @lru_cache(maxsize=256)  # videos have few sizes and many frames
 def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]:
-    """Row and column of each patch, in merge order: blocks of merge x merge patches follow one another."""
+    """Row and column of each patch, in merge order: one block of merge x merge patches after the other."""
     down, across = grid
-    place = np.stack(np.meshgrid(np.arange(down), np.arange(across), indexing="ij"), axis=-1)
-    blocks = place.reshape(down // merge, merge, across // merge, merge, 2).transpose(0, 2, 1, 3, 4)
+    cells = np.stack(np.meshgrid(np.arange(down), np.arange(across), indexing="ij"), axis=-1)
+    blocks = cells.reshape(down // merge, merge, across // merge, merge, 2).transpose(0, 2, 1, 3, 4)
     return blocks.reshape(-1, 2).astype(np.int32)
 
 
@@ -232,9 +232,9 @@ def interpolation(
     grid: tuple[int, int], config: VisionConfig
 ) -> tuple[Int[np.ndarray, "P 4"], Float[np.ndarray, "P 4"]]:
     """Corners and weights that stretch the learned side x side table over the grid, edge on edge (align_corners)."""
-    place = patch_positions(grid, config.merge)
+    cells = patch_positions(grid, config.merge)
     spans = np.maximum(np.asarray(grid) - 1, 1)
-    source = place.astype(np.float32) * np.float32(config.side - 1) / spans.astype(np.float32)
+    source = cells.astype(np.float32) * np.float32(config.side - 1) / spans.astype(np.float32)
     low = np.floor(source).astype(np.int32)
     high = np.minimum(low + 1, config.side - 1)
     toward_high = source - low
@@ -247,5 +247,5 @@ def interpolation(
 
 
 def bucket(count: int, step: int) -> int:
-    """`count` rounded up to a multiple of `step`, so that near lengths share one compiled program."""
+    """`count` rounded up to a multiple of `step`, so that similar lengths share one compiled program."""
     return max(1, -(-count // step)) * step

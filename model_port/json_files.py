@@ -1,6 +1,6 @@
-"""JSON that comes with a model, read as a stranger's: its size is bounded, and an error names the file and the key.
+"""Reads a model's JSON files, which are untrusted: sizes are bounded, and errors name the file and the key.
 
-Files that transformers writes hold null for what was not set, so null counts as absent.
+transformers writes null for unset values, so null counts as absent.
 """
 
 import json
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json, the largest of such files
+MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json, the largest of these files
 MAX_DEPTH = 64
-MAX_SHOWN = 60  # characters of a wrong value
+MAX_SHOWN = 60  # characters of a wrong value in an error
 
 
 def read_bytes(path: Path) -> bytes:
     num_bytes = path.stat().st_size
     if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; is it a file of the model?")
+        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; does it belong to the model?")
     return path.read_bytes()
 
 
@@ -46,17 +46,17 @@ def _values(outer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """An object in such a file, whose values are checked as they are read; without a default they must be there."""
+    """An object in such a file. Its values are checked when they are read; without a default, they are required."""
 
     source: str  # the file
     values: Mapping[str, Any]
-    prefix: str = ""  # of its keys, such as "text_config."
+    prefix: str = ""  # of its keys, for example "text_config."
 
     def wrong(self, key: str, expected: str) -> ValueError:
         return ValueError(f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} must be {expected}")
 
     def expect(self, key: str, supported: Any) -> None:
-        """The one value that is implemented, or none."""
+        """Raises unless the value is absent or the only one that is implemented."""
         if self.has(key) and self.values[key] != supported:
             raise ValueError(
                 f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} is not supported; "
@@ -99,14 +99,14 @@ class Section:
 
     def counts(self, key: str, most: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         value = self._value(key, default)
-        if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one <= most for one in value):
+        if not isinstance(value, list | tuple) or not all(type(item) is int and 0 <= item <= most for item in value):
             raise self.wrong(key, f"a list of whole numbers from 0 to {most}")
         return tuple(value)
 
     def numbers(self, key: str, length: int, least: float | int, most: float | int) -> tuple[float, ...]:
         value = self._value(key, None)
         fits = isinstance(value, list) and len(value) == length
-        if not fits or not all(type(one) in (int, float) and least <= one <= most for one in value):
+        if not fits or not all(type(item) in (int, float) and least <= item <= most for item in value):
             raise self.wrong(key, f"a list of {length} numbers from {least:g} to {most:g}")
         return tuple(map(float, value))
 

@@ -1,7 +1,7 @@
-"""Pieces that both towers share: norms, initialisation, and running a stack of layers.
+"""Parts that both towers share: norms, initialization, and running a stack of layers.
 
-A stack is one module whose parameters carry a leading layer axis, which `lax.scan` walks: one layer is compiled however
-many there are. Parameters keep their own dtype (float32 masters in training) and are cast where they are used.
+A stack is one module whose parameters have a leading layer axis. `lax.scan` runs over it, so only one layer is
+compiled. Parameters keep their own dtype (float32 masters in training) and are cast where they are used.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ Index = int | jax.Array
 
 LAYER_INPUT = "layer_input"
 
-# What the backward pass finds saved; everything else is computed again.
+# The activations saved for the backward pass; all others are recomputed.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    "none": None,  # no rematerialisation: everything is saved
+    "none": None,  # no recomputation: everything is saved
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
@@ -38,9 +38,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 @dataclass(frozen=True)
 class Compute:
-    """How the same mathematics is carried out. Nothing in here changes a result beyond rounding."""
+    """How the model is computed. None of these fields changes a result beyond rounding."""
 
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep theirs
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep their own
     attention: Form = "auto"
     scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
     remat: Literal["none", "full", "dots", "attention", "offload"] = "none"
@@ -66,7 +66,7 @@ def cast(param: nnx.Param, like: Array) -> Array:
 
 
 def along_last(param: nnx.Param, like: Array) -> Array:
-    """A vector, cast, in the rank of `like`: broadcasting never adds axes silently in this project."""
+    """A vector, cast, with the rank of `like`, because implicit rank promotion is an error in this project."""
     return cast(param, like).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
@@ -101,7 +101,7 @@ def run_layers(
     carry: Carry,
     compute: Compute,
 ) -> tuple[Carry, Any]:
-    """`carry, out = step(layer, index, carry)` over the layers; `out`s come back stacked."""
+    """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked."""
     graphdef, params = nnx.split(stack)
 
     def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
@@ -113,14 +113,14 @@ def run_layers(
     outs = []
     for index in range(num_layers):
         layer_params = jax.tree.map(lambda p, index=index: p[index], params)
-        # The index stays a Python number, so that what only some layers do is decided while tracing.
+        # The index stays a Python number, so that conditions on the layer are resolved while tracing.
         carry, out = _remat(lambda carry, p, index=index: body(carry, (p, index)), compute.remat)(carry, layer_params)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value: Carry) -> Carry:
-    """`change(value)` where the condition holds; costs nothing elsewhere, also when the layer index is traced."""
+    """`change(value)` if the condition holds, else `value`; skips the change even if the condition is traced."""
     if isinstance(condition, jax.Array):
         return jax.lax.cond(condition, change, lambda same: same, value)
     return change(value) if condition else value
@@ -133,5 +133,5 @@ def _remat(body: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def at_least_float32(x: Array) -> Array:
-    """Sums and exponentials are never done in 16 bits; float64 stays what it is."""
+    """Casts 16-bit floats to float32 for sums and exponentials; wider dtypes stay."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

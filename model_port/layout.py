@@ -1,4 +1,4 @@
-"""Where things lie in a run and its checkpoints: the names, and whether a directory is one. Loads nothing."""
+"""File and directory names in a run and its checkpoints, and tests for their kind. Imports nothing heavy."""
 
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ BASE_KEY = "base_model_name_or_path"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A converted checkpoint, or one of a run."""
+    """A converted checkpoint, or a run's."""
     return (path / PARAMS_DIR).is_dir()
 
 
 def is_adapter(path: Path) -> bool:
-    """An adapter in PEFT's format, or a checkpoint of a run that trains one."""
+    """An adapter in PEFT's format, or a checkpoint of a run that trains an adapter."""
     return (path / ADAPTER_CONFIG_FILE).is_file()
 
 
 def base_of(adapter: Path) -> str:
-    """The directory or hub id of the model that an adapter belongs to."""
+    """The directory or hub id of an adapter's base model."""
     config = Section(str(adapter / ADAPTER_CONFIG_FILE), read_adapter_config(adapter))
     base = config.text(BASE_KEY, "")
     if not base or "\0" in base:
-        raise ValueError(f"{config.source} does not say {BASE_KEY}, the model that it belongs to")
+        raise ValueError(f"{config.source} lacks {BASE_KEY}, the base model")
     return base
 
 
@@ -40,7 +40,7 @@ def read_adapter_config(adapter: Path) -> dict[str, Any]:
 
 
 def hf_files_of(path: Path) -> Path:
-    """Config, tokenizer and processor: in a checkpoint, with the base of an adapter, or beside weights themselves."""
+    """The directory of config, tokenizer and processor; an adapter without one uses its base model's."""
     if is_checkpoint(path) or (is_adapter(path) and (path / HF_DIR).is_dir()):
         return path / HF_DIR
     return hf_files_of(Path(base_of(path))) if is_adapter(path) else path

@@ -1,4 +1,4 @@
-"""From a path to a model in memory, and from one sequence to its logits."""
+"""Loads a model from a path, and computes the logits of one sequence."""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -41,29 +41,29 @@ from model_port.sharding import flat_params, param_name, shard_abstract
 from model_port.weights import check_param_paths, load_hf_params
 
 DTYPES = ("float32", "bfloat16", "float16")
-TOKEN_BUCKET = 64  # sequences up to this much longer share one compiled program
+TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
 
 
 def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> Qwen3VL:
-    """A model of shapes only: costs no memory at any size."""
+    """A model of shapes only, which needs no memory."""
     return nnx.merge(*_abstract(config, compute))
 
 
 @cache
 def _abstract(config: ModelConfig, compute: Compute) -> tuple[nnx.GraphDef[Qwen3VL], nnx.State]:
-    """Its parts, from which models of their own are made: to trace the drawing of all weights takes a while."""
+    """The cached parts of abstract models, because tracing the initialization takes a while."""
     return nnx.split(nnx.eval_shape(lambda: Qwen3VL(config, compute=compute, rngs=nnx.Rngs(0))))
 
 
 def abstract_params(model: Qwen3VL, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """{path: shape, dtype and place} of every parameter as it should come into memory."""
+    """{path: shape, dtype and sharding} of every parameter to load."""
     shapes = flat_params(nnx.state(model, nnx.Param))
-    wanted = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for path, leaf in shapes.items()}
-    return wanted if mesh is None else shard_abstract(wanted, mesh)
+    typed = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for path, leaf in shapes.items()}
+    return typed if mesh is None else shard_abstract(typed, mesh)
 
 
 def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Qwen3VL:
-    """The model with the given arrays, or shapes, as its parameters; every one must be given."""
+    """The model with the given arrays or shapes as its parameters, which must be complete."""
     graphdef, state = nnx.split(model)
     check_param_paths(model.config, set(params))
     flat = [(path, leaf.replace(params[param_name(path)])) for path, leaf in nnx.to_flat_state(state)]
@@ -71,15 +71,15 @@ def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeS
 
 
 def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3VL:
-    """The model of a Hugging Face directory or a converted checkpoint, its parameters in `dtype`, spread over `mesh`.
+    """Loads a Hugging Face directory, a converted checkpoint or an adapter, with parameters in `dtype`, over `mesh`.
 
-    Activations are computed in the same dtype; `model.compute` says so and can be replaced. Of an adapter it is the
-    model that it belongs to, with the adapter beside it, which stays in float32.
+    Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
+    model and stays in float32.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if is_address(path):
-        from model_port.download import local_directory  # late: brings in the client of the hub
+        from model_port.download import local_directory  # imported late: imports the hub's client
 
         path = local_directory(path)
     path = Path(path)
@@ -92,7 +92,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     model = abstract_model(config, Compute(dtype=dtype))
     abstract = abstract_params(model, dtype, mesh)
     if is_checkpoint(path):
-        from model_port.checkpoint import restore_params  # orbax takes a second to import
+        from model_port.checkpoint import restore_params  # imported late: orbax takes a second
 
         return with_params(model, restore_params(path, abstract))
     with HfTensors(path) as tensors:
@@ -103,7 +103,7 @@ def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
     info, base = read_adapter_info(path), base_directory(path)
     check_base_files(path, info.base, info.base.files and files_of_base(hf_files_of(base)))
     model = load(base, dtype, mesh)
-    # In fewer bits than they had beside it the weights cannot be compared.
+    # Weights in a narrower dtype than in training cannot be compared.
     if info.base.dtype is not None and jnp.promote_types(dtype, info.base.dtype) == jnp.dtype(dtype):
         check_base(path, info.base, sum_of_base(model, info.base.dtype))
     add_adapter(model, info.lora, read_adapter(path, model.config, info.lora.rank), mesh)
@@ -111,16 +111,16 @@ def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
 
 
 def base_directory(adapter: Path) -> Path:
-    """Where the model is that an adapter belongs to; fetched from the hub where it is named by its id."""
-    from model_port.download import source_directory  # late: brings in the client of the hub
+    """The directory of an adapter's base model, downloaded if it is a hub id."""
+    from model_port.download import source_directory  # imported late: imports the hub's client
 
     base, file = base_of(adapter), adapter / ADAPTER_CONFIG_FILE
     try:
         directory = source_directory(base, f"{BASE_KEY}=DIR in {file}")
     except ValueError as problem:
-        raise ValueError(f"{BASE_KEY} of {file}: {problem}; put the model there, or change what is said") from None
+        raise ValueError(f"{BASE_KEY} of {file}: {problem}; put the model there, or correct the path") from None
     if is_adapter(directory):
-        raise ValueError(f"{BASE_KEY} of {file} is {directory}, an adapter itself; name the model that both belong to")
+        raise ValueError(f"{BASE_KEY} of {file} is {directory}, which is an adapter itself; name its base model")
     return directory
 
 
@@ -132,7 +132,7 @@ def logits(
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
 ) -> Float[np.ndarray, "T V"]:
-    """Logits of one sequence, its inputs named as Hugging Face's processor gives them (placeholders expanded)."""
+    """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded)."""
     text, vision = one_sequence(
         model.config, input_ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw
     )
@@ -148,7 +148,7 @@ def one_sequence(
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
-    """The device inputs of one sequence, alone in its row."""
+    """The device inputs for one sequence, alone in its row."""
     ids = np.asarray(input_ids).reshape(-1)
     images = split_frames(pixel_values, image_grid_thw)
     frames = images + split_frames(pixel_values_videos, video_grid_thw)

@@ -1,9 +1,8 @@
-"""Adapters of low rank beside the kernels of the language layers (LoRA, arXiv 2106.09685).
+"""Projections of the language layers, with optional low-rank adapters (LoRA, arXiv 2106.09685).
 
-Of x a kernel makes W x, and the pair beside it adds alpha / rank · B (A x): the two are multiplied with x, never with
-each other. A begins at random and B at zero, so that a model computes with a new adapter what it computed without. A
-pair is stacked like its kernel and named like it: beside `q_kernel_nhd` lies `q_lora.kernel_zd`, which is A, and
-`q_lora.kernel_nhz`, which is B.
+A projection computes W x, and its adapter adds alpha / rank · B (A x); B A is never formed. A is initialized at random
+and B with zeros, so a new adapter does not change the model's output. A and B are stacked over layers like the kernel
+and named by their axes: for the kernel `q_kernel_nhd`, A is `q_lora.kernel_zd` and B is `q_lora.kernel_nhz`.
 """
 
 from typing import Any
@@ -18,10 +17,10 @@ from model_port.sharding import constrain
 
 
 class LowRank(nnx.Module):
-    """The pair beside one stacked kernel."""
+    """The matrices A and B of one stacked kernel."""
 
     def __init__(self, layout: str, a: Any, b: Any, scale: float):
-        """`layout` is that of the kernel, such as "nhd"."""
+        """`layout` is the kernel's, for example "nhd"."""
         self.written, self.read = layout_sides(layout)
         self.scale = scale
         setattr(self, f"kernel_z{self.read}", nnx.LoRAParam(a))
@@ -35,17 +34,17 @@ class LowRank(nnx.Module):
 
 
 def layout_sides(layout: str) -> tuple[str, str]:
-    """The axes that a kernel of a language layer writes, and those that it reads: one side is always the width."""
+    """A kernel's output axes and its input axes; one of the two is always the width."""
     return ("d", layout[1:]) if layout.startswith("d") else (layout[:-1], layout[-1])
 
 
 class Projection(nnx.Module):
-    """One stacked kernel, and the adapter beside it if there is one."""
+    """One stacked kernel and its adapter, if any."""
 
     lora: LowRank | None = None
 
     def __init__(self, layout: str, shape: tuple[int, ...], scale: float, rngs: nnx.Rngs):
-        """`layout` names the axes after the layer axis, outputs first, such as "nhd"."""
+        """`layout` names the axes after the layer axis, outputs first, for example "nhd"."""
         self.layout = layout
         setattr(self, f"kernel_{layout}", normal(rngs, shape, scale))
 
@@ -60,6 +59,6 @@ class Projection(nnx.Module):
 def merged(
     kernel: Float[Array, "out in"], a: Float[Array, "z in"], b: Float[Array, "out z"], scale: Float[Array, ""] | float
 ) -> Float[Array, "out in"]:
-    """W + scale · B A of one tensor of the files, in at least float32."""
+    """W + scale · B A for one tensor, in at least float32."""
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     return kernel.astype(wide) + scale * jnp.matmul(b, a, precision="highest").astype(wide)

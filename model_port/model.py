@@ -1,18 +1,18 @@
-"""The whole policy: vision tower, language tower, and the joint between them.
+"""The policy: vision tower, language tower, and their connection.
 
-What is unusual about this model, and where it is done:
-- Rows are packed: a row holds several sequences, a sequence may be a trunk with branches that share it (inputs.py).
-- Interleaved M-RoPE: time, height and width take turns along a head's frequencies; text has all three equal (rope.py).
-- DeepStack: features of three depths of the vision tower are added to the first layers of the language tower, at the
-  tokens that show something (text.py).
-- Vision positions are learned on one grid and interpolated to the grid of a frame; attention stays in the frame
+Unusual features of this model, and the files that implement them:
+- Rows are packed: a row holds several sequences; a sequence may be a trunk with branches that share it (inputs.py).
+- Interleaved M-RoPE: time, height and width alternate along a head's frequencies, and are equal for text (rope.py).
+- DeepStack: features from three layers of the vision tower are added to the first layers of the language tower, at the
+  visual tokens (text.py).
+- Vision positions are learned on one grid and interpolated to a frame's grid; attention stays within the frame
   (vision.py).
-- Queries and keys are normalised per head before they are turned (text.py).
-- A patch covers two frames of a video, and an image twice; when that was is told as text before it (processing.py).
-- The MLP of a vision block has the tanh GELU, the mergers the exact one, and a merger norms before it merges for the
-  output, after it for DeepStack (vision.py).
+- Queries and keys are normalized per head before rotation (text.py).
+- A patch covers two frames of a video, or one image twice; its time precedes it as text (processing.py).
+- A vision block's MLP uses the tanh GELU, the mergers the exact one. The output merger normalizes before it merges,
+  DeepStack's mergers after (vision.py).
 - Kernels keep the memory order of the Hugging Face files, so conversion copies bytes (weights.py).
-- All layers of a tower are one stacked parameter each and one scan; what the backward pass saves is chosen (layers.py).
+- The layers of a tower are stacked parameters and one scan; the saved activations can be chosen (layers.py).
 """
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from model_port.vision import VisionTower
 class Qwen3VL(nnx.Module):
     """Both towers; call it for logits, or `encode_vision`, `hidden` and `text.logits` for the steps in between."""
 
-    lora: LoraConfig = LoraConfig()  # of the adapters that lora.py has put beside its kernels
+    lora: LoraConfig = LoraConfig()  # of its adapters
 
     def __init__(self, config: ModelConfig, *, compute: Compute = DEFAULT_COMPUTE, rngs: nnx.Rngs):
         self.config = config
@@ -40,14 +40,14 @@ class Qwen3VL(nnx.Module):
         self.text = TextTower(config.text, config.tie_embeddings, config.initializer_range, rngs)
 
     def encode_vision(self, batch: VisionBatch) -> Visual:
-        """The visual tables of a batch of frames; with a frozen tower, compute them once and stop their gradient."""
+        """The visual tables of a batch of frames. If the tower is frozen, compute them once and stop their gradient."""
         features, maps = self.vision(batch, self.compute)
         tables = (batch.num_parts, -1, self.config.text.width)
         table, deepstack = features.reshape(tables), maps.reshape(len(maps), *tables)
         return Visual(constrain(table, "bpd"), constrain(deepstack, "lbpd"))
 
     def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
-        """Hidden states of packed rows, ready for the head."""
+        """The hidden states of packed rows, ready for the head."""
         layout = row_layout(batch)
         attention = attention_of(self.compute.attention)
 
@@ -60,7 +60,7 @@ class Qwen3VL(nnx.Module):
         return hidden
 
     def __call__(self, batch: TextBatch, frames: VisionBatch | None = None) -> Float[Array, "B T V"]:
-        """Logits of every token. Training computes those of action tokens only, through `hidden`."""
+        """The logits of every token. Training uses `hidden` and computes only the logits of action tokens."""
         return self.text.logits(self.hidden(batch, None if frames is None else self.encode_vision(frames)))
 
 

@@ -1,10 +1,10 @@
-"""A directory that appears whole or not at all, whatever moment the process dies at.
+"""Writes a directory atomically: it is complete or absent, even if the process is killed.
 
-Everything is written into a hidden sibling, synced, and renamed last. The sibling has one fixed name per destination
-and is locked while its writer lives, so the next run can tell what a dead one left behind and clear it away.
+Everything is written into a hidden sibling, synced, and renamed at the end. The sibling has one fixed name per
+destination and is locked while its writer is alive, so the next run can recognize and remove a dead run's leftovers.
 
-What was written is listed in the directory, and only a directory with nothing else in it is ever replaced: neither a
-mistyped path nor a file that somebody put beside ours is lost.
+The directory holds a list of its files, and only a directory without other or changed files is ever replaced. So
+neither a mistyped path nor a user's own file in one of our directories loses data.
 """
 
 import fcntl
@@ -24,20 +24,20 @@ from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
 from model_port.json_files import Section, read_object
 
 LOCK_FILE = ".lock"
-LIST_FILE = ".written_by_paravt_jax.json"  # name of the directory, and every file with its size and time of change
+LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, and every file with its size and modification time
 GIB = 2**30
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
 
 
 def check_local(path: str | Path) -> None:
-    """Refuses an address such as gs://bucket/x, of which pathlib would make folders here."""
+    """Refuses an address such as s3://bucket/x, which pathlib would treat as local folders."""
     if scheme := SCHEME.match(str(path)):
-        raise ValueError(f"{path} is in no local directory: {scheme[1]}:// is not supported here, give a local path")
+        raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local directory")
 
 
 @contextmanager
 def named(path: object) -> Iterator[None]:
-    """A full disk, or a read that fails, does not say which file it was."""
+    """Adds the file name to OS errors without one, for example when the disk is full."""
     try:
         yield
     except OSError as problem:
@@ -50,10 +50,10 @@ def named(path: object) -> Iterator[None]:
 def output_directory(
     dst: str | Path, *, force: bool = False, source: Path | None = None, needed_bytes: int = 0
 ) -> Iterator[Path]:
-    """Gives an empty directory that becomes `dst` when the body ends, and is removed when it raises.
+    """Yields an empty directory that is renamed to `dst` when the body ends, and removed if the body raises.
 
-    `force` replaces what is at `dst`, at the very end, and only what was written like this and is unchanged since.
-    `source` is what the body reads.
+    `force` replaces an existing `dst` at the end, if this function wrote it and it is unchanged. `source` is the
+    directory that the body reads.
     """
     if is_address(dst):
         with _into_bucket(Bucket.of(dst), force, needed_bytes) as partial:
@@ -61,7 +61,7 @@ def output_directory(
         return
     check_local(dst)
     dst = Path(dst).absolute()
-    dst = dst.resolve() if dst.is_symlink() else dst  # a replaced link would leave its target behind
+    dst = dst.resolve() if dst.is_symlink() else dst  # replacing a link would leave its target behind
     replaced = dst.with_name(f".{dst.name}.replaced")
     partial = partial_directory(dst)
     try:
@@ -69,11 +69,11 @@ def output_directory(
         lock = _lock(partial, dst)
     except OSError as problem:
         where = f"{problem.filename}: {problem.strerror}"
-        raise ValueError(f"{dst} cannot be written ({where}); choose another place") from None
+        raise ValueError(f"{dst} cannot be written ({where}); choose another directory") from None
     try:
         try:
             _clear(partial)
-            if replaced.exists() and not dst.exists():  # died between the two renames below
+            if replaced.exists() and not dst.exists():  # a run died between the two renames below
                 replaced.rename(dst)
             _remove(replaced)
             check_replaceable(dst, force, source)
@@ -89,10 +89,10 @@ def output_directory(
                 replaced.rename(dst)
             _discard(partial)
             if isinstance(problem, OSError) and problem.filename is None:
-                problem.filename = str(dst)  # a full disk does not say which
+                problem.filename = str(dst)  # a full disk raises an error without a file name
             raise
         sync_path(dst.parent)
-        (dst / LOCK_FILE).unlink()  # not before the rename: a directory without its lock could be taken by another run
+        (dst / LOCK_FILE).unlink()  # after the rename: without its lock, another run could take the directory
         _remove(replaced)
     finally:
         os.close(lock)
@@ -100,7 +100,7 @@ def output_directory(
 
 @contextmanager
 def _into_bucket(bucket: Bucket, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Written on this disk first, where TMPDIR says."""
+    """Writes to a local directory in TMPDIR first, then uploads it."""
     _check_bucket_replaceable(bucket, force)
     with TemporaryDirectory() as temporary:
         directory = Path(temporary) / bucket.name
@@ -117,39 +117,39 @@ def partial_directory(dst: Path) -> Path:
 def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:
     if is_address(dst):
         if source is not None and is_address(source) and Bucket.of(source).is_below(Bucket.of(dst)):
-            raise ValueError(f"{source} lies in {dst}, which would be replaced; choose another place")
+            raise ValueError(f"{source} is in {dst}, which would be replaced; choose another directory")
         return _check_bucket_replaceable(Bucket.of(dst), force)
     check_local(dst)
     if not dst.exists():
         return
     if not force:
-        raise ValueError(f"{dst} exists already; choose another place, or replace it with --force")
+        raise ValueError(f"{dst} already exists; choose another directory, or replace it with --force")
     if source is not None and source.resolve().is_relative_to(dst.resolve()):
-        raise ValueError(f"{source} lies in {dst}, which would be replaced; choose another place")
+        raise ValueError(f"{source} is in {dst}, which would be replaced; choose another directory")
     if problem := _not_ours(dst):
-        raise ValueError(f"{dst} {problem}, so it is not replaced; move it away, or choose another place")
+        raise ValueError(f"{dst} {problem}, so it is not replaced; move it away, or choose another directory")
 
 
 def _check_bucket_replaceable(bucket: Bucket, force: bool) -> None:
-    """What an upload of ours has left that did not come to its end is replaced without being forced."""
+    """Raises unless the bucket directory may be replaced. An unfinished upload of ours needs no `force`."""
     names, listed = set(bucket.names()), set[str]()
     if not names:
         return
     if not force and UPLOADING not in names:
-        raise ValueError(f"{bucket} exists already; choose another place, or replace it with --force")
+        raise ValueError(f"{bucket} already exists; choose another directory, or replace it with --force")
     for name in {LIST_FILE, UPLOADING} & names:
         listed |= {name, *json.loads((bucket / name).read_bytes())["files"]}
-    if others := sorted(names - listed):
+    if foreign := sorted(names - listed):
         raise ValueError(
-            f"{bucket} holds {others[0]}, which was not written with it by this program, so it is not replaced; choose "
-            f"another place"
+            f"{bucket} holds {foreign[0]}, which this program did not write, so it is not replaced; choose another "
+            f"directory"
         )
 
 
 def _not_ours(directory: Path) -> str:
-    """What of it was not written here in one piece, or has changed since; empty when there is nothing."""
+    """Why this directory is not one that we wrote and that is unchanged; empty if it is."""
     if not directory.is_dir():
-        return "is no directory"
+        return "is not a directory"
     files, listed = _files(directory), directory / LIST_FILE
     if not listed.is_file():
         return "was not written by this program" if any(directory.iterdir()) else ""
@@ -160,8 +160,8 @@ def _not_ours(directory: Path) -> str:
         return f"holds a list of files that this program did not write ({problem})"
     if name != directory.name:
         return f"was written as {name} and moved here"
-    changed = sorted(name for name, what in files.items() if sizes.get(name) != what)
-    return f"holds {changed[0]}, which was put there or changed since it was written" if changed else ""
+    changed = sorted(name for name, status in files.items() if sizes.get(name) != status)
+    return f"holds {changed[0]}, which was added or changed after it was written" if changed else ""
 
 
 def _files(directory: Path) -> dict[str, list[int]]:
@@ -184,26 +184,26 @@ def check_free_disk(dst: Path, needed_bytes: int) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Lets a polite kill run the clean-up that Ctrl-C runs."""
+    """Makes SIGTERM run the same clean-up as Ctrl-C."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _lock(partial: Path, dst: Path) -> int:
-    """Creates `partial` and locks it for this process; the kernel lets go of the lock of a process that dies."""
+    """Creates `partial` and locks it for this process; the kernel releases the lock if the process dies."""
     while True:
-        partial.mkdir(exist_ok=True)  # an error here is the place's own: in /proc it is that there is no such file
+        partial.mkdir(exist_ok=True)  # outside of the `try`: in /proc, for example, it raises FileNotFoundError
         try:
             lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
-            continue  # its previous owner has just renamed or removed it
+            continue  # the previous owner has just renamed or removed it
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), (partial / LOCK_FILE).stat()):
                 return lock
         except BlockingIOError:
             os.close(lock)
-            raise ValueError(f"another process is writing {dst}; wait for it, or choose another place") from None
+            raise ValueError(f"another process is writing {dst}; wait for it, or choose another directory") from None
         except FileNotFoundError:
             pass
         os.close(lock)  # renamed or removed between opening and locking
@@ -220,7 +220,7 @@ def _discard(partial: Path) -> None:
         return
     _clear(partial)
     (partial / LOCK_FILE).unlink()
-    with suppress(OSError):  # not empty: from this moment on it belongs to another run
+    with suppress(OSError):  # not empty: another run has already taken it
         partial.rmdir()
 
 

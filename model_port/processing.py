@@ -1,9 +1,9 @@
 """Images and videos to patches, and placeholders to as many tokens, in numpy and Pillow.
 
-`VisionContract` is the one place that decides frame sizes. The published files call its bounds `shortest_edge` and
-`longest_edge`; they are pixels of an area. A frame resized to its settled size is left alone by every later pass under
-the same bounds, so it can be resized once and shown to several processors. Images come out as from transformers'
-Qwen2VLImageProcessorPil, bit for bit; deliberate exceptions are tagged DIFFERS.
+`VisionContract` alone decides frame sizes. Its bounds are areas in pixels, although the published files call them
+`shortest_edge` and `longest_edge`. A frame resized to its settled size is not resized again by later passes under the
+same bounds, so several processors can share it. The results equal transformers' Qwen2VLImageProcessorPil bit for bit;
+deliberate exceptions are tagged DIFFERS.
 """
 
 import math
@@ -20,13 +20,13 @@ from PIL import Image
 from model_port.config import ModelConfig
 from model_port.json_files import Section, read_object
 
-MAX_PIXELS = 2**32  # of a bound in a file: hundreds of frames of the largest picture that is opened
+MAX_PIXELS = 2**32  # the largest accepted bound: hundreds of frames of the largest accepted picture
 MAX_ASPECT_RATIO = 200
 NUM_CHANNELS = 3
-RESCALE_FACTOR = 1 / 255  # the published files leave it out
-# The published spelling of each section of transformers 5's processor_config.json.
+RESCALE_FACTOR = 1 / 255  # absent from the published files
+# The published file for each section of transformers 5's processor_config.json.
 FLAT_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
-# What transformers does when a processor file says nothing; a file that says otherwise is refused.
+# transformers' defaults, and the only values supported here.
 SUPPORTED_SETTINGS = {
     "do_convert_rgb": True,
     "do_resize": True,
@@ -38,14 +38,14 @@ SUPPORTED_SETTINGS = {
 
 @dataclass(frozen=True)
 class VisionContract:
-    """How pixels become patches: sizes, bounds of area and scaling, the same for engine and learner."""
+    """How pixels become patches: sizes, area bounds and scaling, the same for engine and learner."""
 
     patch_px: int
     merge: int
     temporal_patch_frames: int
-    min_pixels: int  # area of one image, height x width, after resizing
+    min_pixels: int  # of one image, height x width, after resizing
     max_pixels: int
-    mean: tuple[float, float, float]  # of values already multiplied by rescale_factor
+    mean: tuple[float, float, float]  # of values multiplied by rescale_factor
     std: tuple[float, float, float]
     rescale_factor: float = RESCALE_FACTOR
 
@@ -67,17 +67,17 @@ class VisionContract:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "VisionContract":
-        """The image contract of a Hugging Face directory, in either spelling; two spellings must agree."""
-        found = {source: _contract(section, source) for source, section in _sections(directory, "image_processor")}
-        (source, contract), *others = found.items()
-        for other_source, other in others:
+        """The image contract of a Hugging Face directory; if it has both files, they must agree."""
+        contracts = {source: _contract(section, source) for source, section in _sections(directory, "image_processor")}
+        (source, contract), *duplicates = contracts.items()
+        for other_source, other in duplicates:
             if other != contract:
                 wrong = ", ".join(name for name, value in asdict(other).items() if value != getattr(contract, name))
-                raise ValueError(f"{source} and {other_source} disagree about {wrong}; delete one of the two files")
+                raise ValueError(f"{source} and {other_source} disagree on {wrong}; delete one of the two files")
         return contract
 
     def to_hf(self) -> dict[str, Any]:
-        """A `preprocessor_config.json` in the spelling of the published checkpoints, with nothing left to defaults."""
+        """A `preprocessor_config.json` like the published checkpoints', with all values explicit."""
         return {
             "image_processor_type": "Qwen2VLImageProcessorFast",
             "processor_class": "Qwen3VLProcessor",
@@ -98,7 +98,7 @@ class VisionContract:
 
     @property
     def unit_px(self) -> int:
-        """Side of the square that becomes one language token; the sides of every resized image are multiples of it."""
+        """Side of the square that becomes one language token; all sides of resized images are multiples of it."""
         return self.patch_px * self.merge
 
     @property
@@ -107,7 +107,7 @@ class VisionContract:
 
     @cached_property
     def normalised(self) -> Float32[np.ndarray, "channels 256"]:
-        """Every byte's normalised value per channel, rounded where transformers' rescale and normalize round."""
+        """Every byte's normalized value per channel, with the same rounding as transformers' rescale and normalize."""
         rescaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
         mean, std = (np.asarray(values, np.float32)[:, None] for values in (self.mean, self.std))
         return (rescaled[None, :] - mean) / std
@@ -115,10 +115,10 @@ class VisionContract:
 
 @dataclass(frozen=True)
 class VideoBounds:
-    """Pixels of all frames of a video together, frames x height x width, as transformers bounds a video.
+    """transformers' bounds for a video: the pixels of all frames together, frames x height x width.
 
-    They are no part of the contract, whose bounds are for one image: a total means another frame size for another
-    number of frames. For per-frame bounds, multiply by the number of frames.
+    Not part of the contract, which bounds one image: under a total, the frame size depends on the number of frames.
+    For bounds per frame, multiply them by the number of frames.
     """
 
     min_total_pixels: int
@@ -129,26 +129,26 @@ class VideoBounds:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "VideoBounds":
-        """The video bounds of a Hugging Face directory, whose video section must otherwise keep the image contract."""
+        """The video bounds of a Hugging Face directory; its other video settings must equal the image contract."""
         contract = VisionContract.from_hf(directory)
-        found = {}
+        contracts = {}
         for source, section in _sections(directory, "video_processor"):
             if section.get("cap_pixels_per_frame"):
                 raise ValueError(
-                    f"{source}: cap_pixels_per_frame=true is not supported; set it to false and give the bounds of "
+                    f"{source}: cap_pixels_per_frame=true is not supported; set it to false and pass the bounds of "
                     f"each video yourself, VideoBounds(min_total_pixels, max_total_pixels)"
                 )
             for key, ours in contract._shared_to_hf().items():
                 Section(source, section).expect(key, ours)
-            found[source] = cls(*_bounds(section, source))
-        (source, bounds), *others = found.items()
-        for other_source, other in others:
+            contracts[source] = cls(*_bounds(section, source))
+        (source, bounds), *duplicates = contracts.items()
+        for other_source, other in duplicates:
             if other != bounds:
                 raise ValueError(f"{source} has {bounds}, {other_source} has {other}; delete one of the two files")
         return bounds
 
     def to_hf(self, contract: VisionContract) -> dict[str, Any]:
-        """A `video_preprocessor_config.json` in the spelling of the published checkpoints."""
+        """A `video_preprocessor_config.json` like the published checkpoints'."""
         return {
             "video_processor_type": "Qwen3VLVideoProcessor",
             "processor_class": "Qwen3VLProcessor",
@@ -164,17 +164,17 @@ def frame_size(height: int, width: int, contract: VisionContract) -> tuple[int, 
 
 
 def settled_size(height: int, width: int, contract: VisionContract) -> tuple[int, int]:
-    """The size that further passes leave alone, so that every processor under the contract sees the same pixels.
+    """The size that further passes do not change, so that every processor under the contract gets the same pixels.
 
-    One pass is enough for ordinary images. It is not where rounding steps over a bound: aspect ratios above about 50
-    under the recipe's bounds, or bounds so close together that no size lies between them.
+    One pass is enough for ordinary images. More are needed if rounding crosses a bound: with aspect ratios above about
+    50 under the recipe's bounds, or with bounds so close together that no size fits between them.
     """
     passes = [frame_size(height, width, contract)]
     while (following := frame_size(*passes[-1], contract)) != passes[-1]:
         if following in passes:
             raise ValueError(
-                f"an image of {height} x {width} px finds no stable size between min_pixels={contract.min_pixels} and "
-                f"max_pixels={contract.max_pixels}, it alternates between {passes[-1]} and {following}; "
+                f"an image of {height} x {width} px has no stable size between min_pixels={contract.min_pixels} and "
+                f"max_pixels={contract.max_pixels}, resizing alternates between {passes[-1]} and {following}; "
                 f"move the bounds further apart"
             )
         passes.append(following)
@@ -216,10 +216,10 @@ def _fit(
     num_frames: int = 1,
     num_rounded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Sides in whole units, near the given ones, with an area of all frames within the bounds.
+    """Sides in multiples of the unit, close to the given ones, with the area of all frames within the bounds.
 
-    Python rounds halves to even and multiplies and divides in this order, as the reference does; a different order
-    lands on the other side of a whole unit for some sizes.
+    Rounds halves to even and multiplies and divides in the reference's order. Another order gives other multiples for
+    some sizes.
     """
     down, across = round(height / unit_px), round(width / unit_px)
     num_pixels = num_rounded_frames * down * across * unit_px**2
@@ -235,7 +235,7 @@ def _fit(
 
 
 def to_rgb(image: Image.Image | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
-    """The image's colours as bytes; transparency shows white, as in transformers' convert_to_rgb."""
+    """The image's RGB bytes, on white where it is transparent, as in transformers' convert_to_rgb."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != NUM_CHANNELS:
             raise ValueError(
@@ -246,14 +246,14 @@ def to_rgb(image: Image.Image | np.ndarray) -> UInt8[np.ndarray, "height width 3
         return image
     _require_area(image.height, image.width)
     if image.mode.startswith("I;16"):
-        # DIFFERS: Pillow, and with it transformers, clips 16-bit values at 255, which turns the picture white.
+        # DIFFERS: Pillow, and so transformers, clips 16-bit values at 255, which turns the picture white.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         values = np.asarray(image)
         if not (values.min() >= 0 and values.max() <= 255):
             raise ValueError(
                 f"an image of mode {image.mode} must hold values in 0..255, got {values.min()}..{values.max()}; "
-                f"scale it to 8 bits, only you know its range"
+                f"scale it to 8 bits according to its range"
             )
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
@@ -266,7 +266,7 @@ def resize(
 ) -> UInt8[np.ndarray, "height width 3"]:
     """The image in RGB, bicubic, at `size_px` (height, width), by default at `frame_size`.
 
-    An image that has this size already comes back unchanged, the same array where one was given.
+    An image of this size is returned unchanged; an array is returned as the same object.
     """
     rgb = to_rgb(image)
     height, width, _ = rgb.shape
@@ -279,9 +279,9 @@ def resize(
 def patchify(
     frames: Shaped[np.ndarray, "frames height width 3"], contract: VisionContract
 ) -> Shaped[np.ndarray, "P values"]:
-    """Patches of the frames in merge order, each with its values channel by channel, then in time, then in rows.
+    """Patches of the frames in merge order; a patch's values are ordered by channel, then time, then row.
 
-    `temporal_patch_frames` frames make one layer of patches; the last frame is repeated where they do not divide.
+    `temporal_patch_frames` frames make one layer of patches; the last frame is repeated to fill the last layer.
     """
     layers = _cut(_whole_layers(frames, contract), contract, contract.temporal_patch_frames)
     return layers.reshape(len(layers), contract.patch_values)
@@ -290,16 +290,16 @@ def patchify(
 def process_images(
     images: Sequence[Image.Image | np.ndarray], contract: VisionContract
 ) -> tuple[Float32[np.ndarray, "P values"], Int64[np.ndarray, "images 3"]]:
-    """`pixel_values` and `image_grid_thw`, as the image processor of transformers gives them."""
+    """`pixel_values` and `image_grid_thw`, as transformers' image processor returns them."""
     if len(images) == 0:
-        raise ValueError("expected at least one image, got an empty list; leave pixel_values out for text alone")
+        raise ValueError("expected at least one image, got an empty list; omit pixel_values for text only")
     resized = [resize(image, contract) for image in images]
     grids = [_grid(frame[None], contract) for frame in resized]
     patches = _empty_patches(grids, contract)
     start = 0
     for frame, grid in zip(resized, grids, strict=True):
         end = start + math.prod(grid)
-        # An image fills every frame of its temporal patch: cut and looked up once, then broadcast.
+        # An image fills all frames of its temporal patch: normalized once, then broadcast.
         _normalise(_cut(frame[None], contract, 1), contract, out=patches[start:end])
         start = end
     return patches.reshape(len(patches), contract.patch_values), np.array(grids, np.int64)
@@ -308,17 +308,17 @@ def process_images(
 def process_video(
     frames: Sequence[Image.Image | np.ndarray] | np.ndarray, contract: VisionContract, bounds: VideoBounds
 ) -> tuple[Float32[np.ndarray, "P values"], Int64[np.ndarray, "1 3"]]:
-    """`pixel_values_videos` and `video_grid_thw` of one video, whose frames share one size.
+    """`pixel_values_videos` and `video_grid_thw` of one video, whose frames have one size.
 
-    The contract gives patches and normalisation, `bounds` the pixels; the contract's own bounds play no part.
-    DIFFERS: transformers resizes video in torchvision, which need not round every byte as Pillow does.
+    The contract defines patches and normalization, and `bounds` the area; the contract's own bounds are not used.
+    DIFFERS: transformers resizes video in torchvision, which may round bytes differently from Pillow.
     """
     if len(frames) == 0:
-        raise ValueError("expected at least one video frame, got an empty list; leave the video out")
+        raise ValueError("expected at least one video frame, got an empty list; omit the video")
     originals = [to_rgb(frame) for frame in frames]
     sizes = sorted({(frame.shape[0], frame.shape[1]) for frame in originals})
     if len(sizes) > 1:
-        raise ValueError(f"all frames of a video must share one size, got {sizes}; resize them, or send images")
+        raise ValueError(f"all frames of a video must have one size, got {sizes}; resize them, or send images")
     height, width = sizes[0]
     size_px = video_frame_size(len(originals), height, width, contract, bounds)
     stacked = _whole_layers(np.stack([resize(frame, contract, size_px) for frame in originals]), contract)
@@ -362,20 +362,20 @@ def _empty_patches(grids: list[tuple[int, int, int]], contract: VisionContract) 
 
 
 def _normalise(cut: np.ndarray, contract: VisionContract, out: np.ndarray) -> None:
-    """Looks up every byte of uint8 [P, 3, layer_frames, pixels]; a single frame is repeated to fill `out`."""
+    """Normalizes uint8 [P, 3, layer_frames, pixels] by table lookup; a single frame is repeated to fill `out`."""
     for channel, table in enumerate(contract.normalised):
         out[:, channel] = np.take(table, cut[:, channel])
 
 
 def token_counts(grid_thw: Int[np.ndarray, "images 3"], merge: int) -> list[int]:
-    """Language tokens of each image, or of each whole video without its timestamps."""
+    """The number of language tokens of each image, or of each video without timestamps."""
     return (grid_thw.prod(axis=1) // merge**2).tolist()
 
 
 def expand_placeholders(
     ids: Int[np.ndarray, " T"], num_tokens: Sequence[int], image_token_id: int
 ) -> Int[np.ndarray, " expanded"]:
-    """Each image's one placeholder becomes as many as the image has tokens; images in the order of the ids."""
+    """Repeats each image's placeholder once per token of the image; images are in the order of the ids."""
     at = np.flatnonzero(ids == image_token_id)
     _require_placeholders(len(at), len(num_tokens), image_token_id, "image")
     for number, count in enumerate(num_tokens):
@@ -392,12 +392,12 @@ def expand_video_placeholders(
     tokenize: Callable[[str], Sequence[int]],
     config: ModelConfig,
 ) -> Int[np.ndarray, " expanded"]:
-    """Each video's one placeholder becomes, per temporal patch, its time as text and its tokens between start and end.
+    """Replaces each video's placeholder, per temporal patch, by its time as text and its tokens between start and end.
 
-    `seconds` has one time per temporal patch of each video (`layer_seconds`). `tokenize` gives the ids of a timestamp
+    `seconds` has one time per temporal patch of each video (`layer_seconds`). `tokenize` returns the ids of a timestamp
     text by itself, without special tokens.
-    DIFFERS: transformers 5 keeps the start and end that stand around the placeholder in the chat template, outside of
-    every frame. Here they go, as in the processor the model was released with (transformers 4.57).
+    DIFFERS: transformers 5 keeps the chat template's start and end tokens around the placeholder, outside all frames.
+    They are removed here, as in the processor the model was released with (transformers 4.57).
     """
     start, end, pad = config.vision_start_token_id, config.vision_end_token_id, config.video_token_id
     placeholders = np.flatnonzero(ids == pad).tolist()
@@ -420,27 +420,27 @@ def expand_video_placeholders(
 
 
 def timestamp_text(seconds: float | int) -> str:
-    """What the model reads before a frame: `<12.0 seconds>`."""
+    """The text before a frame, `<12.0 seconds>`."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"a timestamp must be finite seconds from 0, got {seconds}")
     return f"<{seconds:.1f} seconds>"
 
 
 def layer_seconds(frame_seconds: Sequence[float | int], temporal_patch_frames: int) -> list[float]:
-    """The time of each temporal patch, midway between its first and last frame; the last frame counts as repeated."""
+    """The time of each temporal patch, midway between its first and last frame."""
     num_missing = -len(frame_seconds) % temporal_patch_frames
-    whole = [*frame_seconds, *list(frame_seconds[-1:]) * num_missing]
-    firsts, lasts = whole[::temporal_patch_frames], whole[temporal_patch_frames - 1 :: temporal_patch_frames]
+    padded = [*frame_seconds, *list(frame_seconds[-1:]) * num_missing]
+    firsts, lasts = padded[::temporal_patch_frames], padded[temporal_patch_frames - 1 :: temporal_patch_frames]
     return [(first + last) / 2 for first, last in zip(firsts, lasts, strict=True)]
 
 
 def _sections(directory: str | Path, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """What a directory says about a processor: (source for errors, parsed keys), the nested spelling first."""
+    """A processor's settings in a directory: (source for errors, parsed keys), processor_config.json first."""
     directory = Path(directory)
     nested_path = directory / "processor_config.json"
     flat_path = directory / FLAT_FILES[name]
     sections = []
-    # A published processor_config.json may hold other settings only; the section is what counts.
+    # A published processor_config.json may lack this section.
     if nested_path.is_file() and name in (nested := read_object(nested_path)):
         sections.append((f"{nested_path}, {name}", Section(str(nested_path), nested).section(name).values))
     if flat_path.is_file():
@@ -485,19 +485,19 @@ def _bounds(section: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def _bound(section: Mapping[str, Any], hf_size: Mapping[str, Any], old_key: str, key: str, source: str) -> int:
-    """One bound under its three spellings; files in use carry more than one, some of them null."""
+    """One bound under its three spellings; real files have several of them, some null."""
     spelled = {f"size.{key}": hf_size.get(key), f"size.{old_key}": hf_size.get(old_key), old_key: section.get(old_key)}
-    given = {name: value for name, value in spelled.items() if value is not None}
-    if not given:
+    values_by_name = {name: value for name, value in spelled.items() if value is not None}
+    if not values_by_name:
         raise ValueError(f"{source}: size.{key} (or {old_key}) is missing; set it, in pixels of area")
-    for name, value in given.items():
+    for name, value in values_by_name.items():
         _require_count(f"{source}: {name}", value)
         if value > MAX_PIXELS:
             raise ValueError(f"{source}: {name}={value} must be at most {MAX_PIXELS}")
-    if len(set(given.values())) > 1:
-        values = " and ".join(f"{name}={value}" for name, value in given.items())
-        raise ValueError(f"{source}: {values} contradict each other, and readers disagree which one counts; keep one")
-    return next(iter(given.values()))
+    if len(set(values_by_name.values())) > 1:
+        values = " and ".join(f"{name}={value}" for name, value in values_by_name.items())
+        raise ValueError(f"{source}: {values} contradict each other, and readers disagree on the valid one; keep one")
+    return next(iter(values_by_name.values()))
 
 
 def _require_count(name: str, value: Any) -> None:
@@ -527,9 +527,9 @@ def _require_shape(height: int, width: int) -> None:
         )
 
 
-def _require_placeholders(num_placeholders: int, num_given: int, token_id: int, what: str) -> None:
+def _require_placeholders(num_placeholders: int, num_given: int, token_id: int, kind: str) -> None:
     if num_placeholders != num_given:
         raise ValueError(
-            f"the ids have {num_placeholders} placeholders (token {token_id}), got {num_given} of: {what}; "
+            f"the ids have {num_placeholders} placeholders (token {token_id}), got {num_given} of: {kind}; "
             f"write one placeholder for each, not yet expanded"
         )

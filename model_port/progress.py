@@ -1,4 +1,4 @@
-"""Where long work is: a bar on a terminal; elsewhere a line every half a minute, so that a log is never silent."""
+"""Progress of long work: a bar on a terminal, and elsewhere a log line every half minute."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from model_port.terminal import say, visible
 
 EVERY_S = 30.0
-BAR_DELAY_S = 1.0  # what is over sooner shows no bar
+BAR_DELAY_S = 1.0  # shorter work shows no bar
 BYTES = "B"
 SIZES = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
@@ -22,9 +22,9 @@ Item = TypeVar("Item")
 
 
 class Ticker:
-    """Says on stderr, every half a minute until it is closed, what `line` gives; nothing where that is empty.
+    """Prints `line()` to stderr every half minute until closed, unless it is empty.
 
-    From a thread of its own: the work may be one long call.
+    Uses a thread, because the work may be one long call.
     """
 
     def __init__(self, line: Callable[[], str]):
@@ -43,14 +43,13 @@ class Ticker:
 
 
 class Meter:
-    """Use as a context around the work, and tell it with `update` what is done.
+    """A context around the work, which calls `update` for every completed part.
 
-    `total` is how many of `unit` there are, where that is known. Work without a unit cannot be counted: it has no bar,
-    and its lines say how long it has taken.
+    `total` is the number of `unit`s, if known. Work without a unit has no bar, and its log lines only show the time.
     """
 
-    def __init__(self, what: str, total: int | None = None, unit: str = ""):
-        self.what, self.done = visible(what), 0
+    def __init__(self, task: str, total: int | None = None, unit: str = ""):
+        self.task, self.done = visible(task), 0
         self._total, self._unit = total, unit
         self._began_s = time.monotonic()
         self._bar: tqdm | None = None
@@ -59,36 +58,36 @@ class Meter:
     def update(self, num: int = 1) -> None:
         self.at(self.done + num)
 
-    def at(self, done: int, what: str | None = None) -> None:
-        self.what, before, self.done = visible(what or self.what), self.done, done
+    def at(self, done: int, task: str | None = None) -> None:
+        self.task, previous, self.done = visible(task or self.task), self.done, done
         if self._bar is not None:
-            self._bar.desc = f"{self.what}: "
-            self._bar.update(done - before)
+            self._bar.desc = f"{self.task}: "
+            self._bar.update(done - previous)
 
     def say(self, message: str) -> None:
-        """A line of its own, beside the bar."""
+        """Prints a line without disturbing the bar."""
         tqdm.write(visible(message), file=sys.stderr)
 
     def line(self) -> str:
-        """As it is said where there is no terminal."""
+        """The log line if there is no terminal."""
         elapsed_s = time.monotonic() - self._began_s
         so_far = f"{tqdm.format_interval(elapsed_s)} so far"
         if not self._unit:
-            return f"{self.what}: {so_far}"
+            return f"{self.task}: {so_far}"
         if self._total is None:
-            return f"{self.what}: {_amounts([self.done], self._unit)}, {so_far}"
+            return f"{self.task}: {_amounts([self.done], self._unit)}, {so_far}"
         amounts = _amounts([self.done, self._total], self._unit)
         if not self.done:
-            return f"{self.what}: {amounts}, {so_far}"
-        left = tqdm.format_interval(elapsed_s * (self._total - self.done) / self.done)
-        return f"{self.what}: {amounts}, {100 * self.done // self._total} %, {left} left"
+            return f"{self.task}: {amounts}, {so_far}"
+        remaining = tqdm.format_interval(elapsed_s * (self._total - self.done) / self.done)
+        return f"{self.task}: {amounts}, {100 * self.done // self._total} %, {remaining} left"
 
     def __enter__(self) -> "Meter":
         if not sys.stderr.isatty():
             self._ticker = Ticker(self.line)
         elif self._unit:
             self._bar = make_bar(
-                desc=self.what,
+                desc=self.task,
                 total=self._total,
                 unit=self._unit,
                 unit_scale=self._unit == BYTES,
@@ -100,21 +99,21 @@ class Meter:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for shown in (self._ticker, self._bar):
-            if shown is not None:
-                shown.close()
+        for display in (self._ticker, self._bar):
+            if display is not None:
+                display.close()
 
 
-def counted(items: Collection[Item], what: str, unit: str) -> Iterator[Item]:
-    """The items, and how far they are."""
-    with Meter(what, len(items), unit) as meter:
+def counted(items: Collection[Item], task: str, unit: str) -> Iterator[Item]:
+    """Yields the items and shows the progress."""
+    with Meter(task, len(items), unit) as meter:
         for item in items:
             yield item
             meter.update()
 
 
 def make_bar(**settings: Any) -> tqdm:
-    """On stderr, a terminal. It may have no size, as in a container; a bar as wide as that would show nothing."""
+    """A bar on stderr, which is a terminal. In a container, its size may be 0, which would hide the bar."""
     usual = None if all(os.get_terminal_size(sys.stderr.fileno())) else shutil.get_terminal_size()
     return tqdm(
         file=sys.stderr,
@@ -126,7 +125,7 @@ def make_bar(**settings: Any) -> tqdm:
 
 
 def _amounts(numbers: list[int], unit: str) -> str:
-    """The last one is the largest: it says in what the others are given."""
+    """The numbers with their unit; the last one, the largest, decides the scale of bytes."""
     if unit != BYTES:
         return f"{' of '.join(f'{number:,}' for number in numbers)} {unit}{'s' * (numbers[-1] != 1)}"
     name, size = next(((name, size) for name, size in SIZES.items() if numbers[-1] >= size), ("kB", 1000))

@@ -10,9 +10,9 @@ MESSAGE = "Upload model"
 
 
 def add_push_flags(parser: argparse.ArgumentParser, condition: str = "") -> None:
-    parser.add_argument("--public", action="store_true", help=f"{condition}for everybody to see")
-    parser.add_argument("--revision", metavar="BRANCH", help=f"{condition}a branch, made if it is not there")
-    parser.add_argument("--message", default=MESSAGE, help=f"{condition}of the commit (default {MESSAGE!r})")
+    parser.add_argument("--public", action="store_true", help=f"{condition}make the repository public")
+    parser.add_argument("--revision", metavar="BRANCH", help=f"{condition}a branch, created if it does not exist")
+    parser.add_argument("--message", default=MESSAGE, help=f"{condition}commit message (default {MESSAGE!r})")
 
 
 def push(directory: Path, repo: str, args: argparse.Namespace) -> str:
@@ -23,10 +23,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.push"),
         description="Uploads a model in Hugging Face format: weights, side files and card, in one commit.",
-        epilog="Interrupted, it goes on where it was.",
+        epilog="If the upload is interrupted, run the command again: it sends only what is missing.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="as model_port.export wrote it")
-    parser.add_argument("repo", metavar="OWNER/NAME", help="made, and private, if it is not there")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a directory written by model_port.export")
+    parser.add_argument("repo", metavar="OWNER/NAME", help="created as a private repository if it does not exist")
     add_push_flags(parser)
     add_debug_flag(parser)
     args = parser.parse_args()

@@ -1,7 +1,8 @@
-"""Rotary positions. Every frequency turns with one axis of the position: time, row or column.
+"""Rotary positions. Every frequency rotates with one axis of the position: time, row or column.
 
 Text (Qwen3-VL, interleaved M-RoPE): the axes alternate t h w t h w … from the fastest frequency on, until the row and
-column sections are used up; the rest belongs to time. Vision: rows turn the first half of them, columns the second.
+column sections are used up; the remaining frequencies rotate with time. Vision: the first half of the frequencies
+rotates with rows, the second half with columns.
 """
 
 import jax.numpy as jnp
@@ -30,14 +31,14 @@ def vision_frequencies(config: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation(positions: Int[Array, "B T A"], frequencies: tuple[np.ndarray, np.ndarray]) -> Rotation:
-    """Angles in float32 whatever the compute dtype: bf16 cannot tell positions above 256 apart."""
+    """Angles are always float32, because bf16 cannot represent all positions above 256."""
     radians, axis = frequencies
     angles = positions[..., axis].astype(jnp.float32) * radians.astype(np.float32)[None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: Float[Array, "B T N H"], turn: Rotation) -> Float[Array, "B T N H"]:
-    """Turns the pair (x[i], x[i + H/2]) by the angle of frequency i."""
+    """Rotates the pair (x[i], x[i + H/2]) by the angle of frequency i."""
     cos, sin = (part[:, :, None, :] for part in turn)
     first, second = jnp.split(at_least_float32(x), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,8 +1,8 @@
 """Reads Hugging Face safetensors by byte range and writes them as a stream.
 
-The safetensors package maps whole files and saves whole shards, so its resident memory grows with the checkpoint. Here
-a read touches only the rows that were asked for and a write holds one block at a time. The format is a little-endian
-u64 header length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' bytes.
+The safetensors package maps whole files and saves whole shards, so its resident memory grows with the checkpoint. Here,
+a read touches only the requested rows and a write holds one block at a time. The format is a little-endian u64 header
+length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' bytes.
 """
 
 import json
@@ -18,8 +18,8 @@ import numpy as np
 
 from model_port.json_files import Section, read_object
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-PART_BYTES = 2**20  # read at a time, and checked while it is in the processor's cache
+MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
+PART_BYTES = 2**20  # read at a time, and checked while in the CPU's cache
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -45,13 +45,13 @@ class TensorInfo:
 
 
 class HfTensors:
-    """Every tensor of a Hugging Face directory, readable by rows. Opening it checks that all shards are whole.
+    """All tensors of a Hugging Face directory, readable by rows. Opening it checks that all shards are complete.
 
     Several threads may read at once.
     """
 
     def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE):
-        """`single_file` is the name of a file that has them all, where there is no index of several."""
+        """`single_file` is the file to read if there is no index of several."""
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
         shards, weight_map = _shards(self.directory, single_file)
@@ -75,7 +75,7 @@ class HfTensors:
         return {name: info.shape for name, info in self.infos.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows `rows` of the first axis (all of a scalar), as a new array in the file's dtype; all are finite."""
+        """Rows of the first axis (or a scalar), as a new array in the file's dtype. Raises if a value is not finite."""
         info = self.infos[name]
         first, last, _ = rows.indices(info.shape[0] if info.shape else 1)
         shape = (last - first, *info.shape[1:]) if info.shape else ()
@@ -131,7 +131,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if file_bytes < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise ValueError(f"{path} is not a whole safetensors file: {file_bytes} bytes cannot hold its header")
+            raise ValueError(f"{path} is not a complete safetensors file: {file_bytes} bytes cannot hold its header")
         try:
             header: Any = json.loads(file.read(header_bytes))
         except (ValueError, RecursionError):
@@ -159,12 +159,12 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _check_layout(path: Path, infos: dict[str, TensorInfo], file_bytes: int, data_byte: int) -> None:
-    """Tensors lie one behind the other, as every writer of the format lays them: none shares bytes with another."""
+    """Raises unless the tensors are contiguous and share no bytes, as every writer of the format lays them out."""
     end = data_byte
     for name, info in sorted(infos.items(), key=lambda item: (item[1].start_byte, item[1].num_bytes)):
         if info.start_byte != end:
             raise ValueError(
-                f"{path}: tensor {name} begins at byte {info.start_byte - data_byte} of the data, expected "
+                f"{path}: tensor {name} starts at byte {info.start_byte - data_byte} of the data, expected "
                 f"{end - data_byte}; the file is damaged, download it again"
             )
         end += info.num_bytes
@@ -182,7 +182,7 @@ def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...],
             return str(dtype_name), shape, start, end
     except (KeyError, TypeError, ValueError):
         pass
-    raise ValueError(f"{path}: tensor {name} is not described by dtype, shape and data_offsets as safetensors are")
+    raise ValueError(f"{path}: tensor {name} lacks a valid dtype, shape or data_offsets")
 
 
 def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:
@@ -194,17 +194,17 @@ def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, 
 
 
 def check_finite(values: np.ndarray, name: str) -> None:
-    """Raises where a weight is NaN or infinite: a damaged file, or a run that diverged.
+    """Raises if a weight is NaN or infinite: the file is damaged, or the run diverged.
 
-    Such values have the largest exponent. So as whole numbers they are at least infinity, and negative ones at least
-    minus infinity: two maxima, twenty times as fast as numpy's isfinite of bfloat16.
+    Such values have the largest exponent. Compared as integers, positive ones are at least infinity, and negative ones
+    at least minus infinity. So two maxima are enough, which is 20 times as fast as numpy's isfinite on bfloat16.
     """
     if values.dtype not in DTYPE_NAMES or not values.size:
         return
     bits = np.dtype(f"i{values.itemsize}")
     infinity = np.array([np.inf, -np.inf], values.dtype)
-    for sign, whole in enumerate((bits, np.dtype(f"u{values.itemsize}"))):
-        if values.view(whole).max() >= infinity.view(whole)[sign]:
+    for sign, integer in enumerate((bits, np.dtype(f"u{values.itemsize}"))):
+        if values.view(integer).max() >= infinity.view(integer)[sign]:
             raise ValueError(
                 f"{name} has values that are NaN or infinite; the weights are damaged, or their run diverged"
             )
@@ -216,12 +216,12 @@ def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> 
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
-            raise ValueError(f"{path} ended at byte {offset + done} while being read; was it changed?")
+            raise ValueError(f"{path} ended at byte {offset + done} during reading; did another process change it?")
         done += count
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file whose header is known beforehand, block by block in header order."""
+    """Writes a safetensors file with a known header, block by block in header order."""
 
     def __init__(self, path: str | Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]):
         self.path = Path(path)

@@ -1,9 +1,9 @@
 """Sampling with a key/value cache: prompts are prefilled into rows, all rows decode together, free rows are refilled.
 
-Every shape is fixed by the sampler's settings and, in a prefill, by the bucket of the prompt's own length, never by
-what else is being sampled. Together with a random stream per request (its seed and the token's number) that makes a
-request's tokens independent of the batch it happens to run in. Requests that share a prompt object share its prefill,
-samplers of one model and one size their programs.
+Shapes depend only on the sampler's settings and, in a prefill, on the bucket of the prompt's length, never on other
+requests. Each request has its own random stream, from its seed and the token's number. So a request's tokens do not
+depend on the batch. Requests with the same prompt object share its prefill, and samplers with the same model config and
+sizes share compiled programs.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ MAX_STOP_IDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SamplerPrompt:
-    """Ids with placeholders expanded, and the frames that they show, in order."""
+    """Ids with expanded placeholders, and the placeholders' frames in order."""
 
     ids: Int[np.ndarray, " T"]
     frames: tuple[Frame, ...] = ()
@@ -42,8 +42,8 @@ class SamplerPrompt:
 class SamplingParams:
     max_new_tokens: int
     seed: int = 0
-    temperature: float | int = 1.0  # 0 takes the likeliest token; log-probs are then of the untempered distribution
-    stop_ids: tuple[int, ...] = ()  # sampling ends with, and keeps, the first of these
+    temperature: float | int = 1.0  # 0: greedy, with log-probs at temperature 1
+    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, and keeps it
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -71,7 +71,7 @@ class Completion:
 
 @flax.struct.dataclass
 class Rows:
-    """The state of all rows between two calls. `tokens` were sampled last and are not in the cache yet."""
+    """The state of all rows between two calls. `tokens` are the last sampled ones, which are not in the cache yet."""
 
     keys: Float[Any, "L B S K H"]
     values: Float[Any, "L B S K H"]
@@ -88,7 +88,7 @@ class Rows:
 
 @flax.struct.dataclass
 class Prefilled:
-    """One prompt's keys and values, the logits of its last token, and where decoding goes on."""
+    """One prompt's keys and values, the logits of its last token, and the position of the next token."""
 
     keys: Float[Any, "L 1 T K H"]
     values: Float[Any, "L 1 T K H"]
@@ -98,7 +98,7 @@ class Prefilled:
 
 
 class Sampler:
-    """Owns the rows and their cache. `submit` and `step` run it piecewise, `generate` to the end."""
+    """Owns the rows and their cache. Use `submit` and `step` for continuous batching, or `generate` for a batch."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class Sampler:
         self._num_submitted = 0
 
     def update(self, model: Qwen3VL) -> None:
-        """Takes a model's parameters for every token from now on; prompts in the cache keep their old keys."""
+        """Uses a model's parameters for all further tokens; prompts in the cache keep their old keys and values."""
         self.params = nnx.state(model)
         self._prefilled = None
 
     def submit(self, request: SamplerRequest) -> int:
-        """Queues a request and gives its number; nothing is computed before `step`."""
+        """Queues a request and returns its number; `step` computes it."""
         needed = len(request.prompt.ids) + request.sampling.max_new_tokens
         if len(request.prompt.ids) == 0:
             raise ValueError("a prompt needs at least one token")
@@ -151,7 +151,7 @@ class Sampler:
         return number in self._requests
 
     def sampled(self, number: int) -> list[int]:
-        """What a request has so far; nothing of one that is finished or aborted."""
+        """The ids sampled so far for a request; empty once it is finished or aborted."""
         completion = self._completions.get(number)
         return [] if completion is None else list(completion.ids)
 
@@ -160,7 +160,7 @@ class Sampler:
         return bool(self._waiting) or any(number is not None for number in self._occupants)
 
     def step(self) -> dict[int, Completion]:
-        """Fills free rows, decodes a few tokens in all rows, and gives what has finished."""
+        """Fills free rows, decodes a few tokens in all rows, and returns the finished completions."""
         finished = self._fill_rows()
         if not any(number is not None for number in self._occupants):
             return finished
@@ -175,7 +175,7 @@ class Sampler:
         return finished
 
     def abort(self, number: int) -> Completion:
-        """Ends a request now, with the tokens it has; its row is free at the next step."""
+        """Ends a request with the tokens sampled so far; its row is free at the next step."""
         if number in self._waiting:
             self._waiting.remove(number)
         elif number in self._occupants:
@@ -192,7 +192,7 @@ class Sampler:
     def generate(
         self, requests: Iterable[SamplerRequest], on_finished: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
-        """All requests to their end, in the order given."""
+        """Samples all requests to the end and returns the completions in the order of the requests."""
         numbers = [self.submit(request) for request in requests]
         done: dict[int, Completion] = {}
         while self.busy:
@@ -239,7 +239,7 @@ class Sampler:
         sequence = RowSequence(Tokens(np.asarray(prompt.ids), tuple(range(len(prompt.frames)))))
         text = pack_text([[sequence]], prompt.frames, first_rows, self.config, num_tokens)
         last = len(prompt.ids) - 1
-        # Text after a prompt goes on from the largest position of its last token, whichever axis has it.
+        # Text after a prompt continues from the largest position so far on any axis.
         position = np.int32(next_position(text.positions[0, : last + 1]))
         keys, values, logits = prefill(self._graphdef, self.params, text, visual, np.int32(last))
         return Prefilled(keys, values, logits, np.int32(len(prompt.ids)), position)
@@ -260,7 +260,7 @@ class Sampler:
 
 
 def next_position(positions: Int[np.ndarray, "T 3"]) -> int:
-    """A frame advances text by its longer side, so the next position follows the largest so far."""
+    """The position after the largest so far, because a frame advances text by its longer side."""
     return int(positions.max()) + 1
 
 
@@ -273,7 +273,7 @@ def encode_vision(graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, vision: Vi
 def prefill(
     graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, text: TextBatch, visual: Visual | None, last: Int[Array, ""]
 ) -> tuple[Array, Array, Array]:
-    """Keys and values of a whole prompt, and the logits of its last token."""
+    """A prompt's keys and values, and the logits of its last token."""
     model = nnx.merge(graphdef, params)
     layout, attention = row_layout(text), attention_of(model.compute.attention)
 
@@ -326,7 +326,7 @@ def admit(
 def decode(
     graphdef: nnx.GraphDef[Qwen3VL], num_steps: int, params: nnx.State, rows: Rows
 ) -> tuple[Rows, Int[Array, "B n"], Float[Array, "B n"], Bool[Array, "B n"]]:
-    """Up to `num_steps` tokens in every running row; the flags say which of the returned tokens count."""
+    """Up to `num_steps` tokens in every running row; the flags mark the valid ones."""
     model = nnx.merge(graphdef, params)
     every_row = jnp.arange(len(rows.tokens))
     slots = jnp.arange(rows.keys.shape[2])[None]
@@ -335,8 +335,8 @@ def decode(
         slot = rows.num_cached
         filled = (slots <= slot[:, None]).astype(jnp.int32)
         key_layout = Layout(filled, jnp.zeros_like(filled), jnp.broadcast_to(slots, filled.shape))
-        one = jnp.ones_like(slot)[:, None]
-        query_layout = Layout(one, jnp.zeros_like(one), slot[:, None])
+        ones = jnp.ones_like(slot)[:, None]
+        query_layout = Layout(ones, jnp.zeros_like(ones), slot[:, None])
 
         def attend(q: Array, k: Array, v: Array, index: Index, cache: Any) -> tuple[Array, Any, None]:
             keys, values = cache
@@ -383,7 +383,7 @@ def _sample(
     number: Int[Array, " B"],
     temperatures: Float[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Gumbel-max: each row's noise comes from its own seed and the number of the token, and from nothing else."""
+    """Gumbel-max sampling; each row's noise depends only on its seed and the token's number."""
 
     def noise(seed: UInt32[Array, "2"], number: Int[Array, ""]) -> Float[Array, " V"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)

@@ -1,10 +1,10 @@
-"""How parameters and activations lie on a mesh with the axes data, fsdp and tensor.
+"""Shardings of parameters and activations on a mesh with the axes data, fsdp and tensor.
 
-A parameter's name ends in its axis letters (`q_kernel_nhd`), each letter has one mesh axis, so the name is the spec.
-Batches split over data and fsdp together; fsdp also splits every kernel along the model width, tensor along heads, ffn
-and vocabulary. Scales and biases are small and live on every device.
+A parameter's name ends in its axis letters (`q_kernel_nhd`) and each letter maps to one mesh axis, so the name defines
+the sharding. Batches are split over data and fsdp together. fsdp also splits every kernel along the model width, and
+tensor along heads, ffn and vocabulary. Scales and biases are small and replicated.
 
-Of several hosts each has devices next to each other, so that each has rows of its own: tensor stays within a host.
+With several hosts, each host has neighboring devices and its own rows, and tensor stays within a host.
 """
 
 import math
@@ -33,7 +33,7 @@ PARAM_AXES: dict[str, str | None] = {
     "d": "fsdp",  # width
     "h": None,  # head dim
     "z": None,  # rank of an adapter
-    "c": None,  # values of a patch; also the three of q, k, v
+    "c": None,  # values of a patch; also the axis over q, k and v
     "s": None,  # learned positions
 }
 ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
@@ -42,69 +42,69 @@ ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
     "k": "tensor",
     "f": "tensor",
     "v": "tensor",
-    "o": "tensor",  # tokens of a long row, between the products: there each token is on its own
-    "e": "data",  # rows that every device of fsdp has …
-    "w": "fsdp",  # … with a part of the width each
+    "o": "tensor",  # tokens of a long row in the residual stream, where tokens are independent
+    "e": "data",  # rows replicated over fsdp …
+    "w": "fsdp",  # … with the width split
 }
 _PROJECTION = re.compile(r"(\b(?:attn|mlp)\.[a-z]+)\.(?=kernel_|lora\.)")
 _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
-    """A mesh whose axes XLA propagates through (Auto); our constraints name only what it must not guess."""
+    """A mesh with Auto axes: XLA propagates shardings, and we constrain only where it would choose badly."""
     devices = jax.devices() if devices is None else devices
-    place = _places if len({device.process_index for device in devices}) == 1 else _places_on_hosts
+    arrange = _places if len({device.process_index for device in devices}) == 1 else _places_on_hosts
     try:
-        placed = place(data, fsdp, tensor, devices)
-    except NotImplementedError:  # jax's word for links that are not there
+        placed = arrange(data, fsdp, tensor, devices)
+    except NotImplementedError:  # jax raises this if the devices lack the links
         raise ValueError(
-            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not lie along the links of these "
-            f"{len(devices)} {devices[0].device_kind}: what a host has of each of the three must be a side of its part "
-            f"of the slice, or a product of sides"
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit the links between these "
+            f"{len(devices)} {devices[0].device_kind}: each host's part of each axis must be a side of its part of the "
+            f"slice, or a product of sides"
         ) from None
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _places(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
-    wanted = data * fsdp * tensor
-    if wanted > len(devices):
+    num_wanted = data * fsdp * tensor
+    if num_wanted > len(devices):
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there are {len(devices)}"
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {num_wanted} devices, there are {len(devices)}"
         )
-    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices[:wanted]).devices
+    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices[:num_wanted]).devices
 
 
 def _places_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
-    """All devices of all hosts; the outer axes go over the hosts."""
+    """The mesh over all devices of all hosts; the outer axes span hosts."""
     each = Counter(device.process_index for device in devices)
     num_hosts = len(each)
     if data * fsdp * tensor != len(devices):
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must be all {len(devices)} devices of the {num_hosts} "
-            f"hosts: each of them computes a part"
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} must equal the {len(devices)} devices of all "
+            f"{num_hosts} hosts, because each host computes a part"
         )
     if len(set(each.values())) > 1:
-        told = ", ".join(f"host {host} {count}" for host, count in sorted(each.items()))
-        raise ValueError(f"all hosts must have as many devices, and they have: {told}")
+        counts = ", ".join(f"host {host} {count}" for host, count in sorted(each.items()))
+        raise ValueError(f"all hosts must have the same number of devices, but they have: {counts}")
     over_data, over_fsdp = over_hosts(data, fsdp, tensor, num_hosts)
     within = (data // over_data, fsdp // over_fsdp, tensor)
     return mesh_utils.create_hybrid_device_mesh(within, (over_data, over_fsdp, 1), devices, process_is_granule=True)
 
 
 def over_hosts(data: int, fsdp: int, tensor: int, num_hosts: int) -> tuple[int, int]:
-    """Into how many parts hosts split data, and fsdp; a mesh that they do not split is refused."""
+    """The parts into which hosts split data and fsdp; raises if the hosts do not divide the mesh."""
     over_data = math.gcd(data, num_hosts)
     over_fsdp = num_hosts // over_data
     if fsdp % over_fsdp:
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} does not split over {num_hosts} hosts: each has rows of its own, and "
+            f"mesh data={data} x fsdp={fsdp} does not split over {num_hosts} hosts: each host has its own rows, and "
             f"tensor={tensor} stays within a host"
         )
     return over_data, over_fsdp
 
 
 def add_up_once(mesh: Mesh) -> None:
-    """Something along every combination of axes: then all groups of devices that will compute together are known."""
+    """Runs one sum along every combination of mesh axes, which connects all groups of devices."""
     axes = [axis for axis in MESH_AXES if mesh.shape[axis] > 1]
     for group in chain.from_iterable(combinations(axes, number) for number in range(1, len(axes) + 1)):
         sum_of_places = partial(_sum_of_places, group)
@@ -117,12 +117,12 @@ def _sum_of_places(axes: tuple[str, ...]) -> jax.Array:
 
 
 def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """The rows of all hosts as one array; each gives its own, equally many."""
+    """One array from all hosts' rows; each host passes its own, and all the same number."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """The rows of this host, of an array whose first axis alone is split."""
+    """This host's rows of an array that is split only along its first axis."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
@@ -130,34 +130,34 @@ def own_rows(array: jax.Array) -> np.ndarray:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """The whole array in this host's memory. Where hosts share it, all of them must ask for it."""
+    """The complete array in this host's memory. If several hosts hold parts of it, all must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     assert isinstance(array.sharding, NamedSharding)
-    whole = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return np.asarray(jax.jit(_same, out_shardings=whole)(array).addressable_data(0))
+    replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(_same, out_shardings=replicated)(array).addressable_data(0))
 
 
 def _same(array: jax.Array) -> jax.Array:
-    """One function, so that XLA compiles it once for each shape and not at every publish."""
+    """A named function, so that XLA compiles it once per shape and not at every publish."""
     return array
 
 
 def num_row_parts(mesh: Mesh | None) -> int:
-    """How many parts the rows of a batch are split into."""
+    """The number of parts into which the mesh splits a batch's rows."""
     axes = ACTIVATION_AXES["b"]
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _names(axes))
 
 
 def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Puts a mesh in scope, for this thread; nothing for None."""
+    """Sets the mesh for this thread; does nothing for None."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def platform() -> str:
-    """What the program that is being traced is for: cpu, tpu, gpu (NVIDIA's) or another.
+    """The platform of the program being traced: cpu, tpu, gpu (NVIDIA) or another.
 
-    The devices of a mesh in scope may be of another machine than this one; without a mesh it runs here.
+    The current mesh may have another machine's devices; without a mesh, the program is for this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     nvidia = device.device_kind.startswith("NVIDIA")
@@ -195,22 +195,22 @@ def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dic
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Pins an activation's layout, e.g. "btd", on the mesh in scope (`jax.set_mesh`); does nothing without one."""
+    """Constrains an activation's sharding, e.g. "btd", on the current mesh (`jax.set_mesh`), if there is one."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, letters, x.shape))
 
 
 def everywhere(x: jax.Array) -> jax.Array:
-    """Pins a small result to all devices, so that every host can read it."""
+    """Replicates a small result, so that every host can read it."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[str]) -> Callable[..., Any]:
-    """`work` on each device's own part of its arguments: for what needs nothing of another row or head.
+    """Runs `work` on each device's part of the arguments, for work that is independent across rows and heads.
 
-    A layout, such as "btd", is that of all arrays of an argument; those of the results have no other letters. One such
-    as "kernel_vd" is that of a parameter: `work` gets its shard, and gives what `sum_of_rows` makes of its gradient.
+    A layout such as "btd" applies to all arrays of an argument; results use the same letters. A layout such as
+    "kernel_vd" is a parameter's: `work` gets its shard, and returns its gradient from `sum_of_rows`.
     """
 
     def placed(*arguments: Any) -> Any:
@@ -234,12 +234,12 @@ def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[s
 
 
 def gathered(shard: jax.Array, letters: str) -> jax.Array:
-    """A parameter with all of its width, inside of `per_device`; what tensor splits stays split."""
+    """Gathers a parameter's width over fsdp, inside `per_device`; axes split over tensor stay split."""
     return jax.lax.all_gather(shard, "fsdp", axis=letters.index("d"), tiled=True) if _placed() else shard
 
 
 def sum_of_rows(gradient: jax.Array, letters: str) -> jax.Array:
-    """The shard of a parameter's gradient, inside of `per_device`, from what each device's rows add to it."""
+    """Reduce-scatters a parameter's gradient over the devices' rows, inside `per_device`."""
     if not _placed():
         return gradient
     shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=letters.index("d"), tiled=True)
@@ -255,12 +255,12 @@ def max_over_tensor(x: jax.Array) -> jax.Array:
 
 
 def tensor_part() -> Int[Array, ""] | int:
-    """The number of this device along tensor, inside of `per_device`."""
+    """This device's index along tensor, inside `per_device`."""
     return jax.lax.axis_index("tensor") if _placed() else 0
 
 
 def _placed() -> bool:
-    """Whether each device computes by itself: inside of `per_device`, on a mesh."""
+    """Whether this is traced inside `per_device` on a mesh."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -270,7 +270,7 @@ def _letters(layout: str) -> str:
 
 
 def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSpec:
-    """An axis that its mesh axes do not divide stays whole: one prompt being prefilled is no batch to split."""
+    """An axis that its mesh axes do not divide is not split, for example a prefill's single row."""
     axes = [ACTIVATION_AXES.get(letter) for letter in letters]
     parts = [math.prod(mesh.shape[name] for name in _names(names)) for names in axes]
     return PartitionSpec(

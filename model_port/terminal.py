@@ -1,7 +1,7 @@
-"""What others wrote, a model, a data set, a server, in signs that a terminal shows and does not obey.
+"""Makes untrusted text, from a model, a data set or a server, safe to print on a terminal.
 
-Escape sequences set a terminal's title and clipboard, clear it, or move what is written next over what stands there;
-overrides of direction show a text in another order than it has.
+Escape sequences can set a terminal's title and clipboard, clear it, or overwrite earlier output. Direction overrides
+show text in another order.
 """
 
 import os
@@ -12,7 +12,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def visible(text: str) -> str:
-    """What has no glyph of its own, or would turn the text around it, as a sign that has one. Lines and tabs stay."""
+    """Replaces control characters and direction overrides by visible signs, except newlines and tabs."""
     return UNSEEN.sub(lambda match: _sign(ord(match[0])), text)
 
 
@@ -23,12 +23,12 @@ def _sign(code: int) -> str:
 
 
 def say(message: str) -> None:
-    """A line on stderr, for whoever reads along."""
+    """Prints a line to stderr."""
     print(visible(message), file=sys.stderr, flush=True)
 
 
 def guard_stdout() -> None:
-    """All that is printed from here on is made visible where stdout is a terminal; a pipe gets it as it is."""
+    """Makes all further output visible if stdout is a terminal; a pipe gets it unchanged."""
     if sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
         write = sys.stdout.write

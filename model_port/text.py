@@ -1,9 +1,9 @@
 """The language tower: grouped-query attention with per-head norms, interleaved M-RoPE, gated MLP, DeepStack.
 
-In long rows each device of tensor has tokens of its own between the products, which gather them and hand them back.
+In long rows, the residual stream is sharded over tensor by tokens; projections all-gather and reduce-scatter it.
 
-Reference: transformers modeling_qwen3_vl.py (Qwen3VLTextModel). How keys are remembered is not this file's business:
-`attend` gets queries, keys and values of a layer and answers; with a cache it reads and writes that on the way.
+Reference: transformers modeling_qwen3_vl.py (Qwen3VLTextModel). KV caching is the caller's responsibility: `attend`
+gets a layer's queries, keys and values, and may read and write a cache.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ from model_port.lora import Projection
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
-# Longer rows are split over tensor between the products: that keeps 1 / tensor of them, and moves a tenth more.
+# The residual stream of longer rows is sharded over tensor: 1 / tensor of the memory for a tenth more communication.
 LONG_ROW_TOKENS = 32_768
 
-# (q, k, v, layer index, cache) -> (mixed values, cache, whatever the layer should hand out)
+# (q, k, v, layer index, cache) -> (mixed values, cache, extra output of the layer)
 Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any, Any]]
 
 
 class Visual(NamedTuple):
-    """What the language tower needs of the vision tower: one table row per merged patch.
+    """The vision tower's output for the language tower: one table row per merged patch.
 
-    Rows of tokens are split into as many parts as there are tables, and show what is in their own.
+    The rows of tokens are split into as many parts as there are tables, and index the table of their part.
     """
 
     table: Float[Array, "parts M D"]
@@ -84,7 +84,7 @@ class TextMlp(nnx.Module):
 
 @jax.custom_vjp
 def gated_silu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """silu(gate) * up, of which the backward pass keeps only the two inputs."""
+    """silu(gate) * up, with only the two inputs saved for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
@@ -96,7 +96,7 @@ def _gated_silu_backward(saved: tuple[Array, Array], d_out: Array) -> tuple[Arra
     gate, up = saved
     opened = jax.nn.sigmoid(gate)
     d_gate = d_out * up * opened * (1 + gate * (1 - opened))
-    # Each feeds two products. Without the barrier XLA computes it for each, once transposed, which is slow.
+    # Each result feeds two products. Without the barrier, XLA recomputes it for each, once transposed, which is slow.
     return jax.lax.optimization_barrier((d_gate, d_out * gate * opened))
 
 
@@ -114,7 +114,7 @@ class TextLayers(nnx.Module):
 
 
 class TextTower(nnx.Module):
-    """All language layers, stacked along the first axis of every parameter, between the embedding and the head."""
+    """The embedding, the language layers, stacked along each parameter's first axis, and the head."""
 
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
@@ -138,7 +138,7 @@ class TextTower(nnx.Module):
         cache: Any,
         compute: Compute,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        """Hidden states after the final norm, the cache, and what `attend` handed out, stacked over layers."""
+        """Hidden states after the final norm, the cache, and the extra outputs of `attend`, stacked over layers."""
         x = embed_tokens(self.embed.table_vd[...], tokens, compute)
         if visual is not None:
             x = jnp.where((visual_index != NOT_VISUAL)[..., None], gather_rows(visual.table, visual_index, x), x)
@@ -159,19 +159,19 @@ class TextTower(nnx.Module):
         return self.final_norm(x), cache, outs
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """At least float32, whatever the compute dtype."""
+        """Logits in at least float32."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         kernel = cast(self.head_kernel_vd, hidden)
         return constrain(jnp.einsum("BTD,VD->BTV", hidden, kernel, preferred_element_type=wide), "btv")
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], compute: Compute) -> Float[Array, "B T D"]:
-    """The table's rows of the tokens: devices look up their part of the width and exchange what they found.
+    """The tokens' rows of the table. Each device gathers its part of the width, and the devices exchange the results.
 
-    So no device has the whole table or its gradient, which is summed in the table's own dtype.
+    So no device holds the complete table or its gradient, which is summed in the table's dtype.
     """
-    found = constrain(table[constrain(tokens, "et")].astype(compute.dtype), "etw")
-    return shard_residual(found)
+    rows = constrain(table[constrain(tokens, "et")].astype(compute.dtype), "etw")
+    return shard_residual(rows)
 
 
 def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -181,7 +181,7 @@ def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 def gather_rows(
     tables: Float[Array, "parts M D"], visual_index: Int[Array, "B T"], like: Array
 ) -> Float[Array, "B T D"]:
-    """The row of each token in the table of its part; of a token that shows nothing, any."""
+    """Each token's row in the table of its part; an arbitrary row for tokens without an image."""
     index = jnp.maximum(visual_index, 0).reshape(len(tables), -1, visual_index.shape[1])
     rows = jax.vmap(lambda table, index: table[index])(tables.astype(like.dtype), index)
     return rows.reshape(*visual_index.shape, -1)

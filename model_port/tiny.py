@@ -1,11 +1,11 @@
 """A tiny random Qwen3-VL as a Hugging Face directory.
 
-Architecture, file formats and special tokens are the real ones; the size suits tests and learning on two CPU cores.
+Architecture, file formats and special tokens are the real ones; the size is for tests and training on two CPU cores.
 
     python -m model_port.tiny --dst DIR [--seed 0]
 
-The same seed gives the same bytes. Each tensor is drawn from the seed and its own name, so one more tensor leaves the
-others as they were.
+The same seed gives the same bytes. Each tensor is drawn from the seed and its own name, so an additional tensor does
+not change the others.
 """
 
 import argparse
@@ -29,12 +29,11 @@ from model_port.weights import num_params, rules
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-# The bounds of the training recipe. The published files have 65536 for the smaller one, which would enlarge every frame
-# below 256 x 256 behind the caller's back.
+# The training recipe's bounds. The published minimum of 65536 would silently enlarge every frame below 256 x 256.
 MIN_PIXELS = 784
 MAX_PIXELS = 50_176
 
-# Every token that the published tokenizer adds to its base vocabulary, in its order: the ids differ by one constant.
+# All tokens that the published tokenizer adds to its base vocabulary, in the same order: ids differ by a constant.
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
     *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
@@ -43,19 +42,19 @@ SPECIAL_TOKENS = (
     *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     *("<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
-FIRST_SHOWN_TOKEN = "<tool_call>"  # from here on `special` is false: decoding that skips special tokens shows them
+FIRST_SHOWN_TOKEN = "<tool_call>"  # from here on `special` is false, so that decoding without special tokens keeps them
 
-# Qwen2's pre-tokenizer. DIFFERS: it takes digits one by one; runs of up to three stay together here, because a model of
-# this size learns to copy a time only when the time is one token.
+# Qwen2's pre-tokenizer. DIFFERS: it splits digits; here up to three stay together, because a model of this size learns
+# to copy a time only if the time is one token.
 PRETOKENIZE_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SINGLE_TOKEN_NUMBERS = (*map(str, range(1000)), *(f"{n:02d}" for n in range(10)))  # the latter for MM:SS
+SINGLE_TOKEN_NUMBERS = (*map(str, range(1000)), *(f"{n:02d}" for n in range(10)))  # two digits for MM:SS
 
-# Every word of this text becomes one token. The special tokens are absent, since they are never split. `<answer` is
-# absent too, so that the answer tags are spelled as with the real vocabulary: `<`, `answer`, `>`, and a closing that
-# shares tokens with its neighbours (`.</`, `>\n`).
+# Every word of this text becomes one token. Special tokens are absent, because they are never split. `<answer` is also
+# absent, so that the answer tags are spelled as in the real vocabulary: `<`, `answer`, `>`, with a closing tag that
+# shares tokens with its neighbors (`.</`, `>\n`).
 TEXT = """\
 You are a helpful assistant. You watch a long video and answer a question about it. The video lasts 64 seconds.
 You see an overview of 16 frames, each after its time. 12.0 seconds> 3.5 seconds> Use the tool to look closer.
@@ -95,19 +94,19 @@ answer
 """
 
 MAX_BASE_TOKENS = 2_000  # with the special tokens, at most 2048
-VOCAB_MULTIPLE = 64  # splits over any small mesh; the published vocabulary has unused rows at its end as well
+VOCAB_MULTIPLE = 64  # divides over small meshes; the published vocabulary also has unused rows at its end
 
 
 @cache
 def _tokenizer_json() -> str:
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_BASE_TOKENS,  # more than there is to learn, so training goes on until every word is whole
+        vocab_size=MAX_BASE_TOKENS,  # more than there are, so training continues until every word is one token
         min_frequency=1,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer = Tokenizer(models.BPE())
-    # DIFFERS: Qwen2 normalises to NFC first, which changes decomposed text; here any text comes back byte for byte.
+    # DIFFERS: Qwen2 normalizes to NFC first, which changes decomposed text; here any text decodes to the same bytes.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
@@ -123,7 +122,7 @@ def _tokenizer_json() -> str:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """The tokenizer of every tiny model; it does not depend on the seed."""
+    """The tokenizer of all tiny models; it does not depend on the seed."""
     return Tokenizer.from_str(_tokenizer_json())
 
 
@@ -140,29 +139,29 @@ def tiny_config() -> ModelConfig:
                 num_kv_heads=2,
                 head_dim=32,
                 vocab_size=vocab_size,
-                rope_theta=10_000.0,  # contexts are short, and the published 5e6 would leave most frequencies unused
+                rope_theta=10_000.0,  # contexts are short; the published 5e6 would leave most frequencies unused
                 mrope_sections=(6, 5, 5),
                 max_positions=32_768,
             ),
             vision=VisionConfig(
                 num_layers=4,
-                width=32,  # enough for plain patches; the four mergers grow with its square
+                width=32,  # enough for plain patches; the mergers grow with its square
                 ffn_width=64,
                 num_heads=2,
                 out_width=128,
-                # The published towers tap the last layer of their first three quarters. So does this one, and as there,
-                # the first three text layers get a map and the rest get none.
+                # As in the published towers: the last layer of each of the first three quarters is tapped, and only the
+                # first three text layers get a map.
                 deepstack_layers=(0, 1, 2),
-                num_positions=256,  # the table is interpolated; 16 x 16 patches are a 256 px frame
+                num_positions=256,  # 16 x 16 patches, a 256 px frame; the table is interpolated
             ),
             tie_embeddings=True,
-            initializer_range=0.05,  # 0.02 is meant for widths in the thousands and learns slowly at this one
+            initializer_range=0.05,  # 0.02 is for widths in the thousands and trains slowly at this one
         )
     )
 
 
 def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:
-    """The config with the token ids of the tiny tokenizer, which must fit its vocabulary."""
+    """The config with the tiny tokenizer's token ids; raises if its vocabulary is too small."""
     tokenizer = tiny_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
     if config.text.vocab_size < num_tokens:
@@ -186,17 +185,17 @@ def make_tiny(
     max_pixels: int = MAX_PIXELS,
     force: bool = False,
 ) -> ModelConfig:
-    """Writes the model to `dst`, all of it or nothing, and returns its config: `config` with the tokenizer's ids.
+    """Writes the model to `dst` atomically and returns its config: `config` with the tokenizer's ids.
 
-    `min_pixels` and `max_pixels` bound the area to which the processor resizes a frame. `force` replaces a model that
-    is there already.
+    `min_pixels` and `max_pixels` bound the area to which the processor resizes a frame. `force` replaces an existing
+    model.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if seed < 0:
         raise ValueError(f"seed {seed} is negative")
     if not 0 < min_pixels <= max_pixels:
-        raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are not an ascending pair above zero")
+        raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} must be positive and ascending")
     config = tiny_config() if config is None else with_tokenizer_ids(config)
     with output_directory(dst, force=force) as directory:
         _write_weights(directory / SINGLE_FILE, config, seed, dtype)
@@ -222,7 +221,7 @@ def _write_weights(path: Path, config: ModelConfig, seed: int, dtype: str) -> No
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """As transformers initialises (modeling_utils.py, PreTrainedModel._init_weights)."""
+    """As in transformers (modeling_utils.py, PreTrainedModel._init_weights)."""
     if name.endswith(".bias"):
         return np.zeros(shape, np.float32)
     if len(shape) == 1:  # the scale of a norm
@@ -232,7 +231,7 @@ def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.nda
 
 
 def _generation_config() -> dict[str, Any]:
-    """With the sampling defaults of the published Instruct models."""
+    """The published Instruct models' sampling defaults."""
     token_id = tiny_tokenizer().token_to_id
     return {
         "bos_token_id": token_id("<|endoftext|>"),
@@ -272,8 +271,8 @@ def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
         "model_max_length": config.text.max_positions,
         "pad_token": "<|endoftext|>",
         "split_special_tokens": False,
-        # DIFFERS: transformers 5 builds a Qwen2Tokenizer with its own pre-tokenizer, whatever tokenizer.json says, and
-        # would take digits one by one. This class takes tokenizer.json as it is, in transformers 4 and 5.
+        # DIFFERS: for a Qwen2Tokenizer, transformers 5 ignores tokenizer.json's pre-tokenizer and uses its own, which
+        # splits digits. This class uses tokenizer.json unchanged, in transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
@@ -281,7 +280,7 @@ def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
 
 def _image_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
     return {
-        "size": {"longest_edge": max_pixels, "shortest_edge": min_pixels},  # areas in pixels, whatever the names say
+        "size": {"longest_edge": max_pixels, "shortest_edge": min_pixels},  # areas in pixels, despite the names
         "patch_size": vision.patch_px,
         "temporal_patch_size": vision.temporal_patch_frames,
         "merge_size": vision.merge,
@@ -293,8 +292,8 @@ def _image_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> 
 
 
 def _video_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
-    """Its bounds are on the area of all frames together, so they count the fewest and the most frames of a video."""
-    min_frames, max_frames = 4, 768  # the defaults of the processor's class
+    """The bounds are areas of all frames together, here of the fewest and the most frames of a video."""
+    min_frames, max_frames = 4, 768  # the processor class's defaults
     config = _image_processor(vision, min_frames * min_pixels, max_frames * max_pixels)
     del config["image_processor_type"]
     return {
@@ -310,10 +309,10 @@ def main() -> None:
         prog=prog_of("model_port.tiny"),
         description="Writes a tiny random Qwen3-VL in Hugging Face format, tokenizer and processor included.",
     )
-    parser.add_argument("--dst", required=True, metavar="DIR", help="where to write it; must not exist")
+    parser.add_argument("--dst", required=True, metavar="DIR", help="output directory; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default 0)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights in the file")
-    parser.add_argument("--force", action="store_true", help="replace a model directory that is there already")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights")
+    parser.add_argument("--force", action="store_true", help="replace an existing model directory")
     add_debug_flag(parser)
     args = parser.parse_args()
     config = make_tiny(args.dst, args.seed, dtype=args.dtype, force=args.force)

@@ -1,10 +1,10 @@
-"""Does transformers compute the same from these files? Logits of one prompt with frames of a video, on both sides.
+"""Compares our logits with transformers' for the same files and one prompt with video frames.
 
 python -m model_port.verify --hf HF_DIR [--src CKPT] [--dtype float32|bfloat16]
 
-Errors are relative to the spread of the logits: trained models have wide ones, and rounding grows with them. In
-bfloat16 nobody is exact, so ours may err twice as much as transformers does in bfloat16, both against its float32. Only
-one model is in memory at a time.
+Errors are relative to the standard deviation of the logits, because rounding errors grow with the logits and trained
+models have large ones. In bfloat16, our error may be twice transformers' own bfloat16 error, both against its float32.
+Only one model is in memory at a time.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
 
 DTYPES = ("float32", "bfloat16")
-MAX_RELATIVE = 1e-4  # in float32: rounding is at 1e-6 to 1e-5, whatever the depth; another model is above 1e-2
+MAX_RELATIVE = 1e-4  # in float32: rounding gives 1e-6 to 1e-5 at any depth, a different model more than 1e-2
 TIMES_THEIRS = 2  # in bfloat16
 VIDEO_PX, FPS = (192, 320), 2
-FRAME_EVERY = 2  # of the video's frames
+FRAME_EVERY = 2  # keeps every n-th frame of the video
 NUM_FRAMES = 6
-DETAIL = (slice(32, 160), slice(160, 320))  # of the last frame: another size, so that positions count
+DETAIL = (slice(32, 160), slice(160, 320))  # a crop of the last frame, with another size, so that positions matter
 QUESTION = "What moves from left to right, and when does it pass the middle?"
 
 
@@ -48,11 +48,11 @@ class VideoPrompt:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """Of logits from those of transformers in float32."""
+    """The difference between logits and transformers' in float32."""
 
-    relative_error: float  # root mean square, in standard deviations of the expected logits
+    relative_error: float  # root mean square error, in standard deviations of the expected logits
     top1_agreement: float
-    kl: float  # of the expected distribution from the other, mean over tokens
+    kl: float  # KL(expected, ours), mean over tokens
 
     @classmethod
     def between(cls, logits: Float[np.ndarray, "T V"], expected: Float[np.ndarray, "T V"]) -> "LogitsDifference":
@@ -67,29 +67,29 @@ class LogitsDifference:
 
 
 def video_prompt(hf_dir: str | Path) -> VideoPrompt:
-    """Frames of a video with their times, and a detail of one, as a run shows them, in the words of the checkpoint."""
+    """Video frames with their times and a crop of one, as in a run, in the checkpoint's chat format."""
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = config_from_hf(read_hf_config(hf_dir), str(hf_dir))
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_dir)
-    shown = list(_decoded(_video()))[::FRAME_EVERY]
-    shown.append((shown[-1][0], shown[-1][1][DETAIL]))
+    frames = list(_decoded(_video()))[::FRAME_EVERY]
+    frames.append((frames[-1][0], frames[-1][1][DETAIL]))
     content: list[dict[str, str]] = []
-    for time_s, _ in shown:
+    for time_s, _ in frames:
         content += [{"type": "text", "text": f"<{time_s:.1f} seconds>"}, {"type": "image"}]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    images = [Image.fromarray(pixels) for _, pixels in shown]
-    seen = Qwen2VLImageProcessorPil.from_pretrained(hf_dir)(images=images, return_tensors="np")
-    grids = np.asarray(seen["image_grid_thw"])
+    images = [Image.fromarray(pixels) for _, pixels in frames]
+    processed = Qwen2VLImageProcessorPil.from_pretrained(hf_dir)(images=images, return_tensors="np")
+    grids = np.asarray(processed["image_grid_thw"])
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids = expand_placeholders(ids, token_counts(grids, config.vision.merge), config.image_token_id)
-    return VideoPrompt(ids, np.asarray(seen["pixel_values"], np.float32), grids)
+    return VideoPrompt(ids, np.asarray(processed["pixel_values"], np.float32), grids)
 
 
 def _video() -> bytes:
-    """An mp4 in which a bright square crosses coloured bands."""
+    """An mp4 in which a bright square moves across colored bands."""
     height, width = VIDEO_PX
     bands = np.linspace(0, 255, 3 * height).astype(np.uint8).reshape(height, 1, 3).repeat(width, axis=1)
     file = io.BytesIO()
@@ -97,8 +97,8 @@ def _video() -> bytes:
         stream = container.add_stream("libx264", rate=FPS)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         for number in range(NUM_FRAMES * FRAME_EVERY):
-            pixels, left = bands.copy(), number * (width - 64) // (NUM_FRAMES * FRAME_EVERY)
-            pixels[64:128, left : left + 64] = (255, 240, 8 * number)
+            pixels, start = bands.copy(), number * (width - 64) // (NUM_FRAMES * FRAME_EVERY)
+            pixels[64:128, start : start + 64] = (255, 240, 8 * number)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
@@ -111,7 +111,7 @@ def _decoded(video: bytes) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def our_logits(src: str | Path, prompt: VideoPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
-    with jax.default_matmul_precision("highest"):  # or an accelerator takes fewer bits of float32
+    with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
         return model_port.logits(model_port.load(src, dtype), prompt.ids, prompt.pixels, prompt.grids)
 
 
@@ -120,7 +120,7 @@ def their_logits(hf_dir: str | Path, prompt: VideoPrompt, dtype: str) -> Float[n
     from transformers import Qwen3VLForConditionalGeneration
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it draws one on anything, and ours says how long it takes
+    logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
     model: Any = Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
     with torch.no_grad():
         tokens = torch.tensor(prompt.ids[None])
@@ -134,7 +134,7 @@ def their_logits(hf_dir: str | Path, prompt: VideoPrompt, dtype: str) -> Float[n
 
 
 def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, Any], bool]:
-    """What was found, as JSON types, and whether it is what transformers computes."""
+    """The report, in JSON types, and whether the logits agree."""
     prompt = video_prompt(hf_dir)
     sides = [("ours", our_logits, src, dtype), ("transformers", their_logits, hf_dir, "float32")]
     if dtype != "float32":
@@ -143,28 +143,30 @@ def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, A
     for number, (name, work, path, of_side) in enumerate(sides, 1):
         with Meter(f"{name} in {of_side}, {path} ({number} of {len(sides)})"):
             logits.append(work(path, prompt, of_side))
-            gc.collect()  # the next model is loaded where this one was
+            gc.collect()  # frees this model before the next one is loaded
     ours, expected, *theirs = logits
-    found = LogitsDifference.between(ours, expected)
+    difference = LogitsDifference.between(ours, expected)
     bound, report = MAX_RELATIVE, {"dtype": dtype, "tokens": len(prompt.ids), "pictures": len(prompt.grids)}
-    report |= asdict(found)
+    report |= asdict(difference)
     for rounded in theirs:
         of_theirs = LogitsDifference.between(rounded, expected)
         bound = TIMES_THEIRS * of_theirs.relative_error
         report["transformers"] = asdict(of_theirs)
-    return report | {"bound": bound}, found.relative_error <= bound
+    return report | {"bound": bound}, difference.relative_error <= bound
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.verify"),
-        description="Compares the logits of a checkpoint with those of transformers, for a prompt with frames.",
-        epilog="In float32 the error must be rounding. In bfloat16 ours may err twice as much as transformers does in "
-        "bfloat16, against its float32. One model is in memory at a time, at 4 bytes a parameter in float32.",
+        description="Compares a checkpoint's logits with transformers' for a prompt with video frames.",
+        epilog="In float32, the error must be rounding. In bfloat16, it may be twice transformers' own bfloat16 error, "
+        "both against its float32. One model is in memory at a time, with 4 bytes per parameter in float32.",
     )
-    parser.add_argument("--hf", required=True, metavar="HF_DIR", help="what transformers loads")
-    parser.add_argument("--src", metavar="CKPT", help="what we load, such as RUN/checkpoints/N (default: the same)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
+    parser.add_argument("--hf", required=True, metavar="HF_DIR", help="the model that transformers loads")
+    parser.add_argument(
+        "--src", metavar="CKPT", help="the model that we load, for example RUN/checkpoints/N (default: HF_DIR)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the computation (default float32)")
     add_debug_flag(parser)
     args = parser.parse_args()
     for path in filter(None, (args.hf, args.src)):
@@ -175,13 +177,13 @@ def main() -> None:
     except ImportError as missing:
         raise RuntimeError(
             f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`, "
-            "or pip install torch where no jax[cuda12] is"
+            "or pip install torch in an environment without jax[cuda12]"
         ) from None
     report, same = verify(args.hf, args.src or args.hf, args.dtype)
     print(json.dumps(report))
     verdict = f"relative error {report['relative_error']:.2g}, at most {report['bound']:.2g} is rounding"
     if not same:
-        hint = "" if args.dtype != "float32" else "; files rounded to bfloat16 are compared with --dtype bfloat16"
+        hint = "" if args.dtype != "float32" else "; compare files rounded to bfloat16 with --dtype bfloat16"
         raise RuntimeError(f"DIFFERENT in {args.dtype}: {verdict}{hint}")
     print(f"THE SAME in {args.dtype}: {verdict}", file=sys.stderr)
 

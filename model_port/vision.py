@@ -1,7 +1,7 @@
 """The vision tower: patches to language-width features, and the DeepStack maps of intermediate layers.
 
-Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Attention stays within a frame, the block's MLP uses
-tanh GELU but the mergers the exact one, and a merger norms before it merges for the output, after it for DeepStack.
+Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Attention stays within a frame. The blocks' MLP uses
+the tanh GELU, the mergers the exact one. The output merger normalizes before it merges, DeepStack's mergers after.
 """
 
 import jax
@@ -37,7 +37,7 @@ class PatchEmbed(nnx.Module):
         self.bias = zeros((config.width,))
 
     def __call__(self, patches: Float[Array, "B P C"]) -> Float[Array, "B P D"]:
-        """The reference's convolution has stride = kernel, so it is a product with flattened patches."""
+        """The reference's convolution has stride = kernel size, so it equals a product with flattened patches."""
         return jnp.einsum("BPC,DC->BPD", patches, cast(self.kernel_dc, patches)) + along_last(self.bias, patches)
 
 
@@ -46,7 +46,7 @@ class PositionTable(nnx.Module):
         self.table_sd = normal(rngs, (config.num_positions, config.width), scale)
 
     def __call__(self, index: Int[Array, "B P 4"], weight: Float[Array, "B P 4"]) -> Float[Array, "B P D"]:
-        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # whole: patches look up all of its width
+        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # replicated: patches gather its full width
         weight = weight.astype(table.dtype)
         return sum(table[index[..., corner]] * weight[..., corner, None] for corner in range(4))  # pyright: ignore
 
@@ -99,7 +99,7 @@ class VisionBlocks(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """merge x merge patches become one language token; `count` mergers are stacked when given."""
+    """Merges merge x merge patches to one language token; with `count`, a stack of mergers."""
 
     def __init__(self, config: VisionConfig, scale: float, rngs: nnx.Rngs, count: int | None = None):
         stack = () if count is None else (count,)
@@ -129,7 +129,7 @@ class VisionTower(nnx.Module):
         self.deepstack_mergers = Merger(config, scale, rngs, count=config.num_deepstack)
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
-        """Merged features and the DeepStack maps, row by row of the batch."""
+        """Merged features and the DeepStack maps, for each row of the batch."""
         dtype = jnp.dtype(compute.dtype)
         x = self.patch_embed(jnp.asarray(batch.patches, dtype))
         x = constrain(x + self.pos_embed(batch.interp_index, batch.interp_weight).astype(dtype), "bpd")
@@ -142,18 +142,18 @@ class VisionTower(nnx.Module):
         slot_of_layer[list(self.config.deepstack_layers)] = np.arange(self.config.num_deepstack)
 
         def step(block: VisionBlocks, index: Index, carry: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
-            x, kept = carry
+            x, taps = carry
             x = constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd")
             slot = slot_of_layer[index] if isinstance(index, int) else jnp.asarray(slot_of_layer)[index]
             keep = bool(slot >= 0) if isinstance(index, int) else slot >= 0
-            return (x, only_if(keep, lambda kept: kept.at[slot].set(x), kept)), None
+            return (x, only_if(keep, lambda taps: taps.at[slot].set(x), taps)), None
 
-        kept = jnp.zeros((self.config.num_deepstack, *x.shape), x.dtype)
-        (x, kept), _ = run_layers(self.blocks, self.config.num_layers, step, (x, kept), compute)
+        taps = jnp.zeros((self.config.num_deepstack, *x.shape), x.dtype)
+        (x, taps), _ = run_layers(self.blocks, self.config.num_layers, step, (x, taps), compute)
 
         graphdef, params = nnx.split(self.deepstack_mergers)
         maps = [
-            nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], params))(kept[i])
+            nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], params))(taps[i])
             for i in range(self.config.num_deepstack)
         ]
         return self.merger(x), jnp.stack(maps)

@@ -1,8 +1,8 @@
-"""The one table between Hugging Face tensor names and our parameters, used in both directions.
+"""The table of Hugging Face tensor names and our parameters, used in both directions.
 
-Our kernels keep the memory order of the Hugging Face files, output axes first (`q_kernel_nhd` is `q_proj.weight` with
-its rows split into heads). So a parameter is its tensor reshaped, or its layers' tensors stacked and reshaped: nothing
-is ever transposed, conversion is a copy of bytes, and the inverse needs no second table.
+Our kernels keep the Hugging Face files' memory order, output axes first (`q_kernel_nhd` is `q_proj.weight` with its
+rows split into heads). So a parameter is its tensor reshaped, or its layers' tensors stacked and reshaped. Nothing is
+transposed, conversion copies bytes, and the inverse needs no second table.
 """
 
 import math
@@ -20,9 +20,9 @@ from model_port.safetensors_io import HfTensors
 
 LAYER = "{i}"
 EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
-PEFT_PREFIX = "base_model.model."  # before the name of what is adapted
+PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
-READ_BLOCK_BYTES = 64 * 2**20  # held at a time when only some columns of a tensor are wanted
+READ_BLOCK_BYTES = 64 * 2**20  # in memory at a time if only some columns of a tensor are needed
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Rule:
         return [self.hf] if self.count is None else [self.hf.replace(LAYER, str(i)) for i in range(self.count)]
 
     def tensor(self, params: Mapping[str, Any], layer: int) -> Any:
-        """That of a layer, from parameters by path."""
+        """A layer's tensor, from parameters by path."""
         ours = params[self.path] if self.count is None else params[self.path][layer]
         return ours.reshape(self.hf_shape)
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    """The whole table for an architecture, in the order of the Hugging Face files."""
+    """The table for an architecture, in the order of the Hugging Face files."""
     return [*_vision_rules(config), *_text_rules(config)]
 
 
@@ -76,7 +76,7 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
 
 
 def adapter_rules(config: ModelConfig, rank: int) -> dict[str, tuple[Rule, Rule]]:
-    """The same of adapters, under the names of PEFT: A and B, by the path of the kernel that they lie beside."""
+    """The table for adapters, with PEFT's names: the rules of A and B by the path of their kernel."""
     pairs = {}
     for rule in _text_rules(config):
         if rank and (kernel := ADAPTED.fullmatch(rule.path)):
@@ -133,16 +133,16 @@ def _merger_rules(config: ModelConfig, hf: str, ours: str, norm_width: int, coun
 
 
 def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Parameters by path as the tensors of the files, one at a time."""
+    """Yields parameters by path as the files' tensors, one at a time."""
     for rule in rules(config):
         for layer, name in enumerate(rule.hf_names):
             yield name, rule.tensor(params, layer)
 
 
 def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
-    """Every tensor of the table is there with its shape, and nothing else is; otherwise one error that lists it all.
+    """Raises one error that lists all tensors that are missing, unknown or of another shape.
 
-    A tied head may be stored once more, as ZeRO-3 and FSDP gather it: then it must equal the embedding.
+    ZeRO-3 and FSDP also store a tied head, which must then equal the embedding.
     """
     expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
     shapes, source = tensors.shapes, tensors.directory
@@ -150,23 +150,23 @@ def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
         if EMBEDDING in shapes and not _equal(tensors, HEAD, EMBEDDING):
             raise ValueError(
                 f"{source}: config.json has tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}; remove the "
-                f"one that is wrong, or set tie_word_embeddings=false"
+                f"wrong one, or set tie_word_embeddings=false"
             )
         del shapes[HEAD]
     problems = [
         *_listing("missing", sorted(expected.keys() - shapes.keys())),
-        *_listing("not known", sorted(shapes.keys() - expected.keys())),
+        *_listing("unknown", sorted(shapes.keys() - expected.keys())),
         *_listing(
-            "of another shape than config.json says",
+            "with another shape than in config.json",
             [f"{k} {shapes[k]}, not {expected[k]}" for k in expected if k in shapes and shapes[k] != expected[k]],
         ),
     ]
     if problems:
-        raise ValueError(f"{source}: its tensors do not fit its config: " + "; ".join(problems))
+        raise ValueError(f"{source}: its tensors do not match its config: " + "; ".join(problems))
 
 
 def _equal(tensors: HfTensors, name: str, other: str) -> bool:
-    """Whether two tensors have the same values, a block at a time."""
+    """Whether two tensors have the same values, compared block by block."""
     info = tensors.infos[name]
     if info.shape != tensors.infos[other].shape:
         return False
@@ -177,31 +177,31 @@ def _equal(tensors: HfTensors, name: str, other: str) -> bool:
 
 
 def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
-    """Every parameter of a model (or checkpoint) is in the table exactly once, and every entry has its parameter."""
+    """Raises unless the parameters are exactly those in the table."""
     table = [rule.path for rule in rules(config)]
     assert len(table) == len(set(table)), "a parameter is named twice in the table"
     problems = [
         *_listing("missing", sorted(set(table) - paths)),
-        *_listing("not known", sorted(paths - set(table))),
+        *_listing("unknown", sorted(paths - set(table))),
     ]
     if problems:
-        raise ValueError("parameters do not fit the weight table: " + "; ".join(problems))
+        raise ValueError("parameters do not match the weight table: " + "; ".join(problems))
 
 
-def _listing(what: str, names: list[str], most: int = 10) -> list[str]:
+def _listing(problem: str, names: list[str], most: int = 10) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return [f"{len(names)} {what}: {', '.join(names[:most])}{more}"]
+    return [f"{len(names)} {problem}: {', '.join(names[:most])}{more}"]
 
 
 def read_param(tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """`param[index]` of a parameter with the full `shape`, reading only the rows of the files that it covers."""
+    """`param[index]` of a parameter with the full `shape`, reading only the necessary rows of the files."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
         return _read_tensor(tensors, rule.hf, shape, index)
     layers = range(rule.count)[index[0]]
-    if len(layers) == 1:  # without a second copy
+    if len(layers) == 1:  # avoids a second copy
         return _read_tensor(tensors, rule.hf_names[layers[0]], shape[1:], index[1:])[None]
     return np.stack([_read_tensor(tensors, rule.hf_names[i], shape[1:], index[1:]) for i in layers])
 
@@ -210,7 +210,7 @@ def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: t
     if not shape:
         return tensors.read(name)
     hf_rows = tensors.infos[name].shape[0]
-    # Our leading axes may be one HF axis split, e.g. [N, H, D] from [N*H, D]: rows of ours are whole runs of theirs.
+    # Our leading axes may split one HF axis, e.g. [N, H, D] from [N*H, D]: one of our rows is a run of HF rows.
     rows_per_ours = hf_rows // shape[0] if hf_rows % shape[0] == 0 else 1
     whole_rows = all(s == slice(0, n, 1) for s, n in zip(index[1:], shape[1:], strict=True))
     row_bytes = tensors.infos[name].num_bytes // max(shape[0], 1)
@@ -226,7 +226,7 @@ def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: t
 def load_hf_params(
     tensors: HfTensors, config: ModelConfig, abstract: dict[str, Any], dtype: Any
 ) -> dict[str, jax.Array]:
-    """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets just the rows of its shard."""
+    """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets only its shard's rows."""
     check_hf_tensors(config, tensors)
     check_param_paths(config, set(abstract))
     params = {}

@@ -1,12 +1,12 @@
-"""Attention in packed rows, by several programs for one rule (rule.py); each must equal `xla`, which spells it out.
+"""Attention in packed rows: one mask (rule.py) and several implementations, which must all agree with `xla`.
 
-    xla      the oracle: all scores at once
-    blocked  blocks of queries side by side: the fastest on a CPU while rows are short
-    scanned  blocks of queries and keys one after the other: O(T) memory, wherever XLA runs
-    kernel   the same on the chip itself, for TPU (tpu.py) and NVIDIA GPUs (gpu.py)
+    xla      the reference: all scores at once
+    blocked  independent blocks of queries: the fastest on a CPU for short rows
+    scanned  one pair of query and key blocks after the other: O(T) memory on every platform
+    kernel   the same as a Pallas kernel, for TPU (tpu.py) and NVIDIA GPUs (gpu.py)
 
-Unless another is named, short rows are `blocked` everywhere, those of the vision tower too (a frame has 196 patches in
-the published recipe), and long ones are `kernel` where there is one and `scanned` elsewhere (choice.py).
+`auto` computes short rows with `blocked` and long rows with `scanned`, or with the kernel once it has passed its check
+(choice.py, check.py). The vision tower's rows are short in the published recipe: a frame has 196 patches.
 """
 
 from model_port.attention.blocked import blocked_attention

@@ -1,7 +1,7 @@
-"""Attention by blocks of queries, each against the keys before its end only.
+"""Attention by blocks of queries, each against only the keys up to the block's end.
 
-Saves no T x S array for the gradient. The blocks are independent: a CPU runs them side by side, but a compiler also
-keeps the scores of all of them at the same time. So it is for short rows.
+Saves no T x S array for the gradient. The blocks are independent, so a CPU computes them in parallel, but the compiler
+also keeps all their scores at the same time. Use it for short rows.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from model_port.attention.rule import ATTENTION_OUT, MASKED, Layout, attend_mask, scores_of
 
-BLOCK_TOKENS = 128  # queries at a time, a multiple of every chip's tile; small ones skip more of the causal triangle …
-MAX_BLOCKS = 16  # … but each is compiled on its own
+BLOCK_TOKENS = 128  # a multiple of every chip's tile; smaller blocks skip more of the causal triangle …
+MAX_BLOCKS = 16  # … but each block is compiled separately
 
 
 def blocked_attention(
@@ -55,7 +55,7 @@ def _blocked_forward(q: Array, k: Array, v: Array, query: Layout, key: Layout, c
 
 
 def _blocked_backward(causal: bool, saved: Any, d_out: Array) -> tuple[Array | None, ...]:
-    """dS = P * (dP - sum(dO * O)), with P computed again from the saved log-sum-exp."""
+    """dS = P * (dP - sum(dO * O)), with P recomputed from the saved log-sum-exp."""
     q, k, v, query, key, out, log_sums = saved
     d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
     for block, end in score_blocks(q.shape[1], k.shape[1], causal):
@@ -75,7 +75,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def score_blocks(num_queries: int, num_keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
-    """(queries, end of the keys they can see): a row attending to itself is in causal order."""
+    """(queries, end of the keys they may attend to); rows that attend to themselves are in causal order."""
     size = BLOCK_TOKENS * max(1, -(-num_queries // (BLOCK_TOKENS * MAX_BLOCKS)))
     for first in range(0, num_queries, size):
         last = min(first + size, num_queries)

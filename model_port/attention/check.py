@@ -33,7 +33,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """The kernel against the scanned form; prints as the rest of a log line that begins with "attention:"."""
+    """The kernel against the scanned form. As a string, it completes the log line "attention: …"."""
 
     error: float = 0.0  # of outputs and gradients, see `max_error`
     kernel_ms: float = 0.0
@@ -102,13 +102,13 @@ def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> tuple[
         return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
     gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
-    (_, out), found = jax.block_until_ready(gradients(*inputs))
+    (_, out), grads = jax.block_until_ready(gradients(*inputs))
     seconds = []
     for _ in range(TIMED_CALLS):
         start_s = time.perf_counter()
         jax.block_until_ready(gradients(*inputs))
         seconds.append(time.perf_counter() - start_s)
-    arrays = [np.asarray(array[0], np.float32)[np.asarray(real)] for array in (out, *found)]
+    arrays = [np.asarray(array[0], np.float32)[np.asarray(real)] for array in (out, *grads)]
     return arrays, 1e3 * min(seconds)
 
 

@@ -1,4 +1,4 @@
-"""Which form of attention is taken, by name or by what the machine and the length of a row call for."""
+"""Selects the form of attention: by name, or by platform and row length."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -16,8 +16,8 @@ from model_port.sharding import platform
 # auto_kernel is auto with the kernel for long rows: a run asks for it once `check_kernel` has passed on its device.
 Form = Literal["auto", "auto_kernel", "xla", "blocked", "scanned", "kernel"]
 
-# Rows up to here are `blocked`. On a CPU that was measured to be faster as long as the scores of a layer fit; on an
-# accelerator the border is not measured, and stands where these scores are small beside what else a layer makes.
+# Rows up to this length are `blocked`. On a CPU, measurements showed it to be faster as long as a layer's scores fit in
+# memory. On accelerators the limit is not measured; it keeps the scores small relative to a layer's other activations.
 SHORT_ROW_TOKENS = {"cpu": 4096}
 SHORT_ROW_ELSEWHERE = 1024
 
@@ -47,7 +47,7 @@ def form_of(form: Form, num_tokens: int, platform: str) -> Form:
     For long rows `auto` takes a form whose memory grows with the row's length, not with its square.
     """
     if form == "kernel" and platform not in KERNEL_PLATFORMS:
-        raise ValueError(f"model.attention=kernel, but there is none for {platform}; take auto or scanned")
+        raise ValueError(f"model.attention=kernel, but there is none for {platform}; set auto or scanned")
     if form not in ("auto", "auto_kernel"):
         return form
     if num_tokens <= SHORT_ROW_TOKENS.get(platform, SHORT_ROW_ELSEWHERE):
@@ -56,7 +56,7 @@ def form_of(form: Form, num_tokens: int, platform: str) -> Form:
 
 
 def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: str) -> int:
-    """Pairs of tokens of a full causal row whose scores are computed: blocks are computed whole."""
+    """The number of token pairs with computed scores in a full causal row, where blocks are computed entirely."""
     form = form_of(form, num_tokens, platform)
     if form == "xla":
         return num_tokens**2
@@ -84,7 +84,7 @@ def _kernel_and_blocks(platform: str) -> tuple[Attention, Callable[[int, int], i
 
 
 def _of_rows(attend: Callable[..., Array]) -> Attention:
-    """Of rows that attend to themselves."""
+    """Adapts a form with separate query and key layouts to rows that attend to themselves."""
     return lambda q, k, v, layout, causal: attend(q, k, v, layout, layout, causal)
 
 

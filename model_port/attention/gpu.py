@@ -1,17 +1,17 @@
-"""Attention as Pallas kernels for NVIDIA GPUs, lowered through Triton, behind the shell of `flash`.
+"""Attention as Pallas kernels for NVIDIA GPUs, lowered through Triton and wrapped by `flash`.
 
-A program has one block to itself and goes through the blocks of the other side that see it, or that it sees: a list in
-memory, so no pair that is left out is loaded. Keys and values are looked up by the head that a query head shares, never
-repeated, and the gradients of a key add up over all the heads that share it in one program. There are three kernels:
+A program owns one block of queries or keys. It loops over the blocks of the other side that it is connected to, from a
+list in memory, so skipped pairs are never loaded. Keys and values are indexed by key/value head, not repeated for each
+query head, and one program sums a key's gradient over all query heads that share it. There are three kernels:
 
-    kernel    a program for each block of     goes through                      keeps meanwhile
+    kernel    one program per block of        loops over                        accumulates
     forward   queries of a query head         keys, values                      mixed values, peak and sum
     queries   queries of a query head         keys, values                      gradient of the queries
     keys      keys of a key/value head        queries, gradient of the output   gradients of keys and values
 
-A tile is one block of queries against one of keys, chosen so that what a program keeps, and two blocks of the other
-side, one at work and one on its way, fit the smallest chip meant: an A100 with 163 KiB of shared memory, where an H100
-and a B200 have 227. Compilers say that they do, in float32 too. No tile was timed.
+A tile is one block of queries against one block of keys. Its size is chosen so that the accumulators and two blocks of
+the other side, one in use and one being loaded, fit into the smallest supported chip: an A100 with 163 KiB of shared
+memory (H100 and B200 have 227). The compilers accept these sizes, in float32 too. No tile has been timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
-from model_port.attention.flash import TINY, flash_attention, partners, seen_blocks
+from model_port.attention.flash import TINY, flash_attention, neighbors, visible_blocks
 from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, causal_cost, product
-from model_port.attention.rule import MASKED, Seen
+from model_port.attention.rule import MASKED, QueryRuns
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Tiles:
 
 
 TILES = {
-    2: Tiles(Tile(128, 64, warps=8), Tile(128, 64, warps=8), Tile(64, 64, warps=4)),  # bytes of a value
+    2: Tiles(Tile(128, 64, warps=8), Tile(128, 64, warps=8), Tile(64, 64, warps=4)),  # by bytes per value
     4: Tiles(*[Tile(64, 32, warps=4)] * 3),
 }
-BLOCK_TOKENS = 128  # whole tiles of all of them
+BLOCK_TOKENS = 128  # a multiple of every tile
 STAGES = 2
-SMALLEST_HEAD_DIM = 16  # that a product takes; otherwise a power of two
+SMALLEST_HEAD_DIM = 16  # the smallest that Triton's dot accepts; larger ones are powers of two
 
 
 def block_tokens(num_tokens: int, queries_per_key: int) -> int:
@@ -66,32 +66,32 @@ def forward(
     q: Float[Array, "B T K R H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    seen: Seen,
+    runs: QueryRuns,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
     programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False, interpret=interpret)
-    takes, gives = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
-    return programs(_forward, FORWARD, takes, seen, gives)
+    inputs, results = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
+    return programs(_forward, FORWARD, inputs, runs, results)
 
 
 def backward(
     q: Float[Array, "B T K R H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    seen: Seen,
+    runs: QueryRuns,
     log_sum: Float[Array, "B K R T"],
     shared: Float[Array, "B K R T"],
     d_out: Float[Array, "B T K R H"],
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp, once in each kernel."""
-    takes = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
+    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
+    inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
     programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False, interpret=interpret)
-    (d_q,) = programs(_by_queries, BY_QUERIES, takes, seen, [("queries", q.dtype)])
+    (d_q,) = programs(_by_queries, BY_QUERIES, inputs, runs, [("queries", q.dtype)])
     programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True, interpret=interpret)
-    return d_q, *programs(_by_keys, BY_KEYS, takes, seen, [("keys", k.dtype), ("keys", v.dtype)])
+    return d_q, *programs(_by_keys, BY_KEYS, inputs, runs, [("keys", k.dtype), ("keys", v.dtype)])
 
 
 gpu_attention = flash_attention(forward, backward, block_tokens)
@@ -166,7 +166,7 @@ def _d_scores(
     visible: Bool[Array, "t s"],
     scale: float,
 ) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
-    """The weights and the gradient of the scores."""
+    """The attention weights and the gradient of the scores."""
     scores = product(q, k, NT, log_sum.dtype) * scale
     weights = jnp.where(visible, jnp.exp(scores - log_sum[:, None]), 0.0)
     return weights, weights * (product(d_out, v, NT, log_sum.dtype) - shared[:, None]) * scale
@@ -179,13 +179,13 @@ def _visible(i: Array, num_queries: int, first: Array, last: Array) -> Bool[Arra
 
 @dataclass(frozen=True)
 class _Programs:
-    """Calls a kernel for each block of queries of a query head, or for each block of keys of a key/value head."""
+    """Launches a kernel once per block of a query head's queries, or per block of a key/value head's keys."""
 
     rows: int
     num_tokens: int
     kv_heads: int
-    shared: int  # query heads that share a key
-    values: int  # of a head
+    shared: int  # query heads per key/value head
+    values: int  # per head
     wide: Any
     tile: Tile
     by_keys: bool
@@ -205,20 +205,20 @@ class _Programs:
         self,
         kernel: Callable[..., None],
         num_products: int,
-        takes: Sequence[tuple[str, Array]],
-        seen: Seen,
-        gives: Sequence[tuple[str, Any]],
+        inputs: Sequence[tuple[str, Array]],
+        runs: QueryRuns,
+        results: Sequence[tuple[str, Any]],
     ) -> Any:
-        """`takes` and `gives` say what an array is of, and it or its dtype."""
-        wanted = seen_blocks(seen, self.tile.queries, self.tile.keys)
-        others, num_others = partners(wanted.swapaxes(1, 2) if self.by_keys else wanted)
-        specs, shapes = self._specs(others.shape[2]), self._shapes()
-        made = pl.pallas_call(
+        """`inputs` are pairs of a kind and an array, `results` pairs of a kind and a dtype."""
+        needed = visible_blocks(runs, self.tile.queries, self.tile.keys)
+        neighbor_ids, num_neighbors = neighbors(needed.swapaxes(1, 2) if self.by_keys else needed)
+        specs, shapes = self._specs(neighbor_ids.shape[2]), self._shapes()
+        outputs = pl.pallas_call(
             partial(kernel, self.tile, self.values**-0.5),
-            grid=(others.shape[1], 1 if self.by_keys else self.shared, self.kv_heads, self.rows),
-            in_specs=[specs[name] for name in ("others", "number", *(name for name, _ in takes), "seen", "seen")],
-            out_specs=[specs[name] for name, _ in gives],
-            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
+            grid=(neighbor_ids.shape[1], 1 if self.by_keys else self.shared, self.kv_heads, self.rows),
+            in_specs=[specs[name] for name in ("others", "number", *(name for name, _ in inputs), "runs", "runs")],
+            out_specs=[specs[name] for name, _ in results],
+            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in results],
             compiler_params=plgpu.CompilerParams(num_warps=self.tile.warps, num_stages=STAGES),
             cost_estimate=causal_cost(
                 num_products,
@@ -226,12 +226,12 @@ class _Programs:
                 num_tokens=self.num_tokens,
                 block_tokens=self.tile.keys,
                 values=self.values,
-                arrays=[x for _, x in takes],
+                arrays=[x for _, x in inputs],
             ),
             interpret=self.interpret,
-        )(others, num_others[..., None], *(self._padded(name, x) for name, x in takes), *seen)
+        )(neighbor_ids, num_neighbors[..., None], *(self._padded(name, x) for name, x in inputs), *runs)
         return tuple(
-            x if name == "numbers" else x[..., : self.values] for (name, _), x in zip(gives, made, strict=True)
+            x if name == "numbers" else x[..., : self.values] for (name, _), x in zip(results, outputs, strict=True)
         )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -243,7 +243,7 @@ class _Programs:
         }
 
     def _specs(self, most_others: int) -> dict[str, pl.BlockSpec]:
-        """What a program has of an array: its own block, or all of the other side."""
+        """The part of each array that a program gets: its own block, or all blocks of the other side."""
         queries, keys, tokens, values = self.tile.queries, self.tile.keys, self.num_tokens, self.head_dim
         specs = {
             "others": pl.BlockSpec((None, None, most_others), lambda i, r, h, b: (b, i, 0)),
@@ -252,13 +252,13 @@ class _Programs:
         if self.by_keys:
             return specs | {
                 "keys": pl.BlockSpec((None, keys, None, values), lambda j, r, h, b: (b, j, h, 0)),
-                "seen": pl.BlockSpec((None, keys), lambda j, r, h, b: (b, j)),
+                "runs": pl.BlockSpec((None, keys), lambda j, r, h, b: (b, j)),
                 "queries": pl.BlockSpec((None, tokens, None, self.shared, values), lambda j, r, h, b: (b, 0, h, 0, 0)),
                 "numbers": pl.BlockSpec((None, None, self.shared, tokens), lambda j, r, h, b: (b, h, 0, 0)),
             }
         return specs | {
             "keys": pl.BlockSpec((None, tokens, None, values), lambda i, r, h, b: (b, 0, h, 0)),
-            "seen": pl.BlockSpec((None, tokens), lambda i, r, h, b: (b, 0)),
+            "runs": pl.BlockSpec((None, tokens), lambda i, r, h, b: (b, 0)),
             "queries": pl.BlockSpec((None, queries, None, None, values), lambda i, r, h, b: (b, i, h, r, 0)),
             "numbers": pl.BlockSpec((None, None, None, queries), lambda i, r, h, b: (b, h, r, i)),
         }

@@ -1,4 +1,4 @@
-"""Attention as it is written: explicit mask, softmax in float32. The oracle of all other forms."""
+"""Attention written out: explicit mask, softmax in float32. The reference for all other forms."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -1,17 +1,16 @@
-"""Attention by blocks of queries and keys, one pair after the other, in plain XLA: O(T) memory wherever XLA runs.
+"""Attention by one pair of query and key blocks after the other, in plain XLA: O(T) memory on every platform.
 
-Pairs of blocks that do not see each other are not visited, whether they are in another segment, on another branch or
-later in the row.
+Skips pairs of blocks that the mask separates: in another segment, on another branch, or later in the row.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from model_port.attention.flash import TINY, even_blocks, flash_attention, partners, seen_blocks
-from model_port.attention.rule import MASKED, Seen, scores_of
+from model_port.attention.flash import TINY, even_blocks, flash_attention, neighbors, visible_blocks
+from model_port.attention.rule import MASKED, QueryRuns, scores_of
 
-BLOCK_TOKENS = 512  # at most
+BLOCK_TOKENS = 512  # maximum
 
 
 def block_tokens(num_tokens: int, queries_per_key: int) -> int:
@@ -19,10 +18,10 @@ def block_tokens(num_tokens: int, queries_per_key: int) -> int:
 
 
 def _forward(
-    q: Float[Array, "B T K R H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], seen: Seen
+    q: Float[Array, "B T K R H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], runs: QueryRuns
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
     size, wide = block_tokens(q.shape[1], q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
-    keys_of, num_keys_of = partners(seen_blocks(seen, size, size).any(axis=0))
+    keys_of, num_keys_of = neighbors(visible_blocks(runs, size, size).any(axis=0))
 
     def of_queries(i: Array) -> tuple[Array, Array]:
         q_block = _block(q, i, size)
@@ -30,7 +29,7 @@ def _forward(
         def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, mixed = carry
             j = keys_of[i, n]
-            scores = jnp.where(_visible(seen, i, j, size), scores_of(q_block, _block(k, j, size)), MASKED)
+            scores = jnp.where(_visible(runs, i, j, size), scores_of(q_block, _block(k, j, size)), MASKED)
             higher = jnp.maximum(peak, scores.max(axis=-1))
             weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
             new = jnp.einsum(
@@ -53,14 +52,14 @@ def _backward(
     q: Float[Array, "B T K R H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    seen: Seen,
+    runs: QueryRuns,
     log_sum: Float[Array, "B K R T"],
     shared: Float[Array, "B K R T"],
     d_out: Float[Array, "B T K R H"],
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp."""
+    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp."""
     size, wide = block_tokens(q.shape[1], q.shape[3]), log_sum.dtype
-    queries_of, num_queries_of = partners(seen_blocks(seen, size, size).any(axis=0).T)
+    queries_of, num_queries_of = neighbors(visible_blocks(runs, size, size).any(axis=0).T)
 
     def of_keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k_block, v_block = _block(k, j, size), _block(v, j, size)
@@ -70,7 +69,7 @@ def _backward(
             i = queries_of[j, n]
             q_block, d_block = _block(q, i, size), _block(d_out, i, size)
             weights = jnp.exp(scores_of(q_block, k_block) - _block(log_sum, i, size, axis=3)[..., None])
-            weights = jnp.where(_visible(seen, i, j, size), weights, 0.0)
+            weights = jnp.where(_visible(runs, i, j, size), weights, 0.0)
             d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_block, v_block, preferred_element_type=wide)
             d_scores = weights * (d_weights - _block(shared, i, size, axis=3)[..., None]) * q.shape[-1] ** -0.5
             d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
@@ -93,9 +92,9 @@ def _block(x: Array, number: Array, size: int, axis: int = 1) -> Array:
     return lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
 
-def _visible(seen: Seen, i: Array, j: Array, size: int) -> Bool[Array, "B 1 1 t s"]:
+def _visible(runs: QueryRuns, i: Array, j: Array, size: int) -> Bool[Array, "B 1 1 t s"]:
     query = (i * size + jnp.arange(size))[None, :, None]
-    first, last = (_block(side, j, size)[:, None] for side in seen)
+    first, last = (_block(side, j, size)[:, None] for side in runs)
     return ((first <= query) & (query <= last))[:, None, None]
 
 

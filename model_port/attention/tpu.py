@@ -1,13 +1,13 @@
-"""Attention as Pallas kernels for TPU, behind the shell of `flash`.
+"""Attention as Pallas kernels for TPU, wrapped by `flash`.
 
-The grid goes over rows, key/value heads and the pairs of blocks that see each other (`tpu_walk`). All pairs of one
-block come one after the other, and what they add up to stays on the chip meanwhile.
+The grid covers rows, key/value heads and the unmasked pairs of blocks (`tpu_walk`). All pairs of one block are
+consecutive, so the accumulators stay on the chip.
 
-A tile of scores has a line for each key and a lane for each query, those of all heads that share the key side by side.
-So keys and values are loaded once for all these heads, and a number of a query, such as the peak of its scores, is one
+A tile of scores has one line per key and one lane per query. The queries of all heads that share the key are side by
+side, so keys and values are loaded once for these heads, and a number per query, such as the peak of its scores, is one
 lane. There are three kernels:
 
-    kernel    all pairs of a block of   loads with each                   keeps meanwhile
+    kernel    all pairs of a block of   loads for each pair               accumulates
     forward   queries                   keys, values                      mixed values, peak and sum
     queries   queries                   keys, values                      gradient of the queries
     keys      keys                      queries, gradient of the output   gradients of keys and values
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from model_port.attention.flash import TINY, flash_attention
 from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, product
-from model_port.attention.rule import MASKED, Seen
+from model_port.attention.rule import MASKED, QueryRuns
 from model_port.attention.tpu_walk import Pair, Walk, block_tokens
 
 
@@ -30,40 +30,40 @@ def forward(
     q: Float[Array, "B T K R H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    seen: Seen,
+    runs: QueryRuns,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
-    walk = Walk.of(q, seen, by_keys=False, interpret=interpret)
-    takes, gives = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", walk.wide)]
-    return walk(_forward, FORWARD, takes, gives, [(1, walk.lanes), (1, walk.lanes), (walk.head_dim, walk.lanes)])
+    walk = Walk.of(q, runs, by_keys=False, interpret=interpret)
+    inputs, results = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", walk.wide)]
+    return walk(_forward, FORWARD, inputs, results, [(1, walk.lanes), (1, walk.lanes), (walk.head_dim, walk.lanes)])
 
 
 def backward(
     q: Float[Array, "B T K R H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    seen: Seen,
+    runs: QueryRuns,
     log_sum: Float[Array, "B K R T"],
     shared: Float[Array, "B K R T"],
     d_out: Float[Array, "B T K R H"],
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """dS = P * (dP - sum(dO * O)), with P computed again from the log-sum-exp, once for each kernel."""
-    takes = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
-    walk = Walk.of(q, seen, by_keys=False, interpret=interpret)
-    (d_q,) = walk(_backward_of_queries, BY_QUERIES, takes, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
-    walk = Walk.of(q, seen, by_keys=True, interpret=interpret)
-    gives = [("keys", k.dtype), ("keys", v.dtype)]
-    return d_q, *walk(_backward_of_keys, BY_KEYS, takes, gives, [(walk.keys, walk.head_dim)] * 2)
+    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
+    inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
+    walk = Walk.of(q, runs, by_keys=False, interpret=interpret)
+    (d_q,) = walk(_backward_of_queries, BY_QUERIES, inputs, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
+    walk = Walk.of(q, runs, by_keys=True, interpret=interpret)
+    results = [("keys", k.dtype), ("keys", v.dtype)]
+    return d_q, *walk(_backward_of_keys, BY_KEYS, inputs, results, [(walk.keys, walk.head_dim)] * 2)
 
 
 tpu_attention = flash_attention(forward, backward, block_tokens)
 
 
 def _forward(pair: Pair, *refs: Any) -> None:
-    q, k, v, seen, out, log_sum, peak, total, mixed = refs
+    q, k, v, runs, out, log_sum, peak, total, mixed = refs
 
     @pl.when(pair.begins)
     def _() -> None:
@@ -72,7 +72,7 @@ def _forward(pair: Pair, *refs: Any) -> None:
 
     @pl.when(pair.works)
     def _() -> None:
-        scores = jnp.where(pair.visible(seen, peak.shape[1]), _scores(pair, q, k, peak.dtype), MASKED)
+        scores = jnp.where(pair.visible(runs, peak.shape[1]), _scores(pair, q, k, peak.dtype), MASKED)
         higher = jnp.maximum(peak[...], scores.max(axis=0, keepdims=True))
         weights, shrink = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
         peak[...] = higher
@@ -87,24 +87,24 @@ def _forward(pair: Pair, *refs: Any) -> None:
 
 
 def _d_scores(
-    pair: Pair, q: Any, k: Any, v: Any, d_out: Any, log_sum: Any, shared: Any, seen: Any
+    pair: Pair, q: Any, k: Any, v: Any, d_out: Any, log_sum: Any, shared: Any, runs: Any
 ) -> tuple[Float[Array, "s r"], Float[Array, "s r"]]:
-    """The weights and the gradient of the scores."""
+    """The attention weights and the gradient of the scores."""
     weights = jnp.exp(_scores(pair, q, k, log_sum.dtype) - log_sum[...])
-    weights = jnp.where(pair.visible(seen, log_sum.shape[1]), weights, 0.0)
+    weights = jnp.where(pair.visible(runs, log_sum.shape[1]), weights, 0.0)
     d_weights = product(v[...], _lanes(d_out), NT, log_sum.dtype)
     return weights, weights * (d_weights - shared[...]) * pair.scale
 
 
 def _backward_of_queries(pair: Pair, *refs: Any) -> None:
-    *takes, d_q, total = refs
+    *inputs, d_q, total = refs
 
     pl.when(pair.begins)(partial(_zero, total))
 
     @pl.when(pair.works)
     def _() -> None:
-        _, k, *_ = takes
-        _, d_scores = _d_scores(pair, *takes)
+        _, k, *_ = inputs
+        _, d_scores = _d_scores(pair, *inputs)
         total[...] += product(d_scores.astype(k.dtype), k[...], TN, total.dtype)
 
     @pl.when(pair.ends)
@@ -113,14 +113,14 @@ def _backward_of_queries(pair: Pair, *refs: Any) -> None:
 
 
 def _backward_of_keys(pair: Pair, *refs: Any) -> None:
-    *takes, d_k, d_v, total_k, total_v = refs
+    *inputs, d_k, d_v, total_k, total_v = refs
 
     pl.when(pair.begins)(partial(_zero, total_k, total_v))
 
     @pl.when(pair.works)
     def _() -> None:
-        q, _, _, d_out, *_ = takes
-        weights, d_scores = _d_scores(pair, *takes)
+        q, _, _, d_out, *_ = inputs
+        weights, d_scores = _d_scores(pair, *inputs)
         total_k[...] += product(d_scores.astype(q.dtype), _lanes(q), NN, total_k.dtype)
         total_v[...] += product(weights.astype(d_out.dtype), _lanes(d_out), NN, total_v.dtype)
 
@@ -135,10 +135,10 @@ def _scores(pair: Pair, q: Any, k: Any, wide: Any) -> Float[Array, "s r"]:
 
 
 def _lanes(of_queries: Any) -> Float[Array, "r H"]:
-    """All heads of a block of queries, one after the other."""
+    """The queries of all heads in a block, concatenated."""
     return of_queries[...].reshape(-1, of_queries.shape[-1])
 
 
 def _zero(*sums: Any) -> None:
-    for one in sums:
-        one[...] = jnp.zeros_like(one)
+    for total in sums:
+        total[...] = jnp.zeros_like(total)

@@ -1,8 +1,8 @@
-"""How a kernel for TPU walks over the pairs of blocks that see each other, and how arrays lie for it.
+"""The order in which a TPU kernel visits the unmasked pairs of blocks, and the array layout it needs.
 
-The pairs of a row are a list in scalar memory, those of one block in a run. A step of the grid is one pair: what it
-needs is known, and on its way, while the one before is at work. The grid is as long as the longest list, so a pair that
-is left out costs no load and no idle step.
+The pairs of a row are a list in scalar memory, with the pairs of one block in a run. A grid step is one pair. Its
+inputs are prefetched during the step before. The grid is as long as the longest list, so a masked pair costs no load
+and, except in rows with shorter lists, no idle step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from model_port.attention.flash import even_blocks, partners, seen_blocks
+from model_port.attention.flash import even_blocks, neighbors, visible_blocks
 from model_port.attention.products import causal_cost
-from model_port.attention.rule import Seen
+from model_port.attention.rule import QueryRuns
 
-LANES = 128  # to which the values of a head are padded
-BLOCK_TOKENS = 512  # of keys, at most; with smaller blocks the list of a row of 131,072 tokens outgrows scalar memory
-BLOCK_STEP = 256  # so that a block of queries can have half as many
-TILE_QUERIES = 2048  # at most, of all heads that share a key: scores of 4 MiB …
-VMEM_BYTES = 48 * 2**20  # … of which the backward pass holds several, within the 64 MiB that a chip has at least
+LANES = 128  # a head's values are padded to a multiple of this
+BLOCK_TOKENS = 512  # of keys, maximum; with smaller ones the list of a 131,072-token row overflows scalar memory
+BLOCK_STEP = 256  # so that a block of queries can be half as long
+TILE_QUERIES = 2048  # maximum, over all heads that share a key: scores of 4 MiB …
+VMEM_BYTES = 48 * 2**20  # … several of which the backward pass holds; chips have 64 MiB or more
 
 
 def block_tokens(num_tokens: int, queries_per_key: int) -> int:
@@ -34,17 +34,17 @@ def block_tokens(num_tokens: int, queries_per_key: int) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """One pair of blocks: where it is in the list, and who in it sees whom."""
+    """One pair of blocks: its position in the list, and its mask."""
 
     first_query: Array
-    begins: Array  # the first pair of a run
-    works: Array  # not beyond the end of this row's list
+    begins: Array  # this is the first pair of a run
+    works: Array  # this is a pair of this row's list, not padding
     ends: Array
-    num_queries: int  # of a head
+    num_queries: int  # per head
     scale: float
 
-    def visible(self, seen: Any, lanes: int) -> Bool[Array, "s r"]:
-        first, last = (seen[...].T[:, side : side + 1] for side in (0, 1))
+    def visible(self, runs: Any, lanes: int) -> Bool[Array, "s r"]:
+        first, last = (runs[...].T[:, side : side + 1] for side in (0, 1))
         of_head = self.first_query + lax.broadcasted_iota(jnp.int32, (1, self.num_queries), 1)
         query = jnp.tile(of_head, (1, lanes // self.num_queries))
         return (first <= query) & (query <= last)
@@ -52,23 +52,23 @@ class Pair:
 
 @dataclass(frozen=True)
 class Walk:
-    """Calls a kernel for all pairs of blocks that see each other, in runs of one block of queries or of keys."""
+    """Launches a kernel over all unmasked pairs of blocks, in runs of one block of queries or of keys."""
 
     rows: int
     kv_heads: int
-    shared: int  # query heads that share a key
+    shared: int  # query heads per key/value head
     num_tokens: int
-    values: int  # of a head
+    values: int  # per head
     wide: Any
-    seen: Seen
+    runs: QueryRuns
     by_keys: bool
     interpret: bool
 
     @classmethod
-    def of(cls, q: Float[Array, "B T K R H"], seen: Seen, *, by_keys: bool, interpret: bool) -> "Walk":
+    def of(cls, q: Float[Array, "B T K R H"], runs: QueryRuns, *, by_keys: bool, interpret: bool) -> "Walk":
         rows, num_tokens, kv_heads, shared, values = q.shape
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        return cls(rows, kv_heads, shared, num_tokens, values, wide, seen, by_keys, interpret)
+        return cls(rows, kv_heads, shared, num_tokens, values, wide, runs, by_keys, interpret)
 
     @property
     def head_dim(self) -> int:
@@ -76,7 +76,7 @@ class Walk:
 
     @property
     def keys(self) -> int:
-        """Of a block."""
+        """Keys per block."""
         return block_tokens(self.num_tokens, self.shared)
 
     @property
@@ -89,7 +89,7 @@ class Walk:
 
     @property
     def num_others(self) -> int:
-        """Blocks that a block may have in its run."""
+        """The most pairs that one block's run may have."""
         return self.num_tokens // (self.queries if self.by_keys else self.keys)
 
     @property
@@ -100,22 +100,22 @@ class Walk:
         self,
         kernel: Callable[..., None],
         num_products: int,
-        takes: Sequence[tuple[str, Array]],
-        gives: Sequence[tuple[str, Any]],
+        inputs: Sequence[tuple[str, Array]],
+        results: Sequence[tuple[str, Any]],
         keeps: Sequence[tuple[int, ...]],
     ) -> Any:
-        """`takes` and `gives` say what an array is of, and it or its dtype; `keeps` are shapes of sums."""
+        """`inputs` and `results` pair a kind with an array or dtype; `keeps` are the accumulators' shapes."""
         specs, shapes, (pairs, counts) = self._specs(), self._shapes(), self._pairs()
-        made = pl.pallas_call(
+        outputs = pl.pallas_call(
             partial(self._run, kernel),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(self.rows, self.kv_heads, counts.max()),
-                in_specs=[*(specs[name] for name, _ in takes), specs["seen"]],
-                out_specs=[specs[name] for name, _ in gives],
+                in_specs=[*(specs[name] for name, _ in inputs), specs["runs"]],
+                out_specs=[specs[name] for name, _ in results],
                 scratch_shapes=[pltpu.VMEM(shape, self.wide) for shape in keeps],
             ),
-            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in gives],
+            out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in results],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
@@ -125,21 +125,21 @@ class Walk:
                 num_tokens=self.num_tokens,
                 block_tokens=self.keys,
                 values=self.values,
-                arrays=[x for _, x in takes],
+                arrays=[x for _, x in inputs],
             ),
             interpret=self.interpret,
-        )(pairs, counts, *(self._laid_out(name, x) for name, x in takes), jnp.stack(self.seen, axis=1))
-        return tuple(self._given_back(name, x) for (name, _), x in zip(gives, made, strict=True))
+        )(pairs, counts, *(self._laid_out(name, x) for name, x in inputs), jnp.stack(self.runs, axis=1))
+        return tuple(self._given_back(name, x) for (name, _), x in zip(results, outputs, strict=True))
 
     def _pairs(self) -> tuple[Int[Array, " pairs"], Int[Array, " B"]]:
-        """Each as one number, that of the block whose run it is times `num_others` and that of the other.
+        """The pairs of each row and their number; a pair is one integer, `own * num_others + other`.
 
-        Every block has a run, so that something is written for it. A list ends with its last pair, again and again.
+        Every block has a run, so that its output is written. A list is padded by repeating its last pair.
         """
-        wanted = seen_blocks(self.seen, self.queries, self.keys)
-        wanted = wanted.swapaxes(1, 2) if self.by_keys else wanted
-        wanted = wanted.at[:, :, 0].set(wanted[:, :, 0] | ~wanted.any(axis=2))
-        order, counts = partners(wanted.reshape(self.rows, -1))
+        needed = visible_blocks(self.runs, self.queries, self.keys)
+        needed = needed.swapaxes(1, 2) if self.by_keys else needed
+        needed = needed.at[:, :, 0].set(needed[:, :, 0] | ~needed.any(axis=2))
+        order, counts = neighbors(needed.reshape(self.rows, -1))
         step = jnp.minimum(jnp.arange(self.most_pairs)[None], counts[:, None] - 1)
         return jnp.take_along_axis(order, step, axis=1).reshape(-1), counts
 
@@ -149,14 +149,14 @@ class Walk:
 
     def _run(self, kernel: Callable[..., None], pairs: Any, counts: Any, *refs: Any) -> None:
         row, step = pl.program_id(0), pl.program_id(2)
-        before, after = jnp.maximum(step - 1, 0), jnp.minimum(step + 1, self.most_pairs - 1)
+        previous, following = jnp.maximum(step - 1, 0), jnp.minimum(step + 1, self.most_pairs - 1)
         own, other = self._at(pairs, row, step)
         kernel(
             Pair(
                 first_query=(other if self.by_keys else own) * self.queries,
-                begins=(step == 0) | (own != self._at(pairs, row, before)[0]),
+                begins=(step == 0) | (own != self._at(pairs, row, previous)[0]),
                 works=step < counts[row],
-                ends=(step == counts[row] - 1) | (own != self._at(pairs, row, after)[0]),
+                ends=(step == counts[row] - 1) | (own != self._at(pairs, row, following)[0]),
                 num_queries=self.queries,
                 scale=self.values**-0.5,
             ),
@@ -185,11 +185,11 @@ class Walk:
             ),
             "keys": block((None, None, self.keys, self.head_dim), lambda b, h, i, j: (b, h, j, 0)),
             "numbers": block((None, None, None, 1, self.lanes), lambda b, h, i, j: (b, h, i, 0, 0)),
-            "seen": block((None, 2, self.keys), lambda b, h, i, j: (b, 0, j)),
+            "runs": block((None, 2, self.keys), lambda b, h, i, j: (b, 0, j)),
         }
 
     def _laid_out(self, name: str, x: Array) -> Array:
-        """Tokens and values last, which become the lines and lanes of a tile."""
+        """Moves tokens and values last, where they become a tile's lines and lanes."""
         if name == "numbers":
             return jnp.moveaxis(x.reshape(*x.shape[:3], -1, self.queries), 2, 3).reshape(self._shapes()[name])
         return jnp.moveaxis(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, self.head_dim - self.values)]), 1, -2)

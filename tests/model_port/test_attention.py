@@ -10,9 +10,9 @@ from attention_rows import NUM_TOKENS, ROWS, bfloat16_errors, layout, oracles, r
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from model_port.attention import Layout, attention_of, blocked, blocked_attention, form_of, scanned
-from model_port.attention.flash import even_blocks, partners, seen_blocks
+from model_port.attention.flash import even_blocks, neighbors, visible_blocks
 from model_port.attention.plain import xla_attention
-from model_port.attention.rule import attend_mask, seen_by
+from model_port.attention.rule import attend_mask, query_runs
 from model_port.layers import REMAT_POLICIES
 from model_port.sharding import MESH_AXES, make_mesh, on_mesh, platform
 
@@ -30,7 +30,7 @@ def test_a_branch_sees_the_trunk_and_itself_but_no_sibling_and_no_neighbour():
         ".......",  # padding sees nothing
     ]
     mask = np.asarray(attend_mask(row, row, causal=True)[0])
-    assert ["".join("1" if seen else "." for seen in line) for line in mask] == expected
+    assert ["".join("1" if runs else "." for runs in line) for line in mask] == expected
 
 
 def test_vision_sees_its_whole_frame_and_nothing_else():
@@ -92,22 +92,22 @@ def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, hea
 @pytest.mark.parametrize("causal", [True, False])
 def test_who_sees_a_key_is_one_run_of_queries(causal):
     queries = jnp.arange(NUM_TOKENS)[None, :, None]
-    seen = seen_by(ROWS, causal=causal)
-    mask = (seen.first[:, None] <= queries) & (queries <= seen.last[:, None])
+    runs = query_runs(ROWS, causal=causal)
+    mask = (runs.first[:, None] <= queries) & (queries <= runs.last[:, None])
     np.testing.assert_array_equal(mask, attend_mask(ROWS, ROWS, causal=causal))
 
 
 def test_blocks_that_cannot_see_each_other_are_not_visited():
     row = layout("1" * 4 + "1" * 4 + "1" * 4 + "2" * 4 + "0" * 4, "0" * 4 + "1" * 4 + "2" * 4 + "0" * 8)
-    blocks, numbers = partners(seen_blocks(seen_by(row, causal=True), 4, 4))
+    blocks, numbers = neighbors(visible_blocks(query_runs(row, causal=True), 4, 4))
     visited = [line[:number].tolist() for line, number in zip(blocks[0], numbers[0], strict=True)]
     assert visited == [[0], [0, 1], [0, 2], [3], []]  # trunk, both branches, the other sequence, padding
 
 
 def test_blocks_of_queries_and_keys_may_differ():
-    seen = seen_by(layout("1" * 8 + "2" * 4, "0" * 12), causal=True)
+    runs = query_runs(layout("1" * 8 + "2" * 4, "0" * 12), causal=True)
     np.testing.assert_array_equal(
-        seen_blocks(seen, 4, 2)[0], [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 4 + [1, 1]]
+        visible_blocks(runs, 4, 2)[0], [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 4 + [1, 1]]
     )
 
 
@@ -167,7 +167,7 @@ def test_long_rows_never_have_quadratic_memory_unasked(platform, num_tokens, for
 
 
 def test_a_kernel_that_is_not_there_is_refused_with_what_is():
-    with pytest.raises(ValueError, match=r"model\.attention=kernel, but there is none for cpu; take auto or scanned"):
+    with pytest.raises(ValueError, match=r"model\.attention=kernel, but there is none for cpu; set auto or scanned"):
         form_of("kernel", 8192, "cpu")
 
 

@@ -10,7 +10,7 @@ from attention_rows import ROWS, bfloat16_errors, oracles, random_inputs, value_
 
 from model_port.attention import attention_of, choice, gpu, tpu, tpu_walk
 from model_port.attention.check import MAX_ERROR, Heads, KernelCheck, check_kernel, max_error
-from model_port.attention.flash import flash_attention, seen_blocks
+from model_port.attention.flash import flash_attention, visible_blocks
 
 KERNELS = {"tpu": tpu, "gpu": gpu}
 TEXT, VISION = (128, 2, True), (72, 6, False)  # head dim, key/value heads of six, causal
@@ -61,13 +61,13 @@ def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_d
 def test_a_pair_of_blocks_left_out_too_many_is_noticed(kernel, monkeypatch):
     """Token 19 is in a branch, and the first block of keys is its trunk."""
 
-    def one_too_few(seen, query_tokens, key_tokens):
-        return seen_blocks(seen, query_tokens, key_tokens).at[0, 19 // query_tokens, 0].set(False)
+    def one_too_few(runs, query_tokens, key_tokens):
+        return visible_blocks(runs, query_tokens, key_tokens).at[0, 19 // query_tokens, 0].set(False)
 
     expected = outputs(attention_of("xla"))
     np.testing.assert_allclose(outputs(attention(kernel)), expected, atol=1e-5)
     for module in (tpu_walk, gpu):
-        monkeypatch.setattr(module, "seen_blocks", one_too_few)
+        monkeypatch.setattr(module, "visible_blocks", one_too_few)
     assert np.abs(outputs(attention(kernel)) - expected).max() > 0.1
 
 
@@ -94,16 +94,16 @@ def test_the_check_finds_the_kernels_right(kernel, dtype):
     assert min(check.kernel_ms, check.scanned_ms) > 0
 
 
-def without_a_block(seen, query_tokens, key_tokens):
+def without_a_block(runs, query_tokens, key_tokens):
     """Hides the first keys from the last queries of the first sequence."""
-    wanted = seen_blocks(seen, query_tokens, key_tokens)
+    wanted = visible_blocks(runs, query_tokens, key_tokens)
     return wanted.at[0, 32 // query_tokens, 0].set(False)
 
 
 def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
     monkeypatch.setattr(gpu, "TILES", {2: gpu.Tiles(*[gpu.Tile(16, 16, 1)] * 3)})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
-    monkeypatch.setattr(gpu, "seen_blocks", without_a_block)
+    monkeypatch.setattr(gpu, "visible_blocks", without_a_block)
     check = check_kernel(attention(gpu), *HEADS, "bfloat16", num_tokens=64)
     assert not check.passed and str(check).startswith("scanned, because the kernel is wrong: max error ")
 

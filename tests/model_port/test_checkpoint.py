@@ -135,7 +135,7 @@ def test_a_run_directory_gets_its_latest_checkpoint_named(tmp_path):
 def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path):
     shutil.copytree(converted[0], tmp_path / "ckpt")
     (tmp_path / "ckpt" / "params" / "_METADATA").unlink()
-    with pytest.raises(ValueError, match="is not a whole orbax checkpoint"):
+    with pytest.raises(ValueError, match="is not a complete orbax checkpoint"):
         StoredParams(tmp_path / "ckpt")
 
 

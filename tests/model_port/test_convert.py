@@ -70,7 +70,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tiny, tmp_path):
     convert(tiny, dst)
     dst.rename(tmp_path / ".ckpt.replaced")
     partial_directory(dst).mkdir()
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         convert(tiny, dst)
     assert is_checkpoint(dst) and [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
@@ -136,7 +136,7 @@ def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny, tmp_path):
 
 
 def test_neither_directory_nor_hub_id_says_what_is_expected(tmp_path):
-    with pytest.raises(ValueError, match="is not a directory, nor a hub id like Qwen/"):
+    with pytest.raises(ValueError, match="is neither a directory nor a hub id like Qwen/"):
         source_directory(tmp_path / "absent")
 
 

@@ -14,7 +14,7 @@ from model_port.inputs import (
     pack_text,
     pack_vision,
     patch_positions,
-    place,
+    place_tokens,
     split_frames,
 )
 
@@ -28,7 +28,7 @@ def frame(down: int, across: int) -> Frame:
 def test_positions_of_an_image_by_hand():
     """Text 0, start 1, a 2 x 3 block at 2: rows 2-3, columns 2-4; it advances by 3, so the end is at 5."""
     tokens = Tokens(np.array([7, START, *[IMAGE] * 6, END]), (0,))
-    positions, index, following = place(tokens, [frame(4, 6)], [10], CONFIG)
+    positions, index, following = place_tokens(tokens, [frame(4, 6)], [10], CONFIG)
     expected = [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4], [5, 5, 5]]
     assert positions.tolist() == expected
     assert index.tolist() == [-1, -1, 10, 11, 12, 13, 14, 15, -1]
@@ -74,8 +74,11 @@ def test_frames_are_ordered_as_the_ids_show_them():
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda: place(Tokens(np.array([IMAGE] * 3), (0,)), [frame(4, 4)], [0], CONFIG), "needs 4 placeholder tokens"),
-        (lambda: place(Tokens(np.array([IMAGE, 5]), ()), [], [], CONFIG), "1 placeholder tokens have no frame"),
+        (
+            lambda: place_tokens(Tokens(np.array([IMAGE] * 3), (0,)), [frame(4, 4)], [0], CONFIG),
+            "needs 4 placeholder tokens",
+        ),
+        (lambda: place_tokens(Tokens(np.array([IMAGE, 5]), ()), [], [], CONFIG), "1 placeholder tokens have no frame"),
         (lambda: order_frames(np.array([IMAGE]), [], [], [], CONFIG), "no more of them"),
         (lambda: order_frames(np.array([5]), [0], [], [1], CONFIG), "1 image or video frames have no placeholder"),
         (lambda: split_frames(np.ones((5, 3), np.float32), np.array([[1, 2, 2]])), "describes 4 patches.* have 5"),

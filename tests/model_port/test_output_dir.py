@@ -46,9 +46,9 @@ def mark_otherwise(directory):
 @pytest.mark.parametrize(
     ("touch", "problem"),
     [
-        (add, "holds notes.txt, which was put there or changed"),
-        (change, "holds deep/file, which was put there or changed"),
-        (link, "holds deep/elsewhere, which was put there or changed"),
+        (add, "holds notes.txt, which was added or changed"),
+        (change, "holds deep/file, which was added or changed"),
+        (link, "holds deep/elsewhere, which was added or changed"),
         (unmark, "was not written by this program"),
         (mark_otherwise, "holds a list of files that this program did not write"),
     ],
@@ -85,7 +85,7 @@ def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
     write(dst, text="old")
     (tmp_path / "link").symlink_to(dst)
     for source in (dst, dst / "deep", tmp_path / "link" / "deep"):
-        with pytest.raises(ValueError, match=r"lies in .*dst, which would be replaced"):
+        with pytest.raises(ValueError, match=r"is in .*dst, which would be replaced"):
             write(dst, source=source)
     assert files(dst) == {"deep/file": "old"}
 
@@ -105,5 +105,5 @@ def test_a_place_that_cannot_be_written_is_said_at_once(place, reason, tmp_path)
     (tmp_path / ".taken.partial").mkdir()
     (tmp_path / ".taken.partial" / ".lock").symlink_to(tmp_path / "gone" / "away")
     place, reason = (text.format(tmp=tmp_path, long=250 * "x") for text in (place, reason))
-    with pytest.raises(ValueError, match=rf"^{place} cannot be written \({reason}\); choose another place$"):
+    with pytest.raises(ValueError, match=rf"^{place} cannot be written \({reason}\); choose another directory$"):
         write(Path(place))

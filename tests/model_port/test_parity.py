@@ -222,13 +222,13 @@ class TestAblations:
     def test_one_time_per_video_frame(self, tied_pair, monkeypatch):
         from model_port import inputs
 
-        place = inputs.place
+        place = inputs.place_tokens
 
         def all_text(tokens, frames, first_rows, config, start=0):
             positions, index, _ = place(tokens, frames, first_rows, config, start)
             return start + np.repeat(np.arange(len(positions))[:, None], 3, axis=1), index, start + len(positions)
 
-        monkeypatch.setattr(inputs, "place", all_text)
+        monkeypatch.setattr(inputs, "place_tokens", all_text)
         self.assert_noticed(tied_pair, "video")
 
 

@@ -169,9 +169,7 @@ def test_one_pass_does_not_settle_a_ribbon():
 
 def test_bounds_too_close_to_settle_are_refused():
     contract = dataclasses.replace(RECIPE, min_pixels=50176)
-    with pytest.raises(
-        ValueError, match=r"360 x 640 px finds no stable size between min_pixels=50176 and max_pixels=50"
-    ):
+    with pytest.raises(ValueError, match=r"360 x 640 px has no stable size between min_pixels=50176 and max_pixels=50"):
         settled_size(360, 640, contract)
 
 
@@ -366,7 +364,7 @@ def test_broken_json_is_refused(tmp_path):
 def test_two_spellings_that_disagree_are_refused(tmp_path):
     write(tmp_path, "processor_config.json", {"image_processor": RECIPE.to_hf()})
     write(tmp_path, "preprocessor_config.json", PUBLISHED.to_hf())
-    with pytest.raises(ValueError, match="disagree about min_pixels, max_pixels; delete one"):
+    with pytest.raises(ValueError, match="disagree on min_pixels, max_pixels; delete one"):
         VisionContract.from_hf(tmp_path)
 
 
@@ -488,7 +486,7 @@ def test_empty_lists_are_refused():
     ("frames", "message"),
     [
         ([noise(64, 64)], "at least 2 frames, got 1; repeat the frame, or send it as an image"),
-        ([noise(64, 64), noise(32, 64)], r"must share one size, got \[\(32, 64\), \(64, 64\)\]"),
+        ([noise(64, 64), noise(32, 64)], r"must have one size, got \[\(32, 64\), \(64, 64\)\]"),
         ([noise(1, 300)] * 2, "at most 200 times the shorter"),
     ],
 )

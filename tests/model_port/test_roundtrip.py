@@ -212,11 +212,14 @@ def one_row_changed(table):
 BAD_SOURCES = {
     "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
     "truncated": (truncate, "model.safetensors is truncated"),
-    "not safetensors": (lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 999), "not a whole safetensors file"),
+    "not safetensors": (
+        lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 999),
+        "not a complete safetensors file",
+    ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     "integer tensors": (rewrite(lambda t: t.update({HEAD: np.zeros(128, np.int8)})), "dtype I8; supported are"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
-    "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 not known: extra"),
+    "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 unknown: extra"),
     "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
     "tied to another head": (
         rewrite(lambda t: t.update({"lm_head.weight": one_row_changed(t[EMBEDDING])})),
@@ -232,7 +235,7 @@ BAD_SOURCES = {
         "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
-    "no directory": (shutil.rmtree, "is not a directory"),
+    "no directory": (shutil.rmtree, "is neither a directory nor a hub id"),
 }
 
 
@@ -302,7 +305,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tiny, tmp_path, monke
 
 def test_an_existing_destination_is_kept_unless_forced(tiny, tmp_path):
     convert(tiny, tmp_path / "ckpt", "float32")
-    with pytest.raises(ValueError, match=r"exists already; .* --force"):
+    with pytest.raises(ValueError, match=r"already exists; .* --force"):
         convert(tiny, tmp_path / "ckpt")
     convert(tiny, tmp_path / "ckpt", "bfloat16", force=True)
     assert json.loads((tmp_path / "ckpt" / INFO_FILE).read_text())["dtype"] == "bfloat16"

@@ -108,22 +108,22 @@ def entry(**changes):
 DAMAGED_HEADERS = {
     "no JSON": (b"{nonsense", "its header is not JSON"),
     "no object": ([], "its header is not a JSON object"),
-    "no dtype": ({"a": {"shape": [3], "data_offsets": [0, 12]}}, "tensor a is not described by dtype, shape"),
-    "no list": ({"a": entry(shape="3")}, "tensor a is not described by dtype, shape"),
-    "negative": ({"a": entry(shape=[-3])}, "tensor a is not described by dtype, shape"),
+    "no dtype": ({"a": {"shape": [3], "data_offsets": [0, 12]}}, "tensor a lacks a valid dtype, shape"),
+    "no list": ({"a": entry(shape="3")}, "tensor a lacks a valid dtype, shape"),
+    "negative": ({"a": entry(shape=[-3])}, "tensor a lacks a valid dtype, shape"),
     "wrong size": ({"a": entry(data_offsets=[0, 8])}, "tensor a claims 8 bytes, its shape needs 12"),
     "beyond the end": ({"a": entry(data_offsets=[4, 16])}, "is truncated: tensor a ends at byte"),
     "integers": ({"a": entry(dtype="I32")}, "tensor a has dtype I32; supported are F64, F32, F16, BF16"),
-    "a flag": ({"a": entry(shape=[True])}, "tensor a is not described by dtype, shape"),
+    "a flag": ({"a": entry(shape=[True])}, "tensor a lacks a valid dtype, shape"),
     "too deep": (b"[" * 100_000, "its header is not JSON"),
     "overlap": (
         {"a": entry(shape=[2], data_offsets=[0, 8]), "b": entry(shape=[2], data_offsets=[4, 12])},
-        "tensor b begins at byte 4 of the data, expected 8; the file is damaged",
+        "tensor b starts at byte 4 of the data, expected 8; the file is damaged",
     ),
-    "the same bytes": ({"a": entry(), "b": entry()}, "tensor b begins at byte 0 of the data, expected 12"),
+    "the same bytes": ({"a": entry(), "b": entry()}, "tensor b starts at byte 0 of the data, expected 12"),
     "a hole": (
         {"a": entry(shape=[1], data_offsets=[0, 4]), "b": entry(shape=[1], data_offsets=[8, 12])},
-        "tensor b begins at byte 8 of the data, expected 4",
+        "tensor b starts at byte 8 of the data, expected 4",
     ),
     "bytes of no tensor": ({"a": entry(shape=[2], data_offsets=[0, 8])}, "its data are 12 bytes, its tensors have 8"),
 }
@@ -142,7 +142,7 @@ def test_a_damaged_header_is_one_clear_error(kind, tmp_path):
 def test_the_beginning_of_a_file_is_not_a_file(num_bytes, tmp_path):
     save_file(TENSORS, tmp_path / "whole")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:num_bytes])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         HfTensors(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
     with HfTensors(tmp_path) as tensors:
         os.truncate(tmp_path / "model.safetensors", 200)
         last = max(tensors.infos, key=lambda name: tensors.infos[name].start_byte)
-        with pytest.raises(ValueError, match=r"ended at byte \d+ while being read; was it changed"):
+        with pytest.raises(ValueError, match=r"ended at byte \d+ during reading; did another process"):
             tensors.read(last)
 
 

@@ -302,7 +302,7 @@ def test_impossible_options_are_refused_before_anything_is_written(tmp_path, opt
 
 def test_an_existing_destination_is_replaced_only_when_forced(tmp_path):
     make_tiny(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"model exists already; .* --force"):
+    with pytest.raises(ValueError, match=r"model already exists; .* --force"):
         make_tiny(tmp_path / "model", seed=1)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     make_tiny(tmp_path / "model", seed=1, force=True)
@@ -363,7 +363,7 @@ def raiser(problem):
         (ValueError("bad\n  key"), "error: bad key"),
         (RuntimeError("no token"), "error: no token"),
         (FileNotFoundError(2, "No such file or directory", "a/b"), "error: a/b: No such file or directory"),
-        (KeyError("x"), "error: KeyError 'x' (not expected: --debug shows where)"),
+        (KeyError("x"), "error: KeyError 'x' (unexpected: --debug shows where)"),
     ],
 )
 def test_errors_are_one_line_unless_debugging(monkeypatch, capsys, problem, line):

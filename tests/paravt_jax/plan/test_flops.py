@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from model_port.attention import gpu, tpu
-from model_port.attention.rule import Seen
+from model_port.attention.rule import QueryRuns
 from paravt_jax.plan.flops import product_flops
 
 X, W = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32)
@@ -54,8 +54,8 @@ def test_kernels_cost_nine_products_of_the_pairs_that_see_each_other(kernel):
     numbers = jax.ShapeDtypeStruct((rows, heads, shared, tokens), jnp.float32)
 
     def both(q, k, ids, numbers):
-        seen = Seen(ids, ids)
-        return kernel.forward(q, k, k, seen), kernel.backward(q, k, k, seen, numbers, numbers, q)
+        runs = QueryRuns(ids, ids)
+        return kernel.forward(q, k, k, runs), kernel.backward(q, k, k, runs, numbers, numbers, q)
 
     found = product_flops(jax.make_jaxpr(both)(q, k, ids, numbers).jaxpr)
     causal_pairs = rows * heads * shared * tokens**2 / 2

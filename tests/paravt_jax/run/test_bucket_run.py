@@ -107,7 +107,7 @@ def test_half_a_checkpoint_is_never_believed_and_is_cleared(where, gcs, tiny_hf,
     assert len(said) == 1 and "The checkpoint of step 2 could not be written" in said[0] and "step 1" in said[0]
     gcs.trouble = lambda method, name: None
     assert [name for name in gcs.names(CHECKPOINTS) if name.startswith("2/")]
-    with pytest.raises(ValueError, match="is not whole"):
+    with pytest.raises(ValueError, match="is incomplete"):
         model_port.load(f"{ADDRESS}/checkpoints/2")
     assert restored(tiny_hf, subject) == {"step": 1} and bits(subject) == expected[1]
     assert not [name for name in gcs.names(CHECKPOINTS) if name.startswith("2/")]
@@ -161,7 +161,7 @@ def test_a_second_record_of_a_step_is_refused(gcs, tiny_hf, subject):
 
     said = []
     saved(tiny_hf, subject, 1, said=said, before_commit=another_was_faster)
-    assert "was written by somebody else meanwhile" in said[0]
+    assert "was written by another process at the same time" in said[0]
 
 
 def test_two_runs_in_one_directory_are_refused_and_a_dead_one_is_taken_over(gcs, tmp_path, monkeypatch, capsys):

@@ -151,7 +151,7 @@ def test_adapters_go_on_bit_for_bit_beside_a_base_that_is_not_stored(tiny_hf, tm
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (dict(base=AdapterBase("other", "float32", "0" * 32)), "was trained beside the weights of .* these are others"),
+        (dict(base=AdapterBase("other", "float32", "0" * 32)), "was trained with other weights than .* has now"),
         (dict(lora=LoraConfig(3, 7.0)), r"is of lora\.alpha=6, not 7"),
     ],
 )

@@ -63,7 +63,7 @@ def test_auto_takes_the_accelerators_kernel_only_if_it_agrees_there(tiny_hf, tmp
 
 def test_a_model_at_the_place_of_our_own_files_is_refused_and_stays(tiny_hf, tmp_path):
     model = shutil.copytree(tiny_hf, tmp_path / HF_FILES_DIR)
-    with pytest.raises(ValueError, match=r"lies in .*hf_files, which would be replaced"):
+    with pytest.raises(ValueError, match=r"is in .*hf_files, which would be replaced"):
         opened(model, tmp_path)
     with pytest.raises(ValueError, match="was written as tiny and moved here"):
         opened(tiny_hf, tmp_path)
