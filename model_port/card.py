@@ -19,7 +19,7 @@ CURVES = ("rewards.png", "loss.png")  # of RUN/plots; the first that exists is s
 LICENSES = {"Qwen/Qwen3-VL-": "apache-2.0"}  # of base models, by the start of their names
 SHOWN_SETTINGS = (
     *("train.num_steps", "sft.num_steps", "train.prompts_per_step", "train.group_size", "video.frame_budgets"),
-    *("optim.learning_rate", "loss.kind", "loss.kl_coef", "advantage.credit", "rollout.dispatch", "lora.rank", "seed"),
+    *("optim.learning_rate", "loss.name", "loss.kl_coef", "advantage.credit", "rollout.dispatch", "lora.rank", "seed"),
 )
 DIGEST_CHARS = 12
 SCORERS = {"strict": "ours", "official": "the benchmark's"}

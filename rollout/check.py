@@ -29,7 +29,7 @@ from rollout.engine.discovery import check_url
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
-from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.episode import TOKEN_PX, Agent, EpisodeConfig, Task
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
 from rollout.parity import TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
@@ -161,7 +161,7 @@ async def _server_scores(
 
 def sampled_positions(ledger: Ledger, chat: Chat) -> np.ndarray:
     """The positions of the sampled ids after expansion."""
-    counts = ledger.num_tokens_each(chat.image_id, EpisodeConfig.token_px)
+    counts = ledger.num_tokens_each(chat.image_id, TOKEN_PX)
     return (np.cumsum(counts) - 1)[ledger.sampled_mask]
 
 

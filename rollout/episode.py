@@ -38,6 +38,7 @@ from rollout.video.box import Box
 from rollout.video.reader import VideoError, VideoTimeout
 
 Dispatch = Literal["parallel", "sequential", "none"]
+TOKEN_PX = 32  # side of the square of a picture that is one token, in every Qwen3-VL
 MIN_NEW_TOKENS = 16  # with less room than this in the context, a turn is not begun
 MAX_ANSWER_CHARS = 8_000  # of what a tool says beside a report; no engine bounds it
 MAX_TOKENS = 2**20  # four times the context of the published models
@@ -48,7 +49,6 @@ MOST = {  # of settings, which a model's own file may state: memory grows with t
     "max_context_tokens": MAX_TOKENS,
     "subagent_new_tokens": MAX_TOKENS,
     "subagent_max_frames": 4096,
-    "token_px": 1024,
 }
 
 
@@ -68,10 +68,7 @@ class EpisodeConfig:
     subagent_max_frames: int = 16  # of the part of a video that a call looks at
     temperature: float = 0.7  # 0: always the likeliest token
     top_p: float = 1.0  # below 1: only the likeliest tokens that have this probability together
-    token_px: int = 32  # side of the square of a picture that is one token
-    turn_deadline_s: float = 600.0  # of the engine, for a turn
-    call_deadline_s: float = 300.0  # of a call, its frames and its report
-    min_video_deadline_s: float = 60.0  # of a decoder's job; many pixels or a large file extend it
+    turn_deadline_s: float = 600.0  # of the engine, for a turn; a call has half of it, a decoder a tenth or more
     prompts: Prompts = field(default_factory=Prompts)
     prompts_file: str = ""  # YAML with keys of prompts, in place of settings of them; empty: none
 
@@ -106,6 +103,16 @@ class EpisodeConfig:
                 f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
                 f"rollout.max_new_tokens={self.max_new_tokens}"
             )
+
+    @property
+    def call_deadline_s(self) -> float:
+        """Of a call: its frames and its report."""
+        return self.turn_deadline_s / 2
+
+    @property
+    def min_video_deadline_s(self) -> float:
+        """Of a decoder's job; many pixels or a large file extend it."""
+        return self.turn_deadline_s / 10
 
     @property
     def toolbox(self) -> tuple[Tool, ...]:
@@ -362,7 +369,7 @@ class _EpisodeRun:
     def room(self, ledger: Ledger) -> int:
         """Tokens that a dialogue may still grow by."""
         config = self.agent.config
-        used = ledger.num_tokens_each(self.agent.chat.image_id, config.token_px)
+        used = ledger.num_tokens_each(self.agent.chat.image_id, TOKEN_PX)
         return config.max_context_tokens - int(used.sum())
 
     async def speak(self, turn_number: int) -> Turn | None:
@@ -524,7 +531,7 @@ class _EpisodeRun:
 
     def _fail(self, result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:
         result.outcome, result.problem = outcome, _cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
-        result.response = self.agent.config.prompts.error.format(message=_cut(message, MAX_ANSWER_CHARS))
+        result.response = f"Error: {_cut(message, MAX_ANSWER_CHARS)}."
 
 
 def _rounded(times_s: Sequence[float | int]) -> list[float]:

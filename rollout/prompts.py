@@ -17,8 +17,6 @@ PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "without_tool": {"question": "", "names": ""},
     "subagent_intro": {"start_s": 0.0, "end_s": 0.0, "num_frames": 0},
     "subagent_instruction": {"question": ""},
-    "clamped": {"start_s": 0.0, "end_s": 0.0},
-    "error": {"message": ""},
 }
 MAX_TEXT_CHARS = 100_000  # as rows of data may have
 MAX_PLACEHOLDERS = 64  # of a text, since each may stand for as much as a question
@@ -54,10 +52,6 @@ class Prompts:
     )
     # after the responses to the last calls that can be made
     last_turn: str = "This was the last call. Answer now."
-    # before a report on a window whose end was cut off
-    clamped: str = "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f} to {end_s:.1f} was looked at."
-    # in place of a report
-    error: str = "Error: {message}."
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from model_port.inputs import Frame
+from paravt_jax.learner.optim import BETAS, EPSILON
 from paravt_jax.learner.packing import Dialogue
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 
@@ -39,9 +40,7 @@ class TorchLearner:
         ref = load_reference(ref_folder or folder) if loss.kl_coef else None
         self.ref = None if ref is None else ref.to(device).requires_grad_(False)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self.trainable, optim.learning_rate, (optim.beta1, optim.beta2), optim.eps, optim.weight_decay
-        )
+        self._optimizer = torch.optim.AdamW(self.trainable, optim.learning_rate, BETAS, EPSILON, optim.weight_decay)
 
     def update(
         self, dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], denominator: float
@@ -98,7 +97,7 @@ class TorchLearner:
         policy_logp = self._logp(self.model, inputs, begin)[kept]
         prox_logp = policy_logp.detach()  # the first update on fresh rollouts
         ratio = (policy_logp - prox_logp).exp()
-        numbers = self.loss.all_numbers
+        numbers = self.loss.all_params
         clipped = ratio.clamp(1 - numbers["clip_low"], 1 + numbers["clip_high"])
         weight = (prox_logp - behavior_logp).exp()
         weight = weight.where(weight <= self.loss.behavior_cap, 0.0)

@@ -92,7 +92,6 @@ class Evaluation:
             self.loaded.split,
             frame_budget,
             self.config.eval.num_samples,
-            self.config.eval.max_in_flight,
         )
 
     def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
@@ -134,7 +133,7 @@ async def _open_worker(
     gpus = place_servers(config.engine, 0)  # SGLang servers compute everything
     own = config.engine.kind == "jax"
     config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
-    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     plugin = load_plugin(config.reward)
     policy = await policy_of(config, directory, data=f"{len(samples):,} samples")
     if policy.adapter is not None and config.engine.kind == "sglang":

@@ -67,7 +67,7 @@ def scorer_digest(config: EvalConfig) -> str:
     """A hash of the scorers' source code and settings."""
     folder = Path(rewards.__file__).parent
     sources = [(folder / f"{name}.py").read_text() for name in SCORERS]
-    return digest([sources, asdict(config.reward), config.judge and config.judge.model])
+    return digest([sources, asdict(config.reward), config.judge.model or None])
 
 
 def model_record(path: str, source: Path) -> dict[str, Any]:

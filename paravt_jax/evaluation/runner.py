@@ -23,6 +23,9 @@ SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{line
 ENGINE_REASONS = ("engine", "deadline")
 
 
+MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames in memory
+
+
 @dataclass(frozen=True, eq=False)
 class CellRunner:
     """Runs the samples of one cell."""
@@ -32,7 +35,6 @@ class CellRunner:
     split: PublicSplit | None
     frame_budget: int
     num_samples: int  # episodes per sample
-    max_in_flight: int
 
     async def run(self, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]) -> None:
         """Runs the samples of `todo`, by key, and logs each as it ends. `finished` counts in the progress.
@@ -52,7 +54,7 @@ class CellRunner:
         with Meter(tally.summary(), len(todo), "sample") as meter:
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(self.max_in_flight, len(todo))):
+                    for _ in range(min(MAX_IN_FLIGHT, len(todo))):
                         tasks.create_task(work())
             except ExceptionGroup as problems:
                 raise problems.exceptions[0] from None
@@ -88,7 +90,7 @@ class CellRunner:
         return replace(prompt, question=question), "shown"
 
     def _check(self, tally: "Tally") -> None:
-        if tally.num_failed_in_a_row > 2 * self.max_in_flight:
+        if tally.num_failed_in_a_row > 2 * MAX_IN_FLIGHT:
             raise RuntimeError(
                 f"{self.name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
                 f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"

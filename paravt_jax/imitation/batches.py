@@ -21,6 +21,7 @@ from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
+STEPS_AHEAD = 2  # steps whose batches are prepared while the learner computes
 RENDERED_AHEAD = 32  # traces whose frames are decoded concurrently
 
 
@@ -68,7 +69,7 @@ class TraceBatches:
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
         self._next = first
         self._num_left_out = 0  # consecutive traces
-        self._made: asyncio.Queue[TraceBatch] = asyncio.Queue(imitation.steps_ahead)
+        self._made: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
         self._maker: asyncio.Task[None] | None = None
 
     async def next_batch(self) -> TraceBatch:

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
+EPSILON = 1e-6  # added to the std, far below the std of any group with spread
 ROUNDING = 1e-8  # smaller differences between rewards are rounding
 
 
@@ -181,4 +182,4 @@ def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageCon
         return 1.0
     distances = [values[present] - values[present].mean() for present, values in groups if present.any()]
     joined = np.concatenate([np.zeros(0), *distances])
-    return float(joined.std()) + config.epsilon if np.any(np.abs(joined) > ROUNDING) else 1.0
+    return float(joined.std()) + EPSILON if np.any(np.abs(joined) > ROUNDING) else 1.0

@@ -5,14 +5,13 @@ even if it also spells a neighbor.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from paravt_jax.learner.advantages import EpisodeAdvantage, token_advantages
 from paravt_jax.learner.packing import Dialogue
-from paravt_jax.learner.settings import ANCHORS, Anchor
 from paravt_jax.rewards.grammar import Place, Tag
 from paravt_jax.rewards.terms import AnchorProperty, RewardTerms
 from rollout.chat import Chat
@@ -34,11 +33,10 @@ def dialogues_of(
     chat: Chat,
     token_px: int,
     *,
-    anchors: Collection[Anchor] = ANCHORS,
     subagent_loss: bool = False,
 ) -> list[Dialogue]:
     """The main agent's dialogue and, with `subagent_loss`, its sub-agents', if they have loss tokens."""
-    structural = struct_mask(episode, terms.tags, chat, anchors)
+    structural = struct_mask(episode, terms.tags, chat)
     main = main_advantages(episode, earned, terms, structural, chat)
     dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px)]
     for ledger in episode.ledgers[1:] if subagent_loss else []:
@@ -75,13 +73,10 @@ def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat:
                 yield Place(number, places[0][0], places[-1][1]), value
 
 
-def struct_mask(
-    episode: Episode, tags: Sequence[Tag], chat: Chat, anchors: Collection[Anchor] = ANCHORS
-) -> Bool[np.ndarray, " n"]:
-    """struct(o): the sampled tokens of the main agent that spell a selected tag, or end a turn."""
-    places = [tag.place for tag in tags if _selected(tag, anchors)]
-    if "turn_end" in anchors:
-        places += [Place(number, len(turn.text), len(turn.text)) for number, turn in enumerate(episode.turns)]
+def struct_mask(episode: Episode, tags: Sequence[Tag], chat: Chat) -> Bool[np.ndarray, " n"]:
+    """struct(o): the main agent's sampled tokens that spell a closing tag, an opening one or a turn's end."""
+    places = [tag.place for tag in tags if tag.closing or tag.name in OPENED_BY_MODEL]
+    places += [Place(number, len(turn.text), len(turn.text)) for number, turn in enumerate(episode.turns)]
     return token_mask(episode, places, chat)
 
 
@@ -108,12 +103,6 @@ def token_mask(episode: Episode, places: Sequence[Place], chat: Chat) -> Bool[np
         if any(start == stop for start, stop in of_turn) and _ends(turn, ids, chat):
             mask[end - 1] = True
     return mask & episode.ledger.sampled_mask
-
-
-def _selected(tag: Tag, anchors: Collection[Anchor]) -> bool:
-    if tag.closing:
-        return "closings" in anchors
-    return "openings" in anchors and tag.name in OPENED_BY_MODEL
 
 
 def _ends(turn: Turn, ids: np.ndarray, chat: Chat) -> bool:

@@ -39,10 +39,11 @@ from paravt_jax.learner.objectives import (
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
-from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS, LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
+MAX_BAD_STEPS = 5  # updates in a row whose gradients are not finite: they are skipped, then the run stops
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # as jax calls them
 
 
@@ -96,14 +97,12 @@ class Learner:
         """The current policy. It shares its arrays with the state, and the next update donates them."""
         return nnx.merge(self._structure, *self.state.params)
 
-    def update(
-        self, parts: Sequence[StepPart], num_dialogues: int, *, geometric_mask: bool = False
-    ) -> dict[str, float]:
+    def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:
         """An RL step: one optimizer step per part. Returns the metrics of all parts.
 
-        `num_dialogues` bounds the dialogues of a part. `geometric_mask` turns that mask on for this step.
+        `num_dialogues` bounds the dialogues of a part.
         """
-        spec = LossSpec.of(self.loss, self._variant, geometric_mask=geometric_mask)
+        spec = LossSpec.of(self.loss, self._variant)
         objective = PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
         reports = []
         for part in parts:
@@ -185,7 +184,7 @@ class Learner:
                     self._temperature,
                     inputs(number, batch, visual),
                     objective=objective,
-                    chunk_tokens=self.optim.head_chunk_tokens,
+                    chunk_tokens=HEAD_CHUNK_TOKENS,
                 )
                 totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
             step, frozen = int(self.state.step), self.state.frozen
@@ -207,7 +206,7 @@ class Learner:
         return None if batch.vision is None else programs.see(self._structure, params, batch.vision)
 
     def _score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"]:
-        chunk_tokens = self.optim.head_chunk_tokens
+        chunk_tokens = HEAD_CHUNK_TOKENS
         return programs.score(self._structure, params, batch, visual, self._temperature, chunk_tokens=chunk_tokens)
 
     def _ref_logp(self, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"] | None:
@@ -220,9 +219,9 @@ class Learner:
 
     def _check_gradients(self) -> None:
         num_bad = int(self.state.num_bad)
-        if num_bad >= self.optim.max_bad_steps:
+        if num_bad >= MAX_BAD_STEPS:
             raise RuntimeError(
-                f"gradients were not finite in {num_bad} updates in a row (optim.max_bad_steps); the weights are those "
+                f"gradients were not finite in {num_bad} updates in a row; the weights are those "
                 f"of step {int(self.state.step) - num_bad}"
             )
 
@@ -274,7 +273,6 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
         "loss/ratio_p01": ratio_quantile(np.asarray(sums.ratio_counts), 0.01),
         "loss/ratio_p99": ratio_quantile(np.asarray(sums.ratio_counts), 0.99),
         "loss/capped_frac": float(loss.num_capped) / num_tokens,
-        "loss/geometric_masked_frac": float(loss.num_geometric_masked) / num_tokens,
         "loss/num_tokens": float(loss.num_tokens),
         "loss/entropy": float(by_class.entropy.sum()) / num_tokens,
         "mismatch/behavior_kl": float(loss.behavior_kl) / num_tokens,

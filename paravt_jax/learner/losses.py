@@ -6,7 +6,7 @@ The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss 
 
     loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
-The sampler correction (w, its cap, the geometric mask) applies to the policy term; the KL term covers every loss
+The sampler correction (w and its cap) applies to the policy term; the KL term covers every loss
 token. Capped and masked tokens still count in N, so a correction that removes half of a step halves its update instead
 of doubling the other half.
 """
@@ -41,19 +41,16 @@ class LossSpec:
     behavior_correction: BehaviorCorrection
     kl_estimator: KlEstimator
     kl_in_loss: bool
-    geometric_mask: bool
     needs_sequences: bool
 
     @classmethod
-    def of(cls, config: LossConfig, variant: Variant, *, geometric_mask: bool = False) -> "LossSpec":
-        """`geometric_mask` turns that mask on even if the config does not."""
+    def of(cls, config: LossConfig, variant: Variant) -> "LossSpec":
         return cls(
             variant,
             config.behavior_correction,
             config.kl_estimator,
             kl_in_loss=config.kl_in == "loss" and config.kl_coef > 0,
-            geometric_mask=geometric_mask or config.geometric_mask,
-            needs_sequences=geometric_mask or config.needs_sequences,
+            needs_sequences=config.needs_sequences,
         )
 
 
@@ -63,13 +60,10 @@ class LossCoefs(NamedTuple):
     params: Mapping[str, Number]  # the variant's keyword arguments
     behavior_cap: Number
     kl_coef: Number
-    geometric_low: Number
-    geometric_high: Number
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossCoefs":
-        bounds = config.geometric_low, config.geometric_high
-        return cls(config.all_numbers, config.behavior_cap, config.kl_coef, *bounds)
+        return cls(config.all_params, config.behavior_cap, config.kl_coef)
 
 
 class LossSums(NamedTuple):
@@ -83,18 +77,17 @@ class LossSums(NamedTuple):
     num_clipped_low: Float[Array, ""]
     num_clipped_high: Float[Array, ""]
     num_capped: Float[Array, ""]  # tokens with w above the cap, masked or truncated
-    num_geometric_masked: Float[Array, ""]
 
 
 def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> LossSums:
     """The loss of these tokens, and the sums to report."""
     if spec.needs_sequences and (tokens.sequence_ids is None or tokens.num_sequences < 1):
-        raise ValueError(f"{spec.variant.__name__} needs sequence_ids and num_sequences, also for geometric_mask")
+        raise ValueError(f"{spec.variant.__name__} needs sequence_ids and num_sequences")
     if spec.kl_in_loss and tokens.ref_logp is None:
         raise ValueError("loss.kl_coef with loss.kl_in=loss needs ref_logp; set loss.kl_coef=0")
     tokens, mask = tokens.masked(), tokens.loss_mask
     result = spec.variant(tokens, **coefs.params)
-    correction, capped, outside = _correction(spec, coefs, tokens)
+    correction, capped = _correction(spec, coefs, tokens)
 
     def weighted(values: Float[Array, "*t"]) -> Float[Array, ""]:
         return jnp.sum(masked(result.weight * values, mask))
@@ -118,26 +111,20 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
         num_clipped_low=count(result.clipped_low),
         num_clipped_high=count(result.clipped_high),
         num_capped=count(capped),
-        num_geometric_masked=count(outside),
     )
 
 
 def _correction(
     spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens
-) -> tuple[Float[Array, "*t"], Bool[Array, "*t"], Bool[Array, "*t"]]:
-    """w after cap and geometric mask; the tokens above the cap, and the tokens of sequences outside the bounds."""
-    log_weight, loss_mask = tokens.prox_logp - tokens.behavior_logp, tokens.loss_mask
-    weight, capped, outside = bounded_exp(log_weight), jnp.zeros_like(loss_mask), jnp.zeros_like(loss_mask)
+) -> tuple[Float[Array, "*t"], Bool[Array, "*t"]]:
+    """w after the cap, and the tokens above the cap."""
+    weight, capped = bounded_exp(tokens.prox_logp - tokens.behavior_logp), jnp.zeros_like(tokens.loss_mask)
     if spec.behavior_correction == "none":
         weight = jnp.ones_like(weight)
     else:
         capped = weight > coefs.behavior_cap
         weight = jnp.where(capped, coefs.behavior_cap if spec.behavior_correction == "truncate" else 0.0, weight)
-    if spec.geometric_mask:
-        mean = bounded_exp(tokens.sequence_means(log_weight))
-        outside = loss_mask & ((mean < coefs.geometric_low) | (mean > coefs.geometric_high))
-        weight = jnp.where(jnp.isnan(mean), mean, jnp.where(outside, 0.0, weight))
-    return stop_gradient(weight), capped, outside
+    return stop_gradient(weight), capped
 
 
 def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:
@@ -203,10 +190,8 @@ def ratio_quantile(counts: Float[np.ndarray, " H"], quantile: float) -> float:
 
 def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
     """The action for a step with this mean behavior KL; NaN or infinity stops the run."""
-    if not math.isfinite(behavior_kl) or behavior_kl >= config.stop_kl:
+    if not math.isfinite(behavior_kl) or behavior_kl >= config.max_kl:
         return "stop"
-    if behavior_kl >= config.geometric_mask_kl:
-        return "geometric_mask"
     return "warn" if behavior_kl >= config.warn_kl else "ok"
 
 

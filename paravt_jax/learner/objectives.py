@@ -34,15 +34,15 @@ Objective = Callable[[Float[Array, "B A"], Float[Array, "B A"], TrainBatch, Any]
 
 
 def variant_of(loss: LossConfig) -> Variant:
-    """The function that `loss.kind` names, shipped or the user's. Raises ValueError if the user's cannot be used."""
+    """The function that `loss.name` names, shipped or the user's. Raises ValueError if the user's cannot be used."""
     if not loss.is_own:
-        return VARIANTS[loss.kind]
-    function = load_function("loss.kind", loss.kind)
+        return VARIANTS[loss.name]
+    function = load_function("loss.name", loss.name)
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    check_names(loss.kind, loss.numbers, [parameter.name for parameter in parameters])
+    check_names(loss.name, loss.params, [parameter.name for parameter in parameters])
     for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in loss.numbers:
-            raise ValueError(f"loss.kind={loss.kind} needs loss.numbers.{parameter.name}: it has no default there")
+        if parameter.default is parameter.empty and parameter.name not in loss.params:
+            raise ValueError(f"loss.name={loss.name} needs loss.params.{parameter.name}: it has no default there")
     return _contained(function)
 
 

@@ -9,14 +9,13 @@ from jaxtyping import Array, Float
 from paravt_jax.learner.settings import OptimConfig
 
 Number = float | Float[Array, ""]
+BETAS = 0.9, 0.999  # published
+EPSILON = 1e-8
 
 
 class OptimNumbers(NamedTuple):
     learning_rate: Number
     weight_decay: Number
-    beta1: Number
-    beta2: Number
-    eps: Number
     max_grad_norm: Number
 
 
@@ -25,9 +24,6 @@ def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
     return OptimNumbers(
         learning_rate(config, step, num_steps),
         config.weight_decay,
-        config.beta1,
-        config.beta2,
-        config.eps,
         config.max_grad_norm,
     )
 
@@ -46,7 +42,5 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 def optimizer(numbers: OptimNumbers) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(numbers.max_grad_norm),
-        optax.adamw(
-            numbers.learning_rate, numbers.beta1, numbers.beta2, numbers.eps, weight_decay=numbers.weight_decay
-        ),
+        optax.adamw(numbers.learning_rate, *BETAS, EPSILON, weight_decay=numbers.weight_decay),
     )

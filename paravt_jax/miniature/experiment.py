@@ -25,11 +25,11 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
 READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
 VARIANTS = {  # of PARA-GRPO: the settings that make each
-    "loss_grpo": ("loss.kind=grpo",),
-    "loss_dapo": ("loss.kind=dapo",),
-    "loss_dr_grpo": ("loss.kind=dr_grpo", "advantage.normalise=none"),
-    "loss_gspo": ("loss.kind=gspo",),
-    "loss_cispo": ("loss.kind=cispo",),
+    "loss_grpo": ("loss.name=grpo",),
+    "loss_dapo": ("loss.name=dapo",),
+    "loss_dr_grpo": ("loss.name=dr_grpo", "advantage.normalise=none"),
+    "loss_gspo": ("loss.name=gspo",),
+    "loss_cispo": ("loss.name=cispo",),
     "credit_span": ("advantage.credit=span",),
     "credit_sequence": ("advantage.credit=sequence",),
     "normalise_batch": ("advantage.normalise=batch",),

@@ -33,6 +33,7 @@ from paravt_jax.learner.objectives import OldLogProbs, PolicyInputs, PolicyObjec
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
+from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
@@ -136,7 +137,7 @@ class _AbstractLearner:
 
     def score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> "_Compiled":
         arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)
-        return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=self.config.optim.head_chunk_tokens)
+        return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS)
 
     def add_gradients(self, batch: TrainBatch, visual: Visual | None, old: OldLogProbs) -> "_Compiled":
         objective, numbers = imitation, 1.0
@@ -151,7 +152,7 @@ class _AbstractLearner:
             programs.add_gradients,
             *(self.structure, self.params, self.grads, batch, visual, self.config.rollout.temperature, numbers),
             objective=objective,
-            chunk_tokens=self.config.optim.head_chunk_tokens,
+            chunk_tokens=HEAD_CHUNK_TOKENS,
         )
 
     def apply_gradients(self) -> "_Compiled":

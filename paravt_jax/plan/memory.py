@@ -25,6 +25,7 @@ from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import check_divisible, param_spec
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
+from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import row_pairs
@@ -301,7 +302,7 @@ class Share:
 
     def head(self) -> Parts:
         actions = self.batch.row_actions
-        num_chunks = -(-actions // min(self.update.optim.head_chunk_tokens, actions))
+        num_chunks = -(-actions // min(HEAD_CHUNK_TOKENS, actions))
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
         kept = self.kept_by_text(self.compute)

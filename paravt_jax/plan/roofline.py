@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from model_port.attention import form_of
 from model_port.config import ModelConfig
+from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import Rates
@@ -142,7 +143,7 @@ def _score_bytes(share: Share, way: str) -> float:
 
 def _head_bytes(share: Share) -> float:
     logits = share.rows * share.batch.row_actions * share.local.text.vocab_size * FLOAT32_BYTES
-    num_chunks = -(-share.batch.row_actions // share.update.optim.head_chunk_tokens)
+    num_chunks = -(-share.batch.row_actions // HEAD_CHUNK_TOKENS)
     return float(LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes)
 
 

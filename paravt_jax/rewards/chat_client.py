@@ -5,7 +5,6 @@ A reply that its reader refuses counts as a failed attempt, as one that did not 
 
 import asyncio
 import json
-import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -50,36 +49,36 @@ def check_no_password(setting: str, url: str) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    url: str  # up to and with /v1
-    model: str  # as the server calls it
+    url: str = ""  # up to and with /v1
+    model: str = ""  # as the server calls it
     api_key_env: str = ""  # name of the environment variable that holds the key; empty: none is sent
-    attempt_deadline_s: float = 60.0  # of one request
-    max_attempts: int = 4  # of a question, then it has no answer
-    backoff_s: float = 1.0  # before the second attempt; doubles, up to …
-    max_backoff_s: float = 20.0  # … this
-    max_concurrent: int = 16  # requests at the same time
-    max_reply_tokens: int = 1_024  # room for a model that reasons first
 
     def __post_init__(self) -> None:
+        if not self.is_set:
+            return
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{self.spelled('url')}={self.url!r} must begin with http:// or https://")
         check_no_password(self.spelled("url"), self.url)
         if not self.model:
             raise ValueError(f"{self.spelled('model')} must be the name of a model that {self.url} serves")
-        for name in ("max_attempts", "max_concurrent", "max_reply_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.spelled(name)}={getattr(self, name)} must be at least 1")
-        if not 0 < self.attempt_deadline_s < math.inf:
-            raise ValueError(
-                f"{self.spelled('attempt_deadline_s')}={self.attempt_deadline_s} must be positive and finite"
-            )
-        for name in ("backoff_s", "max_backoff_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{self.spelled(name)}={getattr(self, name)} must be a finite number, 0 or more")
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.url or self.model)
 
     def spelled(self, name: str) -> str:
         """What a user calls a setting, for errors."""
         return name
+
+
+@dataclass(frozen=True)
+class Limits:
+    attempt_deadline_s: float = 60.0  # of one request
+    max_attempts: int = 4  # per question, then it has no answer
+    backoff_s: float = 1.0  # before the second attempt; doubles, up to …
+    max_backoff_s: float = 20.0  # … this
+    max_concurrent: int = 16  # requests at the same time
+    max_reply_tokens: int = 1_024  # room for a model that reasons first
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ class Usage:
 class ChatClient(AbstractAsyncContextManager["ChatClient"]):
     """Use `async with ChatClient(endpoint) as client`."""
 
-    def __init__(self, endpoint: Endpoint):
-        self.endpoint, self.usage = endpoint, Usage()
+    def __init__(self, endpoint: Endpoint, limits: Limits | None = None):
+        self.endpoint, self.limits, self.usage = endpoint, limits or Limits(), Usage()
         self._url = f"{endpoint.url.rstrip('/')}/chat/completions"
         self._key = os.environ.get(endpoint.api_key_env, "").strip() if endpoint.api_key_env else ""
         if endpoint.api_key_env and not self._key:
@@ -113,13 +112,13 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
                 f"{spelled}={endpoint.api_key_env} names an environment variable that is not set; "
                 f"set it to the key, or leave {spelled} empty for a server without keys"
             )
-        self._slots = asyncio.Semaphore(endpoint.max_concurrent)
+        self._slots = asyncio.Semaphore(self.limits.max_concurrent)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "ChatClient":
-        endpoint = self.endpoint
-        timeout = aiohttp.ClientTimeout(total=endpoint.attempt_deadline_s, sock_connect=CONNECT_DEADLINE_S)
-        connector = aiohttp.TCPConnector(limit=endpoint.max_concurrent)
+        limits = self.limits
+        timeout = aiohttp.ClientTimeout(total=limits.attempt_deadline_s, sock_connect=CONNECT_DEADLINE_S)
+        connector = aiohttp.TCPConnector(limit=limits.max_concurrent)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
         return self
@@ -135,24 +134,24 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
 
         Raises NoReply after the last one, EndpointError where the server says that no request can succeed.
         """
-        endpoint = self.endpoint
+        limits = self.limits
         async with self._slots:
-            for attempt in range(endpoint.max_attempts):
+            for attempt in range(limits.max_attempts):
                 try:
                     return await self._attempt(make_request())
                 except NoReply as problem:
                     self.usage.num_failed_calls += 1
                     self.usage.last_problem = str(problem)
-                    if problem.final or attempt == endpoint.max_attempts - 1:
+                    if problem.final or attempt == limits.max_attempts - 1:
                         self.usage.num_missing += 1
                         raise
-                    backoff_s = endpoint.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
-                    await asyncio.sleep(min(max(backoff_s, problem.wait_s), endpoint.max_backoff_s))
+                    backoff_s = limits.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
+                    await asyncio.sleep(min(max(backoff_s, problem.wait_s), limits.max_backoff_s))
         raise AssertionError("there is at least one attempt")
 
     def body(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All that an answer follows from."""
-        length = self.endpoint.max_reply_tokens
+        length = self.limits.max_reply_tokens
         return {"model": self.endpoint.model, "messages": messages, "temperature": 0, "max_tokens": length}
 
     async def _attempt(self, request: ChatRequest[Found]) -> Found:
@@ -166,7 +165,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
             ) as response:
                 text = (await response.read()).decode(errors="replace")
         except TimeoutError:
-            raise NoReply(f"{self._url} did not answer in {self.endpoint.attempt_deadline_s:g} s") from None
+            raise NoReply(f"{self._url} did not answer in {self.limits.attempt_deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as problem:
             raise NoReply(f"{self._url} cannot be reached: {problem or type(problem).__name__}") from None
         if self._key:  # some servers repeat it in their errors
@@ -193,8 +192,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         except NoReply as problem:
             if ended != "length":
                 raise
-            most = f"{self.endpoint.spelled('max_reply_tokens')}={self.endpoint.max_reply_tokens}"
-            raise NoReply(f"{problem}; it was cut off at {most}") from None
+            raise NoReply(f"{problem}; it was cut off at {self.limits.max_reply_tokens} tokens") from None
 
     def _count_tokens(self, reported: Any) -> None:
         """A server need not report what it used."""

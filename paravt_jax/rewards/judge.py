@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, NoReply, Usage
+from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest, Endpoint, Limits, NoReply, Usage
 
 SCORES = {"0": 0.0, "0.5": 0.5, "1": 1.0}
 VERDICT = re.compile(r"VERDICT ([0-9a-f]+): (0\.5|0|1)")
@@ -33,6 +33,8 @@ where S is 0, 0.5 or 1."""
 
 @dataclass(frozen=True)
 class JudgeConfig(Endpoint):
+    """Of open answers, with reward.oe_mode=llm."""
+
     def spelled(self, name: str) -> str:
         return f"judge.{name}"
 
@@ -40,8 +42,8 @@ class JudgeConfig(Endpoint):
 class Judge(AbstractAsyncContextManager["Judge"]):
     """Use `async with Judge(config) as judge`, then `await judge.judge(question, answer, prediction)`."""
 
-    def __init__(self, config: JudgeConfig):
-        self._client = ChatClient(config)
+    def __init__(self, config: JudgeConfig, limits: Limits | None = None):
+        self._client = ChatClient(config, limits)
 
     @property
     def usage(self) -> Usage:

@@ -21,6 +21,7 @@ from rollout.tools import Outcome
 from rollout.user_code import await_user_code, load_function
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
+DEADLINE_S = 60.0  # of one episode; a later result makes the episode missing
 SHOWN_CHARS = 100  # of what a function gave, in an error
 
 
@@ -68,7 +69,7 @@ class Plugin:
         except PluginError:
             raise
         except TimeoutError:
-            raise PluginError(f"nothing came in reward.plugin_deadline_s={self.deadline_s:g}") from None
+            raise PluginError(f"reward.plugin returned nothing within {self.deadline_s:g} s") from None
         except Exception as problem:
             raise PluginError(f"{type(problem).__name__}: {problem}") from problem
 
@@ -83,7 +84,7 @@ def load_plugin(reward: RewardConfig) -> Plugin | None:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as problem:
         raise ValueError(f"reward.plugin={place} must take {', '.join(ARGUMENTS)}: {problem}") from None
-    return Plugin(function, reward.plugin_deadline_s)
+    return Plugin(function, DEADLINE_S)
 
 
 def played_calls(episode: Episode) -> list[PlayedCall]:

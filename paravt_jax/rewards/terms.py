@@ -24,10 +24,14 @@ from paravt_jax.rewards.grammar import (
     parseable,
     substantive,
 )
-from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.rewards.settings import TOOL_RIGHT_THRESHOLD, RewardConfig
 from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 THINK_FIRST, BALANCED = 0.3, 0.1  # what R_fmt has beside R_base and R_anchor
+# R_base pays for thinking that has content, for <answer> before content and for </answer> after it …
+THINK, ANSWER_OPENING, ANSWER_CLOSING = 0.2, 0.3, 0.2
+# … and R_anchor for a </think> that closes such thinking, and for the whole flow from thinking to a closed answer.
+THINK_CLOSING, FLOW = 0.4, 0.3
 WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
 OUTCOMES = get_args(Outcome)
 CARRIED_OUT = ("ok", "error", "timeout")  # outcomes that only a well-formed call of a known tool can have
@@ -167,14 +171,14 @@ def reward_terms(
     config = config or RewardConfig()
     parsed = parse_episode(turns)
     _check(outcomes, question_type, config, judged)
-    place = _place_of_prediction(parsed, config)
+    place = _place_of_prediction(parsed)
     prediction = None if place is None else _prediction_at(place, turns)
     accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
     anchors = tuple(_anchor_properties(parsed, config))
     calls = _calls(parsed, outcomes, tools)
     tool = _tool_parts(calls, accuracy or 0.0, config)
     credits = (
-        *_format_credits(parsed, config),
+        *_format_credits(parsed),
         *_anchor_credits(parsed, anchors),
         *((Credit("accuracy", "accuracy", accuracy, (place,)),) if accuracy and place else ()),
         *_tool_credits(calls, tool),
@@ -222,25 +226,25 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
     alone = [terms for terms in scored if not terms.num_calls]
     if config.tool_right != "needed" or not alone:
         return list(group)
-    share = sum(not _right(terms, config) for terms in alone) / len(alone)
+    share = sum(not _right(terms) for terms in alone) / len(alone)
     return [None if terms is None else _paid(terms, share, config) for terms in group]
 
 
 def _paid(terms: RewardTerms, share: float, config: RewardConfig) -> RewardTerms:
-    if terms.executed is None or not _right(terms, config) or not share * config.tool_right_weight:
+    if terms.executed is None or not _right(terms) or not share * config.tool_right_weight:
         return terms
     summands = tuple(one._replace(value=share) if one.name == "tool_right" else one for one in terms.summands)
     credit = Credit("tool_right", "tool", share * config.tool_right_weight, terms.executed)
     return replace(terms, summands=summands, credits=(*terms.credits, credit))
 
 
-def _right(terms: RewardTerms, config: RewardConfig) -> bool:
-    return terms.accuracy is not None and terms.accuracy >= config.tool_right_threshold
+def _right(terms: RewardTerms) -> bool:
+    return terms.accuracy is not None and terms.accuracy >= TOOL_RIGHT_THRESHOLD
 
 
-def find_prediction(turns: Sequence[str], config: RewardConfig | None = None) -> str | None:
+def find_prediction(turns: Sequence[str]) -> str | None:
     """The answer that an episode gives, for a judge to score; None where there is none, which is worth 0 unjudged."""
-    place = _place_of_prediction(parse_episode(turns), config or RewardConfig())
+    place = _place_of_prediction(parse_episode(turns))
     return None if place is None else _prediction_at(place, turns)
 
 
@@ -272,7 +276,7 @@ def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, ju
         raise ValueError(f"judged={judged} must be between 0 and 1")
 
 
-def _place_of_prediction(turns: Sequence[ParsedTurn], config: RewardConfig) -> Place | None:
+def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
     """The body of the last `<answer>…</answer>` of the episode, with no tag in it.
 
     Choice: it counts even where the turn is not in the grammar, which costs the format and not the accuracy.
@@ -281,11 +285,7 @@ def _place_of_prediction(turns: Sequence[ParsedTurn], config: RewardConfig) -> P
         for opening, closing in reversed(list(zip(turn.tags, turn.tags[1:], strict=False))):
             if opening.name == closing.name == "answer" and not opening.closing and closing.closing:
                 return turn.place(opening.place.end, closing.place.start)
-    if config.require_answer_block or not turns or turns[-1].unclosed:
-        return None
-    last = turns[-1]
-    thinks = [tag.place.end for tag in last.tags if tag.name == "think"]
-    return last.place(max(thinks, default=0), len(last.text))
+    return None
 
 
 def _prediction_at(place: Place, turns: Sequence[str]) -> str:
@@ -320,28 +320,28 @@ def _bound_without_anchor(config: RewardConfig) -> float:
     Else a well-formed call, paid for thinking first, would be worth 0.2 more than a well-formed answer, while R_fmt is
     1 for both; and an anchor subtracted after the bound would punish the better structure.
     """
-    return max(0.0, 1.0 - config.anchor_weight * (config.parts.think_closing + config.parts.flow))
+    return max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
 
 
-def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[Credit]:
+def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
     """Those of R_fmt without the anchor's.
 
     Choice: thinking is a property of every turn, the answer one of the last, as in the grammar of an episode.
     """
     if not turns:
         return
-    worth, base = config.parts, 0.0
+    base = 0.0
     thinks = [(turn, turn.think) for turn in turns if turn.think is not None]
     if len(thinks) == len(turns) and all(substantive(think) for _, think in thinks):
-        base += worth.think
-        yield Credit("think", "base", worth.think, tuple(turn.place_of(think) for turn, think in thinks))
+        base += THINK
+        yield Credit("think", "base", THINK, tuple(turn.place_of(think) for turn, think in thinks))
     answer = turns[-1].answer
     if answer is not None:
-        base += worth.answer_opening
-        yield Credit("answer_opening", "base", worth.answer_opening, (answer.opening.place,))
+        base += ANSWER_OPENING
+        yield Credit("answer_opening", "base", ANSWER_OPENING, (answer.opening.place,))
         if answer.closing is not None:
-            base += worth.answer_closing
-            yield Credit("answer_closing", "base", worth.answer_closing, (answer.closing.place,))
+            base += ANSWER_CLOSING
+            yield Credit("answer_closing", "base", ANSWER_CLOSING, (answer.closing.place,))
     # Choice: without a call there is nothing to precede; a turn with a call must be a tool turn from end to end.
     calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
     if len(thinks) == len(turns) and calling and all(turn.kind == "tool_call" for turn in calling):
@@ -362,8 +362,8 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     astray = tuple(place for turn in turns for place in _in_place_of_flow(turn, turn is turns[-1]))
     whole = tuple(place for turn in turns for place in (turn.whole, turn.end))
     for name, value, lost, places in (
-        ("think_closing", config.parts.think_closing, not_closed, closings),
-        ("flow", config.parts.flow, astray, whole),
+        ("think_closing", THINK_CLOSING, not_closed, closings),
+        ("flow", FLOW, astray, whole),
     ):
         met = bool(turns) and not lost
         yield AnchorProperty(name, value if met else 0.0, met, places if met else lost)
@@ -439,7 +439,7 @@ def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[S
     right = {
         "any": accuracy > 0,
         "scaled": accuracy,
-        "threshold": accuracy >= config.tool_right_threshold,
+        "threshold": accuracy >= TOOL_RIGHT_THRESHOLD,
         "needed": 0.0,
     }[config.tool_right]
     called = executed

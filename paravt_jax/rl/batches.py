@@ -76,12 +76,12 @@ class PolicyUpdate:
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
 
-    def run(self, groups: Sequence[Group], *, geometric_mask: bool) -> dict[str, float]:
+    def run(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the learner once per part of the step. Without anything to learn from, only the version changes."""
         with self.own_time.working():
-            return self._run(groups, geometric_mask)
+            return self._run(groups)
 
-    def _run(self, groups: Sequence[Group], geometric_mask: bool) -> dict[str, float]:
+    def _run(self, groups: Sequence[Group]) -> dict[str, float]:
         parts = self.parts(groups)
         batches = [batch for part in parts for batch in part.batches]
         used = self._gather("used", used_frac(batches))
@@ -92,7 +92,7 @@ class PolicyUpdate:
                 self._learner.skip()
             return packed
         with self.own_time.waiting():
-            return self._learner.update(parts, self._max_dialogues, geometric_mask=geometric_mask) | packed
+            return self._learner.update(parts, self._max_dialogues) | packed
 
     def parts(self, groups: Sequence[Group]) -> list[StepPart]:
         """The data of each update of the step."""
@@ -159,7 +159,6 @@ class PolicyUpdate:
                     rollout.terms,
                     self._chat,
                     self._contract.unit_px,
-                    anchors=train.anchor_tokens,
                     subagent_loss=train.subagent_loss,
                 )
         return dialogues

@@ -101,7 +101,7 @@ class RolloutWorker:
         turns = [turn.text for turn in episode.turns]
         judged = None
         if self.judge is not None and prompt.question_type == "oe":
-            prediction = find_prediction(turns, self.reward)
+            prediction = find_prediction(turns)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
         scored = (turns, episode.outcomes, prompt.answer, prompt.question_type)
         try:

@@ -1,11 +1,10 @@
 """The episodes of a step as RUN/episodes keeps them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from paravt_jax.learner.credit import advantage_places, main_advantages, struct_mask
-from paravt_jax.learner.settings import ANCHORS, Anchor
 from paravt_jax.rl.episodes import Rollout
 from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
@@ -13,9 +12,7 @@ from rollout.chat import Chat
 REWARD_TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 
 
-def records(
-    groups: Sequence[Group], step: int, chat: Chat, anchors: Collection[Anchor] = ANCHORS
-) -> list[dict[str, Any]]:
+def records(groups: Sequence[Group], step: int, chat: Chat) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
@@ -26,19 +23,19 @@ def records(
             "question_type": group.sample.item.question_type,
             **rollout_record(rollout),
             "advantage": asdict(group.advantages.of(number))
-            | {"keep": bool(group.keep[number]), "places": _advantage_spans(group, number, chat, anchors)},
+            | {"keep": bool(group.keep[number]), "places": _advantage_spans(group, number, chat)},
         }
         for group in groups
         for number, rollout in enumerate(group.rollouts)
     ]
 
 
-def _advantage_spans(group: Group, number: int, chat: Chat, anchors: Collection[Anchor]) -> list[list[float | int]]:
+def _advantage_spans(group: Group, number: int, chat: Chat) -> list[list[float | int]]:
     """Turn, first and last character, and advantage of all loss tokens, before any KL penalty."""
     rollout = group.rollouts[number]
     if not group.keep[number] or rollout.episode is None or rollout.terms is None:
         return []
-    structural = struct_mask(rollout.episode, rollout.terms.tags, chat, anchors)
+    structural = struct_mask(rollout.episode, rollout.terms.tags, chat)
     advantage = main_advantages(rollout.episode, group.advantages.of(number), rollout.terms, structural, chat)
     return [[*place, value] for place, value in advantage_places(rollout.episode, advantage, chat)]
 

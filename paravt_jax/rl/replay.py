@@ -67,7 +67,7 @@ class LoggedSteps:
                 f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, but has earlier and "
                 f"later steps; put the files back"
             )
-        if config.judge is not None and not settings_of(run_dir).get("judge"):
+        if config.judge.is_set and not (settings_of(run_dir).get("judge") or {}).get("model"):
             raise ValueError(f"reward.oe_mode=llm needs verdicts, and {run_dir} had no judge; leave oe_mode as it was")
         return cls(run_dir.absolute(), first, last, _checkpoint_of(run_dir, first - 1) if first > 1 else None)
 

@@ -53,7 +53,6 @@ class Run:
     frames: FrameReader
     hosts: Hosts
     probe: DeviceProbe
-    geometric_mask: bool  # turns the mask on for the next step
     own_s: dict[str, float] = field(default_factory=dict)  # this host's times in the step, with several hosts
     of_hosts: dict[str, float] = field(default_factory=dict)  # the times of all hosts
 
@@ -71,7 +70,7 @@ class Run:
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         begun_s = time.monotonic()
-        found = await in_thread(lambda: self.policy_update.run(groups, geometric_mask=self.geometric_mask))
+        found = await in_thread(lambda: self.policy_update.run(groups))
         metrics |= (await self.hosts.gathered("update", found))[0]  # from here on all decide on the same numbers
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
         if self.hosts.num > 1:
@@ -113,7 +112,7 @@ class Run:
         }
         step = self.training.step
         if self.hosts.leads:
-            rows = records(groups, step, self.policy.chat, self.config.train.anchor_tokens)
+            rows = records(groups, step, self.policy.chat)
             self.training.log.step(step, metrics, rows)
 
     async def validate_if_due(self) -> None:
@@ -141,27 +140,23 @@ class Run:
 
     def progress(self) -> Progress:
         """The part of a checkpoint beside the learner."""
-        return {"geometric_mask": self.geometric_mask, "cursor": self.rollouts.cursor.to_record()}
+        return {"cursor": self.rollouts.cursor.to_record()}
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        """The ladder: warn, leave out sequences that are far off in the next step, stop."""
+        """Warns when engine and learner differ, and stops the run when they differ too much."""
         behavior_kl = metrics.get("mismatch/behavior_kl")
         if behavior_kl is None:
             return
-        ladder, step = self.config.mismatch, self.training.step + 1
-        decision = mismatch_decision(behavior_kl, ladder)
+        step = self.training.step + 1
+        decision = mismatch_decision(behavior_kl, self.config.mismatch)
         if decision == "stop":
             raise RuntimeError(
                 f"engine and learner differ by a KL of {behavior_kl:.3g} on average over the tokens of step {step}, "
-                f"mismatch.stop_kl={ladder.stop_kl}: the samples are of another policy. Compare the two with "
-                f"python -m rollout.check, or lower train.max_staleness"
+                f"mismatch.max_kl={self.config.mismatch.max_kl}: the samples are of another policy. Compare the two "
+                f"with python -m rollout.check, or lower train.max_staleness"
             )
         if decision != "ok":
-            self.training.log.say(
-                f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}"
-                + (", the next step leaves out whole sequences" if decision == "geometric_mask" else "")
-            )
-        self.geometric_mask = decision == "geometric_mask"
+            self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights | HostWeights:
         model, dtype = self.training.learner.model, self.config.model.dtype

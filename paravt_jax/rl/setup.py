@@ -67,9 +67,7 @@ async def open_run(
     config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
-        directory = RunDirectory.enter(
-            config.run_dir, config.checkpoint.grace_s, stack, to_record(config), allow_changes, hosts
-        )
+        directory = RunDirectory.enter(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.first(lambda: _keep_apart(directory, log))
         train, held_out, remarks = hosts.first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)
@@ -109,7 +107,6 @@ async def open_run(
             frames=frames,
             hosts=hosts,
             probe=DeviceProbe(hosts),
-            geometric_mask=bool(training.begun_with["geometric_mask"]),
         )
         if isinstance(run.engine, SGLangEngine):
             await hosts.gathered("engine", None)  # a server that loads answers no host that looks for it
@@ -150,7 +147,7 @@ async def _resume(
         learner,
         stack,
         num_steps=num_steps if log is None else min(num_steps, log.last),
-        beginning={"step": 0, "geometric_mask": False, "cursor": Cursor().to_record()},
+        beginning={"step": 0, "cursor": Cursor().to_record()},
         visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
         checkpoint=config.checkpoint,
         log=config.log,
@@ -176,7 +173,7 @@ async def _rollouts(
         agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
         return Replay(log, worker, order, cursor, config.train, config.advantage)
-    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge is not None else None
+    judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     samples_away = config.engine.kind == "sglang"
     engine = await open_engine(
         config.engine,

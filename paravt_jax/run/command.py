@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from model_port.cli import add_debug_flag, prog_of
 from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
-from paravt_jax.keys import comments_of
+from paravt_jax.config.keys import comments_of
 
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
 COMMENT_COLUMN, LAST_COLUMN = 40, 120

@@ -57,7 +57,7 @@ class RunLog:
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
         logged = last_step(run_dir)
         put_aside = _put_aside_later(run_dir, first_step)
-        self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step) if config.tensorboard else None
+        self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
         self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
         self._progress = _StepBar(num_steps, first_step)
@@ -104,8 +104,7 @@ class RunLog:
 
     def close(self) -> None:
         self._progress.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -117,8 +116,7 @@ class RunLog:
         with named(path), path.open("ab") as file:
             file.write(_json_line({"step": step} | dict(sorted(metrics.items()))))
             _sync(file)
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, metrics)
+        self._tensorboard.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
 

@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.progress import counted
+from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.run.log import (
     EPISODES_DIR,
     METRICS_FILE,
@@ -100,7 +101,6 @@ ADVANTAGES = (
     Quantity("rollout/advantage_p10", "10 %", SKY),
 )
 TAUGHT = Quantity("rollout/taught_frac", "", NEUTRAL)
-LADDER = {"warn_kl": "warn", "geometric_mask_kl": "mask sequences", "stop_kl": "stop"}  # of config `mismatch`
 NO_RESULTS = ("num_", "calls_", "missing_", "sampled_tokens_p", "time/", "perf/")  # of a validation
 LOSSES = {
     "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
@@ -437,15 +437,11 @@ def _table(path: Path) -> Table:
 
 
 def _kl_levels(run_dir: Path) -> dict[float, str]:
-    """The ladder of config `mismatch`, with the names of what each level calls for."""
+    """The levels of `mismatch.max_kl`, by name."""
     path = run_dir / "config.json"
     record = json.loads(path.read_text()) if path.exists() else {}
-    settings = record.get("config", record).get("mismatch", {})
-    names: dict[float, list[str]] = {}
-    for key, name in LADDER.items():
-        if key in settings and np.isfinite(settings[key]):
-            names.setdefault(float(settings[key]), []).append(name)
-    return {level: ", ".join(called) for level, called in names.items()}
+    mismatch = MismatchConfig(record.get("config", record).get("mismatch", {}).get("max_kl", math.inf))
+    return {mismatch.warn_kl: "warn", mismatch.max_kl: "stop"} if math.isfinite(mismatch.max_kl) else {}
 
 
 def main() -> None:

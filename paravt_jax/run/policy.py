@@ -41,6 +41,7 @@ from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.start import check_cpu_size, fell_back, find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
+from rollout.episode import TOKEN_PX
 
 HF_FILES_DIR = "hf_files"
 MODEL_DIR = "model.path=DIR"  # how a user names a directory
@@ -172,9 +173,9 @@ def open_policy(
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_dir), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
-    if contract.unit_px != recipe.rollout.token_px:
+    if contract.unit_px != TOKEN_PX:
         raise ValueError(
-            f"rollout.token_px={recipe.rollout.token_px}, but a token of {source} shows {contract.unit_px} px"
+            f"an image token of {source} shows {contract.unit_px} px, and the agents count tokens of {TOKEN_PX} px"
         )
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)

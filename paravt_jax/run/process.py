@@ -26,6 +26,9 @@ class Stopping(asyncio.Event):
     signal = 0  # its number
 
 
+GRACE_S = 120.0  # for a checkpoint after SIGTERM
+
+
 class Others(Protocol):
     """The other hosts of a run, who stop with this one."""
 
@@ -34,7 +37,7 @@ class Others(Protocol):
     def when_stopped(self, work: Callable[[int], object]) -> None: ...
 
 
-def stop_on_signals(stopping: Stopping, grace_s: float, others: Others) -> Callable[[], None]:
+def stop_on_signals(stopping: Stopping, others: Others) -> Callable[[], None]:
     """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once.
 
     What one host is told all do.
@@ -56,8 +59,8 @@ def stop_on_signals(stopping: Stopping, grace_s: float, others: Others) -> Calla
             return
         stopping.signal = number
         stopping.set()
-        say(f"stopping: a checkpoint follows, within checkpoint.grace_s={grace_s:g}")
-        timers.append(threading.Timer(grace_s, _exit, (f"no checkpoint within checkpoint.grace_s={grace_s:g}",)))
+        say(f"stopping: a checkpoint follows, within {GRACE_S:g} s")
+        timers.append(threading.Timer(GRACE_S, _exit, (f"no checkpoint within {GRACE_S:g} s",)))
         timers[0].daemon = True
         timers[0].start()
 

@@ -16,11 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, read_object
 from paravt_jax.config import Config, EvalConfig, Mode, SftConfig, VideoConfig
-from paravt_jax.keys import flat
+from paravt_jax.config.changed_keys import updated_record
+from paravt_jax.config.keys import flat
 from rollout.episode import EpisodeConfig
 
 # Of an episode, what is the asker's to choose.
-NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "call_deadline_s", "min_video_deadline_s", "prompts_file")
+NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "prompts_file")
 NOT_COMPARED = ("num_frames", "rollout.dispatch")  # which runs vary on purpose
 MAX_SHOWN = 60  # characters of a value that differs
 
@@ -68,7 +69,7 @@ def read_recipe(directory: Path) -> Recipe | None:
     known = set(flat(Recipe().to_record()))
     for key, value in flat(record).items():
         if key not in known:
-            raise ValueError(f"{told}: {key} is no setting of how a model is asked")
+            raise ValueError(f"{told}: {key} is not a setting of how a model is asked")
         if "${" in str(value):
             raise ValueError(f"{told}: {key} has a ${{…}}, and nothing there may stand for something else")
     own = [name for name in tools if ":" in name]
@@ -97,4 +98,4 @@ def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
 
 def _record(directory: Path) -> dict[str, Any] | None:
     path = directory / RECIPE_FILE
-    return read_object(path) if path.exists() else None
+    return updated_record(read_object(path)) if path.exists() else None

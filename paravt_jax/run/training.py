@@ -15,7 +15,7 @@ from model_port.bucket import Bucket, is_address
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
-from paravt_jax.keys import flat
+from paravt_jax.config.keys import flat
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
@@ -67,7 +67,6 @@ class RunDirectory:
     def enter(
         cls,
         run_dir: str,
-        grace_s: float,
         stack: AsyncExitStack,
         settings: Mapping[str, Any],
         allow_changes: bool,
@@ -88,7 +87,7 @@ class RunDirectory:
         else:
             path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
         stopping = Stopping()
-        stack.callback(stop_on_signals(stopping, grace_s, hosts))
+        stack.callback(stop_on_signals(stopping, hosts))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
         told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]

@@ -22,8 +22,9 @@ from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
 from rollout.video.errors import VideoError
-from rollout.video.reader import GIB, FrameReader
+from rollout.video.reader import FrameReader
 
+MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # decoded frames that are cached
 DECODED_PX_PER_S = 300e6  # of H.264 by one thread, docs/results/video.md
 SLOW_OVERVIEW_S = 60  # for which all episodes of a prompt wait
 HEADER_DEADLINE_S = 60
@@ -73,10 +74,10 @@ async def open_engine(
         device=settings.device,
         vocab_size=config.text.vocab_size,
     )
-    if settings.urls:
-        return await SGLangEngine.connect(settings.urls, sglang, phase)
     if settings.urls_file:
         return await SGLangEngine.follow(settings.urls_file, sglang, phase)
+    if settings.urls:
+        return await SGLangEngine.connect(settings.urls, sglang, phase)
     if is_checkpoint(policy.source):
         raise ValueError(
             f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "
@@ -88,7 +89,6 @@ async def open_engine(
             settings.device,
             dtype=dtype,
             context_length=max_context_tokens,
-            memory_frac=settings.memory_frac,
             trainable_vision=trainable_vision,
             tensor_parallel=max(1, len(of_server)),
             gpus=of_server,
@@ -107,9 +107,9 @@ def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: in
         detail_size=lambda height, width: settled_size(height, width, of_details),
         decoder=video.decoder,
         num_workers=video.num_workers or None,
-        memory_bytes=int(video.memory_gib * GIB),
+        memory_bytes=MEMORY_BYTES,
         disk_directory=video.disk_cache or None,
-        disk_bytes=int(video.disk_gib * GIB),
+        disk_bytes=DISK_BYTES,
         ticks_directory=video.disk_cache or user_cache("ticks"),
     )
 

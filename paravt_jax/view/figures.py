@@ -78,7 +78,7 @@ FACTS = {  # of the config: label -> keys, whose values are joined by a multipli
     "Frame budgets K": ("video.frame_budgets",),
     "Anchor credit": ("advantage.credit",),
     "Learning rate": ("optim.learning_rate",),
-    "Loss": ("loss.kind",),
+    "Loss": ("loss.name",),
     "KL coefficient": ("loss.kl_coef",),
     "Staleness, at most": ("train.max_staleness",),
     "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),

@@ -6,6 +6,8 @@ from typing import Any
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.tools import CROP_VIDEO_SPEC, window_of
 
+CLAMPED = "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f} to {end_s:.1f} was looked at."
+
 
 class CropVideo(Tool):
     spec = CROP_VIDEO_SPEC
@@ -23,5 +25,5 @@ class CropVideo(Tool):
         report = await context.ask(closeup, f"{args.path} {window.start_s} {window.end_s}")
         if not window.clamped:
             return report
-        clamped = context.prompter.prompts.clamped.format(start_s=window.start_s, end_s=window.end_s)
+        clamped = CLAMPED.format(start_s=window.start_s, end_s=window.end_s)
         return f"{clamped}\n{report}"

@@ -48,14 +48,12 @@ SETTINGS = (  # short rows: an update of the smoke run takes ten times as long a
     "rollout.max_new_tokens=16",
     "video.frame_budgets=[3,4]",
     "video.max_pixels=6144",
-    "pack.sizes_per_doubling=1",
     "train.prompts_per_step=4",
     "train.group_size=4",
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
     "optim.learning_rate=1e-5",  # Adam makes steps of it in the direction of noise, where no reward differs
     "data.validation=",
     "checkpoint.every_steps=1000000",  # but the last one
-    "log.tensorboard=false",
 )
 TRAIN = (sys.executable, "-m", "paravt_jax.train")
 ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")

@@ -116,7 +116,7 @@ def _training(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[
 
 def _serving(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The policy of one step of the smoke run, asked by some clients at a time."""
-    settings = ("engine.kind=jax", "train.num_steps=1", "log.tensorboard=false")
+    settings = ("engine.kind=jax", "train.num_steps=1")
     subprocess.run(trainer_command(run_dir, settings), cwd=ROOT, check=True)
     video = json.loads(make_synthetic(out / "data").read_text().splitlines()[0])["videos"][0]["video"]
     with socket.create_server(("127.0.0.1", 0)) as place:

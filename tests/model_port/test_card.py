@@ -14,7 +14,7 @@ RL = {
     "train": {"num_steps": 54, "group_size": 8},
     "video": {"frame_budgets": [4, 64]},
     "optim": {"learning_rate": 1e-6},
-    "loss": {"kind": "para_grpo|x"},
+    "loss": {"name": "para_grpo|x"},
     "judge": None,
 }
 
@@ -35,7 +35,7 @@ def test_of_a_run_it_tells_data_stage_and_hyper_parameters(trained):
     assert (data.license, data.base_model, data.datasets) == ("apache-2.0", BASE, ["ParaVT/ParaVT-Parquet"])
     assert "step 54 of a training run" in card and "Reinforcement learning" in card
     assert "| train.num_steps | 54 |" in card and "| video.frame_budgets | [4, 64] |" in card
-    assert "| loss.kind | para_grpo x |" in card  # no value ends a cell
+    assert "| loss.name | para_grpo x |" in card  # no value ends a cell
     assert f"![training]({CURVE_FILE})" in card and curve_of(trained).read_bytes() == b"picture"
     assert 'paravt_jax.ask VIDEO "QUESTION" --model me/policy' in card and "paravt.json" in card
     assert "arXiv:2605.20342" in card

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax import keys
-from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
+from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
+from paravt_jax.config.changed_keys import REMOVED, RENAMED
 from paravt_jax.run.recipe import recipe_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -53,7 +53,7 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
     assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.max_grad_norm) == (2e-6, 0.01, 1.0)
-    assert (config.loss.kind, config.loss.all_numbers) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2})
+    assert (config.loss.name, config.loss.all_params) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2})
     assert (config.loss.kl_coef, config.loss.behavior_cap) == (0.01, 5.0)
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
     reward = config.reward
@@ -64,7 +64,7 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
 def test_open_questions_are_scored_by_exact_match_unless_there_is_a_judge(name):
     assert load_config(CONFIGS / f"{name}.yaml").reward.oe_mode == "exact"
     judge = ("reward.oe_mode=llm", "judge.url=http://a/v1", "judge.model=m")
-    assert load_config(CONFIGS / f"{name}.yaml", *judge).judge is not None
+    assert load_config(CONFIGS / f"{name}.yaml", *judge).judge.is_set
 
 
 def settings_of(file: str) -> dict:
@@ -179,6 +179,58 @@ def test_the_record_of_a_run_is_a_config(tmp_path):
         load_config(tmp_path / "config.json")
 
 
+MAX_SETTINGS = 115
+
+
+def test_the_number_of_settings_is_bounded():
+    """Each key that some command accepts counts once, a mapping such as loss.params as one."""
+    settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
+    assert len(settings) <= MAX_SETTINGS
+
+
+def test_a_renamed_or_removed_key_is_an_error_that_says_what_to_write(tmp_path):
+    settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
+    assert settings >= set(RENAMED.values()) and not settings & {*RENAMED, *REMOVED}
+    for key, new in RENAMED.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(key)} is now {re.escape(new)}$"):
+            load_config(None, f"{key}=1")
+    for key, removed in REMOVED.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(key)} was removed: {re.escape(removed.reason)}$"):
+            load_config(None, f"{key}=1")
+    (tmp_path / "run.yaml").write_text("loss: {kind: dapo}")
+    with pytest.raises(ValueError, match=r"run\.yaml, line 1: loss\.kind is now loss\.name$"):
+        load_config(tmp_path / "run.yaml")
+    with pytest.raises(ValueError, match=r"^loss\.numbers\.clip_low is now loss\.params\.clip_low$"):
+        load_config(None, "loss.numbers.clip_low=0.1")
+
+
+def earlier_record(**values) -> dict:
+    """The settings as version 0.2 recorded them: every removed one at its default, unless `values` sets it."""
+    record = to_record(load_config(None))
+    record["loss"]["kind"], record["loss"]["numbers"] = record["loss"].pop("name"), record["loss"].pop("params")
+    record |= {"judge": None}
+    given = {
+        key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")
+    }
+    given |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
+    for key, value in given.items():
+        *sections, name = key.split(".")
+        section = record
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    del record["mismatch"]["max_kl"]
+    return record
+
+
+def test_the_record_of_an_earlier_run_still_loads(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record()}))
+    assert load_config(tmp_path / "config.json") == load_config(None, "mismatch.max_kl=0.2")
+    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**{"optim.beta1": 0.8})}))
+    with pytest.raises(ValueError, match=r"optim\.beta1 was removed: it is always 0\.9$"):
+        load_config(tmp_path / "config.json")
+
+
 def test_a_setting_given_on_the_command_line_wins_over_the_file():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "train.num_steps=11").train.num_steps == 11
 
@@ -190,38 +242,35 @@ def test_a_text_can_be_emptied_on_the_command_line():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.nsteps=3"], r"train\.nsteps is no setting \(did you mean train\.num_steps\?\)$"),
-        (["train.num_step=3"], r"train\.num_step is no setting \(did you mean train\.num_steps\?\)$"),
-        (["learning_rate=1e-5"], r"learning_rate is no setting \(did you mean optim\.learning_rate\?\)$"),
-        (["model.learning_rat=1e-5"], r"learning_rat is no setting \(did you mean optim\.learning_rate\?\)$"),
+        (["train.nsteps=3"], r"train\.nsteps is not a setting \(did you mean train\.num_steps\?\)$"),
+        (["train.num_step=3"], r"train\.num_step is not a setting \(did you mean train\.num_steps\?\)$"),
+        (["learning_rate=1e-5"], r"learning_rate is not a setting \(did you mean optim\.learning_rate\?\)$"),
+        (["model.learning_rat=1e-5"], r"learning_rat is not a setting \(did you mean optim\.learning_rate\?\)$"),
         (["every_steps=2"], r"\(did you mean validation\.every_steps or checkpoint\.every_steps\?\)$"),
-        (["seed.x=1"], r"seed\.x is no setting \(did you mean seed\?\)$"),
-        (["zebra=1"], r"zebra is no setting \(--show lists all\)$"),
+        (["seed.x=1"], r"seed\.x is not a setting \(did you mean seed\?\)$"),
+        (["zebra=1"], r"zebra is not a setting \(--show lists all\)$"),
         (["train=3"], r"train is a section; set train\.num_steps, "),
         (["train.num_steps=6.5"], r"train\.num_steps=6\.5: .*Integer"),
-        (["num_steps"], "'num_steps' is no setting; write it as"),
-        (["=3"], "'=3' is no setting; write it as"),
+        (["num_steps"], "'num_steps' is not a setting; write it as"),
+        (["=3"], "'=3' is not a setting; write it as"),
         (["train.num_steps=[3"], r"^train\.num_steps=\[3 is no YAML: did not find expected ',' or '\]'"),
         (["engine.kind=vllm"], r"engine\.kind=vllm: .*'jax', 'sglang'"),
         (["train.group_size=1"], r"train\.group_size=1 must be at least 2"),
-        (["loss.clip_high=0.3"], r"loss\.clip_high is no setting \(did you mean loss\.numbers\.clip_high\?\)$"),
-        (["loss.kind=grop"], r"loss\.kind=grop is none of para_grpo, grpo, .*, nor path/to/file\.py:function"),
-        (["loss.numbers.clip=0.3"], r"loss\.numbers\.clip is no number of loss\.kind=para_grpo, which has clip_low"),
-        (["loss.numbers.clip_high=much"], r"loss\.numbers\.clip_high=much: .*Float"),
-        (["loss.kind=gspo", "loss.numbers.clip_low=0.2"], r"loss\.numbers\.clip_low=0\.2 is a clip for tokens"),
-        (["loss.kind=dr_grpo"], r"loss\.kind=dr_grpo divides by no std .* set advantage\.normalise=none"),
+        (["loss.clip_high=0.3"], r"loss\.clip_high is not a setting \(did you mean loss\.params\.clip_high\?\)$"),
+        (["loss.name=grop"], r"loss\.name=grop is none of para_grpo, grpo, .*, nor path/to/file\.py:function"),
+        (["loss.params.clip=0.3"], r"loss\.params\.clip is not a parameter of loss\.name=para_grpo, "),
+        (["loss.params.clip_high=much"], r"loss\.params\.clip_high=much: .*Float"),
+        (["loss.name=gspo", "loss.params.clip_low=0.2"], r"loss\.params\.clip_low=0\.2 is a clip for tokens"),
+        (["loss.name=dr_grpo"], r"loss\.name=dr_grpo divides by no std .* set advantage\.normalise=none"),
         (["train.updates_per_step=8"], r"train\.updates_per_step=8 would leave .*train\.prompts_per_step=7"),
         (["train.updates_per_step=3", "train.max_staleness=4"], "one step ahead become 5 versions old; allow so many"),
         (["train.oversample=8"], r"train\.oversample=8 is more than train\.prompts_per_step=7"),
-        (["train.anchor_tokens=[closings,prose]"], r"train\.anchor_tokens.*'prose'"),
-        (["train.anchor_tokens=[]"], r"train\.anchor_tokens=\[\]"),
         (["mesh.fsdp=4"], r"pack\.num_rows=1 must be a multiple of mesh\.data x mesh\.fsdp = 4"),
         (["pack.row_tokens=1024"], r"pack\.row_tokens=1024 cannot hold .*rollout\.max_context_tokens=32768"),
         (["reward.oe_mode=llm"], r"reward\.oe_mode=llm and judge\.url, judge\.model belong together"),
         (["judge.url=http://a/v1", "judge.model=m"], r"reward\.oe_mode=llm and judge\.url"),
         (["judge.url=http://a/v1", "reward.oe_mode=llm"], r"judge\.model"),
         (["data.allow_outside=true"], r"data\.allow_outside=true does nothing without data\.video_root"),
-        (["video.gating=false", "video.stratified=true"], r"video\.stratified=true does nothing"),
         (["video.frame_budgets=[0,4]"], r"video\.frame_budgets=\[0, 4\]"),
         (["video.min_pixels=5000", "video.max_pixels=4000"], r"video\.min_pixels=5000 is more than"),
         (["engine.urls=[http://a]"], r"engine\.urls=.* does nothing with engine\.kind=jax"),
@@ -237,7 +286,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["advantage.terms=apart", "advantage.normalise=none"], r"advantage\.terms=apart does nothing with"),
         (["reward.tool_right=needed", "reward.tool_reward=false"], r"reward\.tool_right=needed does nothing with"),
         (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' is no FILE\.py:FUNCTION, such as"),
-        (["reward.answer_suffix=false"], r"reward\.answer_suffix is no setting"),
+        (["reward.answer_suffix=false"], r"reward\.answer_suffix is not a setting"),
         (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss pulls nowhere"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
         (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),
@@ -263,10 +312,13 @@ def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, mes
         ("- seed", r"run\.yaml is a list, expected settings such as train: "),
         (
             "train: {num_step: 3}",
-            r"run\.yaml, line 1: train\.num_step is no setting \(did you mean train\.num_steps\?\)",
+            r"run\.yaml, line 1: train\.num_step is not a setting \(did you mean train\.num_steps\?\)",
         ),
         ("train:\n  num_steps: many", r"run\.yaml, line 2: train\.num_steps: Value 'many'"),
-        ("sft: {num_steps: 1}\n", r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is no setting"),
+        (
+            "sft: {num_steps: 1}\n",
+            r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is not ",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_path, monkeypatch, text, message):
@@ -283,11 +335,11 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_pat
     [
         ("optim.lr", "did you mean optim.learning_rate?"),
         ("lr", "did you mean optim.learning_rate?"),
-        ("steps", "did you mean optim.max_bad_steps or train.num_steps or validation.every_steps?"),
+        ("steps", "did you mean validation.every_steps or checkpoint.every_steps or train.num_steps?"),
         ("trian.num_steps", "did you mean train.num_steps?"),
         ("optim.learning_rte", "did you mean optim.learning_rate?"),
         ("model", "model is a section; set model.path, model.dtype, model.attention and so on"),
-        ("rollout.video_deadline_s", "did you mean rollout.min_video_deadline_s?"),
+        ("rollout.deadline_s", "did you mean rollout.turn_deadline_s?"),
         ("train.bs", "--show lists all"),
     ],
 )
@@ -297,32 +349,32 @@ def test_a_key_that_is_none_is_told_with_those_that_may_be_meant(key, hint):
 
 
 def test_a_key_is_looked_for_in_the_settings_of_the_command():
-    with pytest.raises(ValueError, match=r"num_steps is no setting \(did you mean sft\.num_steps\?\)"):
+    with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
 
 
 def test_two_problems_are_told_at_once():
-    with pytest.raises(ValueError, match=r"num_step is no .*; learning_rate is no .*optim\.learning_rate"):
+    with pytest.raises(ValueError, match=r"num_step is not .*; learning_rate is not .*optim\.learning_rate"):
         load_config(None, "train.num_step=3", "learning_rate=1")
     with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
         load_config(None, "mesh.data=2", "rollout.top_p=0.5")
 
 
 def test_a_kind_of_loss_begins_with_its_own_numbers_whatever_the_file_says_of_another(tmp_path):
-    (tmp_path / "run.yaml").write_text("loss: {kind: para_grpo, numbers: {clip_low: 0.1}}")
-    assert load_config(tmp_path / "run.yaml").loss.numbers == {"clip_low": 0.1, "clip_high": 0.2}
-    same = load_config(tmp_path / "run.yaml", "loss.numbers.clip_high=0.3", "loss.kind=para_grpo")
-    assert same.loss.numbers == {"clip_low": 0.1, "clip_high": 0.3}
-    other = load_config(tmp_path / "run.yaml", "loss.numbers.clip_high=0.3", "loss.kind=dapo")
-    assert other.loss.numbers == {"clip_low": 0.2, "clip_high": 0.3}
+    (tmp_path / "run.yaml").write_text("loss: {name: para_grpo, params: {clip_low: 0.1}}")
+    assert load_config(tmp_path / "run.yaml").loss.params == {"clip_low": 0.1, "clip_high": 0.2}
+    same = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=para_grpo")
+    assert same.loss.params == {"clip_low": 0.1, "clip_high": 0.3}
+    other = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=dapo")
+    assert other.loss.params == {"clip_low": 0.2, "clip_high": 0.3}
 
 
 def test_the_record_of_a_run_has_every_number_of_its_loss():
-    assert to_record(load_config(None, "loss.kind=cispo"))["loss"]["numbers"] == {"max_ratio": 5.0}
+    assert to_record(load_config(None, "loss.name=cispo"))["loss"]["params"] == {"max_ratio": 5.0}
 
 
 def test_a_function_of_ones_own_may_have_any_numbers():
-    assert load_config(None, "loss.kind=mine.py:loss", "loss.numbers.alpha=2").loss.numbers == {"alpha": 2.0}
+    assert load_config(None, "loss.name=mine.py:loss", "loss.params.alpha=2").loss.params == {"alpha": 2.0}
 
 
 def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_path):

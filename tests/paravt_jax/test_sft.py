@@ -55,7 +55,6 @@ def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
         "checkpoint.every_steps=2",
         "checkpoint.keep=5",
         "optim.warmup_frac=0.2",
-        "log.tensorboard=false",
     ]
     return ["--config", str(CONFIG), *settings, *overrides]
 

@@ -39,11 +39,9 @@ QUICK = [  # a smaller smoke run
     "rollout.max_new_tokens=16",  # also with an answer to a call every step has rows of one size
     "video.frame_budgets=[3,4]",
     "video.max_pixels=6144",  # of the synthetic ones; larger ones would be padding, and the gate's own
-    "pack.sizes_per_doubling=1",
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
     "loss.kl_coef=0.01",
     "data.validation=",
-    "log.tensorboard=false",
 ]
 OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a user's run is compiled
 

@@ -122,7 +122,7 @@ def make_run(
     settings["config"]["train"]["num_steps"] = num_planned
     (run_dir / "config.json").write_text(json.dumps(settings))
     chance = np.random.default_rng(luck)
-    log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=num_planned, first_step=0, settings={})
+    log = RunLog(run_dir, LogConfig(), num_steps=num_planned, first_step=0, settings={})
     for step in range(1, num_steps + 1):
         skill = (step - 1) / max(1, num_planned - 1)
         groups = [_group(3 * step + n, config, skill, chance) for n in range(3)]

@@ -151,7 +151,7 @@ class BrokenFrames(FakeFrames):
 
 def test_a_decode_failure_and_a_hang_cost_only_their_own_call(chat):
     engine = script(chat, [f"x</think>{call(5, 9)}{call(6, 9)}{call(7, 9)}<|im_end|>", ANSWER])
-    episode = play(engine, chat, BrokenFrames(), call_deadline_s=0.3)
+    episode = play(engine, chat, BrokenFrames(), turn_deadline_s=0.6)
     assert episode.outcomes == ["error", "timeout", "ok"]
     assert [c.response for c in episode.calls] == [
         "Error: the video cannot be decoded.",

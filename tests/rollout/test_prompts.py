@@ -43,7 +43,7 @@ def test_what_a_file_leaves_out_has_its_default(written):
             r"words.yaml: overview has the placeholder \{nmae\}; there it may have \{name",
         ),
         ("system: 'Say {\"a\": 1}'", "words.yaml: system has the placeholder .* a brace of its own is written twice"),
-        ("error: 'Oh {message'", "words.yaml: error cannot be filled in: expected '}'"),
+        ("last_turn: 'Oh {message'", "words.yaml: last_turn cannot be filled in: expected '}'"),
         ("frame_time: '{time_s:d}'", "words.yaml: frame_time cannot be filled in: Unknown format code 'd'"),
         ("overview: '{}'", r"overview has the placeholder \{\}"),
         ("system: 5", "words.yaml: system is int, expected text"),
@@ -69,13 +69,13 @@ def test_texts_beside_a_file_contradict_it_unless_they_are_what_it_says(written)
     file = written("system: You watch.")
     config = EpisodeConfig(prompts_file=file)
     assert EpisodeConfig(prompts_file=file, prompts=config.prompts) == config  # as the record of a run has both
-    with pytest.raises(ValueError, match=r"words.yaml and rollout\.prompts\.error are both set"):
-        EpisodeConfig(prompts_file=file, prompts=Prompts(error="Oh."))
+    with pytest.raises(ValueError, match=r"words.yaml and rollout\.prompts\.last_turn are both set"):
+        EpisodeConfig(prompts_file=file, prompts=Prompts(last_turn="Oh."))
 
 
 def test_a_setting_with_a_placeholder_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"^rollout\.prompts\.clamped has the placeholder \{ends\}"):
-        Prompts(clamped="It ends at {ends}.")
+    with pytest.raises(ValueError, match=r"^rollout\.prompts\.subagent_intro has the placeholder \{ends\}"):
+        Prompts(subagent_intro="It ends at {ends}.")
 
 
 def test_a_question_stands_where_a_text_says_and_else_before_it():

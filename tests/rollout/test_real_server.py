@@ -266,7 +266,7 @@ def on(server, work, **settings):
 
 
 def play(engine, chat, frames, num_episodes, deadline_s=120):
-    agent = Agent(engine, frames, chat, replace(CONFIG, turn_deadline_s=deadline_s, call_deadline_s=deadline_s))
+    agent = Agent(engine, frames, chat, replace(CONFIG, turn_deadline_s=deadline_s))
 
     async def run():
         overview = await agent.overview(Task("t", "What is it?", ("/a.mp4",), 4))

@@ -239,7 +239,7 @@ def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own)
         call(5, 9),
         tools=["crop_video", *map(own, names)],
         max_parallel=10,
-        call_deadline_s=0.5,
+        turn_deadline_s=1.0,
     )
     assert [outcome for outcome, _ in found] == ["ok", "error", "timeout", "error", "ok", *["error"] * 4, "ok"]
     assert found[0][1] == "gently {} <|im_end|>" and len(found[4][1]) == MAX_ANSWER_CHARS

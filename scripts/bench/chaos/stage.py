@@ -31,13 +31,10 @@ SETTINGS = (
     "train.prompts_per_step=3",  # more than the number of broken videos
     "train.max_missing_frac=0.99",
     "rollout.turn_deadline_s=40",
-    "rollout.call_deadline_s=25",
-    "rollout.min_video_deadline_s=10",
     "video.max_pixels=6144",  # the size of the videos; with more, the parity gate of every start shows larger images
     "rollout.prompts.system=Call crop_video.",
     "rollout.prompts.system_has_tools=true",  # the schema would be most of the tokens of every step and its replay
     "rollout.prompts.with_tool=Look, or answer.",
-    "log.tensorboard=false",
 )
 # At this rate weights one version behind have a KL of 5e-3 or more, the right ones 1e-12; checks.MAX_KL is between.
 # A staleness of 1 allows such tokens, and one such update would change the tiny model too much.

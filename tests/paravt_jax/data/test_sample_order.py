@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paravt_jax.config import VideoConfig
-from paravt_jax.data.budget import budgets_of, frame_budget, stratified_budgets
+from paravt_jax.data.budget import budgets_of, frame_budget
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 
@@ -180,21 +180,6 @@ def test_a_budget_is_the_same_in_every_process():
     assert [frame_budget(0, epoch, "p0", PUBLISHED) for epoch in range(6)] == [8, 4, 8, 4, 32, 16]
 
 
-@given(st.integers(0, 40), st.lists(st.integers(1, 64), min_size=1, max_size=7, unique=True), st.integers(0, 10**6))
-def test_stratified_counts_differ_by_at_most_one(num, budgets, step):
-    drawn = stratified_budgets(0, step, num, budgets)
-    counts = [drawn.count(budget) for budget in budgets]
-    assert sum(counts) == len(drawn) == num and max(counts) - min(counts) <= 1
-
-
-def test_stratified_order_and_remainder_are_drawn():
-    steps = [stratified_budgets(0, step, 7, PUBLISHED) for step in range(1000)]
-    left_over = Counter(budget for step in steps for budget, count in Counter(step).items() if count == 2)
-    assert chi_square([*left_over.values()], 5) < CRITICAL[4]
-    for place in range(7):
-        assert chi_square([*Counter(step[place] for step in steps).values()], 5) < CRITICAL[4]
-
-
 VISITS = SampleOrder(prompts(11), seed=0)
 STEP = [VISITS[number] for number in range(14, 21)]
 
@@ -203,9 +188,8 @@ def test_without_gating_every_visit_has_the_overviews_frames():
     assert budgets_of(STEP, VideoConfig(gating=False, overview_frames=48), seed=0) == [48] * 7
 
 
-@pytest.mark.parametrize("stratified", [False, True])
-def test_budgets_belong_to_visits_and_not_to_their_places(stratified):
-    video = VideoConfig(stratified=stratified)
+def test_budgets_belong_to_visits_and_not_to_their_places():
+    video = VideoConfig()
     ahead = budgets_of(STEP, video, seed=0)
     assert budgets_of(STEP[::-1], video, seed=0) == ahead[::-1]
     assert budgets_of(STEP, video, seed=0) == ahead
@@ -220,12 +204,7 @@ def test_gated_budgets_are_those_of_the_prompts_whichever_others_are_in_the_step
     assert budgets_of(STEP, video, 0) == [frame_budget(0, v.epoch, v.item.id, [2, 3, 5]) for v in STEP]
 
 
-def test_a_stratified_step_covers_the_budgets():
-    drawn = budgets_of(STEP, VideoConfig(stratified=True), seed=0)
-    assert set(drawn) == set(PUBLISHED) and sorted(Counter(drawn).values()) == [1, 1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(stratified=True), VideoConfig(False, overview_frames=4)])
+@pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(False, overview_frames=4)])
 def test_every_video_of_a_prompt_has_at_least_a_frame(video):
     visits = SampleOrder(prompts(7, num_videos=5), seed=0)
     assert min(budgets_of([visits[number] for number in range(7)], video, seed=0)) >= 5

@@ -57,6 +57,11 @@ def complete(monkeypatch):
     monkeypatch.setitem(SPLITS, "longvideobench", replace(SPLITS["longvideobench"], num_samples=3))
 
 
+@pytest.fixture(autouse=True)
+def one_at_a_time(monkeypatch):
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
+
+
 def lines_of(config):
     (path,) = Path(config.run_dir).glob("samples_*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -65,7 +70,7 @@ def lines_of(config):
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evaluator, tmp_path):
     reply, strict, official = RIGHT[split]
-    config = config_of(split, tmp_path / split, "eval.max_in_flight=1")
+    config = config_of(split, tmp_path / split)
     (cell,) = evaluator(reply).run(config)
     scores = [line["episodes"][0]["scores"] for line in lines_of(config)]
     assert [one["strict"] for one in scores] == pytest.approx(strict)
@@ -151,7 +156,7 @@ def test_a_bad_row_is_counted_by_its_reason_and_prevents_a_headline(changed, rea
 
 
 def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, tmp_path, complete):
-    config = config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=1")
+    config = config_of("longvideobench", tmp_path / "copy")
 
     def dead(episode, request):
         raise EngineError("no server is alive")
@@ -184,7 +189,7 @@ MOMENTS = ["before a line", "after a line", "in a line", "before the certificate
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, evaluator, tmp_path, monkeypatch):
     def settings(name):
-        return config_of("longvideobench", tmp_path / "copy", f"run_dir={tmp_path / name}", "eval.max_in_flight=1")
+        return config_of("longvideobench", tmp_path / "copy", f"run_dir={tmp_path / name}")
 
     whole = evaluator("A").run(settings("whole"))
     config = settings("killed")
@@ -280,7 +285,8 @@ def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
             return await super().reply(request)
 
     counting = Counting(chat, lambda episode, request: answer("A"), monkeypatch)
-    counting.run(config_of("longvideobench", tmp_path / "copy", "eval.max_in_flight=4", num_rows=20))
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 4)
+    counting.run(config_of("longvideobench", tmp_path / "copy", num_rows=20))
     assert counting.most == 4 and len(counting.asked) == 20
 
 

@@ -159,6 +159,11 @@ def test_a_turn_begins_once_though_other_weights_go_on_with_it(chat):
     np.testing.assert_array_equal(after.token_class, before.token_class)
 
 
+@pytest.fixture(autouse=True)
+def negligible_epsilon(monkeypatch):
+    monkeypatch.setattr("paravt_jax.learner.advantages.EPSILON", 1e-12)
+
+
 GOOD = "I look at it.</think><answer>A</answer><|im_end|>"
 UNCLOSED = GOOD.replace("</think>", "")
 
@@ -166,7 +171,7 @@ UNCLOSED = GOOD.replace("</think>", "")
 def taught(chat, said, credit, **config):
     """The advantage of every sampled token of each member of a group, by the text that it spells."""
     played = [play(chat, [text], **config) for text in said]
-    settings = AdvantageConfig(credit=credit, epsilon=1e-12)
+    settings = AdvantageConfig(credit=credit)
     group = group_advantages(group_rewards([terms for _, terms in played], anchor_scale=0.5, config=settings), settings)
     for number, (episode, terms) in enumerate(played):
         (dialogue,) = dialogues_of(episode, number, group.of(number), terms, chat, TOKEN_PX)

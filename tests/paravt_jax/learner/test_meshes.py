@@ -9,7 +9,6 @@ from update_programs import compiled_programs
 from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.sharding import make_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
-from paravt_jax.learner.settings import OptimConfig
 from paravt_jax.plan.batch import BatchShape, make_batch
 
 # Sizes by which an array is known in a program.
@@ -43,11 +42,13 @@ def collectives(program: str) -> list[Exchange]:
 
 def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
     """The programs of an update whose head has four chunks, as the compiler has written them."""
-    config = config_of(shape, rows=1, row_tokens=ROW_TOKENS, optim=OptimConfig(head_chunk_tokens=24))
+    config = config_of(shape, rows=1, row_tokens=ROW_TOKENS)
     parts = config.mesh.num_row_parts
     batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
     learner = make_learner(config, CONFIG, make_mesh(*shape))
-    return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paravt_jax.plan.ahead.HEAD_CHUNK_TOKENS", 24)
+        return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}
 
 
 @pytest.fixture(scope="module")

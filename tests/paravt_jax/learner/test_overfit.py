@@ -43,7 +43,6 @@ COMMON = [
     "video.overview_frames=4",
     "video.max_pixels=1024",
     "pack.row_tokens=1024",
-    "pack.sizes_per_doubling=1",
     "train.prompts_per_step=1",
     "train.group_size=16",
     "train.max_resamples=0",
@@ -119,7 +118,7 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
             for step in range(1, RL_STEPS + 1):
                 groups = await rollouts.next_groups(step)
                 rewards.append(group_metrics(groups)["rollout/reward_mean"])
-                update.run(groups, geometric_mask=False)
+                update.run(groups)
                 rollouts.cursor.done([group.sample.number for group in groups])
                 await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step)
                 if is_right(rewards, arm):

@@ -16,14 +16,14 @@ from model_port.tiny import make_tiny, tiny_config
 from model_port.weights import rules
 from paravt_jax.bench.torch_update import TorchLearner, load_reference
 from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
+from paravt_jax.learner.optim import BETAS
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 pytestmark = pytest.mark.slow
 
-# Without momentum and clipping the first moment after one update is the gradient.
-OPTIM = OptimConfig(beta1=0.0, max_grad_norm=1e9, head_chunk_tokens=16)
+OPTIM = OptimConfig(max_grad_norm=1e9)  # no gradient is clipped
 LOSS = LossConfig(kl_coef=0.01)
 TEMPERATURE = 0.7
 GRIDS = {"a": (4, 6), "b": (2, 4), "c": (6, 2), "d": (4, 4)}
@@ -100,6 +100,13 @@ def case(tmp_path_factory) -> Case:
     return Case(policy, ref, dialogues, frames)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def several_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paravt_jax.learner.learner.HEAD_CHUNK_TOKENS", 16)
+        yield
+
+
 def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     learner = Learner(model_port.load(case.ref), OPTIM, LOSS, temperature=TEMPERATURE)
     model = model_port.load(case.policy)
@@ -111,12 +118,12 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
 
 
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
-    """Under the names of transformers' parameters."""
+    """The gradient of the first update, under the names of transformers' parameters."""
     found = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
     gradients = {}
     for rule in rules(learner.model.config):
         if rule.path in found:
-            layers = np.asarray(found[rule.path]).reshape(-1, *rule.hf_shape)
+            layers = (np.asarray(found[rule.path]) / (1 - BETAS[0])).reshape(-1, *rule.hf_shape)
             gradients.update(zip(rule.hf_names, layers, strict=True))
     return gradients
 

@@ -10,7 +10,7 @@ import pytest
 
 from paravt_jax.learner.losses import LossCoefs, LossSpec, policy_loss
 from paravt_jax.learner.objectives import variant_of
-from paravt_jax.learner.settings import NUMBERS, LossConfig
+from paravt_jax.learner.settings import PARAMS, LossConfig
 from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
 KINDS = list(VARIANTS)
@@ -62,7 +62,7 @@ def loss_and_gradient(config, arrays, counts=None):
 
 def in_numpy(kind, config, arrays):
     """Loss and gradient token by token, as the papers write them."""
-    numbers, array = config.all_numbers, {name: np.asarray(values) for name, values in arrays.items()}
+    numbers, array = config.all_params, {name: np.asarray(values) for name, values in arrays.items()}
     mask = array["loss_mask"]
     loss, gradient = 0.0, np.zeros(mask.shape)
     for row in range(3):
@@ -158,8 +158,8 @@ def test_a_kind_has_a_gradient_of_its_own(kind):
 
 
 def test_every_kind_has_numbers_and_every_numbers_a_kind():
-    assert list(VARIANTS) == list(NUMBERS)
-    assert all(field.type is float for numbers in NUMBERS.values() for field in fields(numbers))
+    assert list(VARIANTS) == list(PARAMS)
+    assert all(field.type is float for numbers in PARAMS.values() for field in fields(numbers))
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_every_kind_has_numbers_and_every_numbers_a_kind():
     ],
 )
 def test_a_kind_begins_with_the_numbers_of_its_paper(kind, numbers):
-    assert LossConfig(kind).all_numbers == numbers
+    assert LossConfig(kind).all_params == numbers
     one = next(iter(numbers))
-    assert LossConfig(kind, {one: 1.01 * numbers[one]}).all_numbers == numbers | {one: 1.01 * numbers[one]}
+    assert LossConfig(kind, {one: 1.01 * numbers[one]}).all_params == numbers | {one: 1.01 * numbers[one]}
 
 
 def test_how_much_a_token_weighs_by_hand():
@@ -258,9 +258,9 @@ def test_a_function_of_ones_own_is_a_loss_with_its_own_numbers(own):
     ratio = np.exp(LOG_RATIO)
     assert loss == pytest.approx(-np.sum((np.maximum(ratio, 0.8) * ADVANTAGE)[MASK]) / 9)
     np.testing.assert_allclose(gradient, np.where(MASK & (ratio > 0.8), -ratio * ADVANTAGE / 9, 0), atol=1e-15)
-    squared, _ = loss_and_gradient(replace(config, numbers={"floor": 0.8, "power": 2.0}), given("para_grpo"))
+    squared, _ = loss_and_gradient(replace(config, params={"floor": 0.8, "power": 2.0}), given("para_grpo"))
     assert squared == pytest.approx(-np.sum((np.maximum(ratio, 0.8) ** 2 * ADVANTAGE)[MASK]) / 9)
-    assert variant_of(config) is variant_of(replace(config, numbers={"floor": 0.5}))  # or each would be compiled anew
+    assert variant_of(config) is variant_of(replace(config, params={"floor": 0.5}))  # or each would be compiled anew
 
 
 def test_a_function_of_ones_own_that_exits_is_an_error_and_no_success(own):
@@ -272,9 +272,9 @@ def test_a_function_of_ones_own_that_exits_is_an_error_and_no_success(own):
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("floored", {}, r"mine\.py:floored needs loss\.numbers\.floor: it has no default there"),
-        ("floored", {"floor": 0.1, "roof": 2.0}, r"loss\.numbers\.roof is no number of .*, which has floor, power$"),
-        ("missing", {}, r"loss\.kind=.*mine\.py:missing: the file has no function missing$"),
+        ("floored", {}, r"mine\.py:floored needs loss\.params\.floor: it has no default there"),
+        ("floored", {"floor": 0.1, "roof": 2.0}, r"loss\.params\.roof is not a .* of .*, which has floor, power$"),
+        ("missing", {}, r"loss\.name=.*mine\.py:missing: the file has no function missing$"),
         ("number", {}, r"the file has no function number$"),
     ],
 )

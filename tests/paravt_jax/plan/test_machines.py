@@ -10,7 +10,7 @@ import pytest
 
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_record
-from paravt_jax.keys import flat
+from paravt_jax.config.keys import flat
 from paravt_jax.plan.aot import compiled_update
 from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan

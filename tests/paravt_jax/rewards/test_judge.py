@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from paravt_jax.rewards.chat_client import EndpointError
+from paravt_jax.rewards.chat_client import EndpointError, Limits
 from paravt_jax.rewards.judge import MAX_PREDICTION_CHARS, Judge, JudgeConfig, judge_messages, read_verdict
 
 KEY = "sk-secret-7f3a"
@@ -77,14 +77,14 @@ def verdict(score: str) -> str:
     return f"They say the same.\nVERDICT CODE: {score}"
 
 
-def ask(*script, times=1, prediction="a red car", delay_s=0.0, finish_reason="stop", **settings):
+def ask(*script, times=1, prediction="a red car", delay_s=0.0, finish_reason="stop", api_key_env="", **limits_set):
     """The scores, the usage, the fake server and the seconds it took."""
 
     async def body():
         async with FakeJudge(*script) as server:
             server.delay_s, server.finish_reason = delay_s, finish_reason
-            config = JudgeConfig(server.url, "m", attempt_deadline_s=1.0, backoff_s=0.01, max_backoff_s=0.05)
-            async with Judge(replace(config, **settings)) as judge:
+            limits = replace(Limits(attempt_deadline_s=1.0, backoff_s=0.01, max_backoff_s=0.05), **limits_set)
+            async with Judge(JudgeConfig(server.url, "m", api_key_env), limits) as judge:
                 started_s = time.monotonic()
                 asked = (judge.judge("What is it?", "the red car", prediction) for _ in range(times))
                 scores = await asyncio.gather(*asked)
@@ -107,7 +107,7 @@ def test_a_verdict_becomes_a_score_and_is_paid_for(score, value):
 def test_a_reply_that_was_cut_off_says_where():
     scores, usage, *_ = ask("I would", finish_reason="length", max_attempts=1, max_reply_tokens=9)
     assert scores == [None]
-    assert usage.last_problem.endswith("; it was cut off at judge.max_reply_tokens=9")
+    assert usage.last_problem.endswith("; it was cut off at 9 tokens")
 
 
 @pytest.mark.parametrize("failure", ["500", "503", "429", "garbage", "no choices", "drop", "I would say 1.", "slow"])
@@ -137,7 +137,7 @@ def test_a_judge_that_is_not_there_leaves_the_score_missing():
     async def body():
         async with FakeJudge("400") as server:
             url = server.url
-        async with Judge(JudgeConfig(url, "m", backoff_s=0.01, max_attempts=2)) as judge:
+        async with Judge(JudgeConfig(url, "m"), Limits(backoff_s=0.01, max_attempts=2)) as judge:
             assert await judge.judge("q", "a", "p") is None
             assert "cannot be reached" in judge.usage.last_problem
             assert judge.usage.num_failed_calls == 2
@@ -232,9 +232,7 @@ def test_a_verdict_is_read_strictly(reply, score):
     ("changes", "complaint"),
     [
         ({"url": "localhost:8000"}, "judge.url='localhost:8000' must begin with http"),
-        ({"max_attempts": 0}, "judge.max_attempts=0 must be at least 1"),
-        ({"attempt_deadline_s": float("inf")}, "judge.attempt_deadline_s=inf must be positive and finite"),
-        ({"backoff_s": -1.0}, "judge.backoff_s=-1.0 must be a finite number"),
+        ({"model": ""}, "judge.model must be the name of a model"),
     ],
 )
 def test_settings_that_cannot_work_are_errors(changes, complaint):

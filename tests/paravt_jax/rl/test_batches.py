@@ -47,7 +47,7 @@ def right_at_length(episode):
 
 
 def updated(update, groups):
-    return update.run(groups, geometric_mask=False)
+    return update.run(groups)
 
 
 def taught(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
@@ -133,7 +133,7 @@ def test_kl_in_the_reward_is_never_measured_by_a_std_of_its_own(tiny_hf):
 def test_what_a_token_of_dr_grpo_weighs_does_not_depend_on_the_lengths(tiny_hf):
     common = ("loss.kl_coef=0", "advantage.normalise=none", "rollout.max_new_tokens=64")
     published, dr_grpo = (
-        taught(tiny_hf, *common, f"loss.kind={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
+        taught(tiny_hf, *common, f"loss.name={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
     )
     turns = load_config(None).rollout.tool_turns + 1
     assert dr_grpo == pytest.approx(published * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)

@@ -82,7 +82,7 @@ def find_slow_hosts(hosts, rollouts, update, groups, learner):
         batches.pack = slow(batches.pack)
     else:
         host_times.products = slow(host_times.products)
-    update.run(groups, geometric_mask=False)
+    update.run(groups)
     own = {
         "rollout": rollouts.rollout_s,
         "update": update.own_time.seconds,
@@ -113,7 +113,7 @@ def two_steps(hosts, tiny_hf, file):
             groups = await rollouts.next_groups(step)
             rollouts.cursor.done([group.sample.number for group in groups])
             tokens = num_tokens(groups, chat, contract.unit_px)
-            found.append(group_metrics(groups) | update.run(groups, geometric_mask=False) | {"tokens": tokens})
+            found.append(group_metrics(groups) | update.run(groups) | {"tokens": tokens})
         return found, rollouts, groups
 
     metrics, rollouts, groups = asyncio.run(work())

@@ -36,7 +36,7 @@ def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -
 
     training: Any = object.__new__(Training)
     training.step, training.num_steps = 0, 5
-    training.log = RunLog(run_dir, LogConfig(tensorboard=False), num_steps=5, first_step=0, settings={})
+    training.log = RunLog(run_dir, LogConfig(), num_steps=5, first_step=0, settings={})
     training.directory = RunDirectory(run_dir, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
     run: Any = object.__new__(Run)
@@ -44,6 +44,7 @@ def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
     run.greedy = RolloutWorker(agent, config.reward, None, 0)
     asyncio.run(run.validate_if_due())
+    training.log.close()
     path = run_dir / "validation.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -33,7 +33,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints, _record_sum, verify
 
-OPTIM = OptimConfig(learning_rate=1e-3, head_chunk_tokens=8)
+OPTIM = OptimConfig(learning_rate=1e-3)
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
 
 

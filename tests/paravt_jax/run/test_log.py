@@ -28,8 +28,7 @@ METRICS = {
 
 
 def open_log(run_dir: Path, first_step: int = 0, num_steps: int = 5, **config) -> RunLog:
-    config = LogConfig(**{"tensorboard": False, **config})
-    return RunLog(run_dir, config, num_steps=num_steps, first_step=first_step, settings={"seed": 0})
+    return RunLog(run_dir, LogConfig(**config), num_steps=num_steps, first_step=first_step, settings={"seed": 0})
 
 
 def log_steps(run_dir: Path, steps: range, **config) -> None:
@@ -280,7 +279,7 @@ def events_of(run_dir: Path) -> list:
 
 
 def test_tensorboard_has_every_metric_at_once_and_is_told_where_a_resume_begins(tmp_path):
-    log = open_log(tmp_path, tensorboard=True)
+    log = open_log(tmp_path)
     for step in (1, 2, 3):
         log.step(step, {**METRICS, "loss/policy": math.nan}, [])
     log.validation(3, {"validation/accuracy_mean": 0.5})
@@ -291,7 +290,7 @@ def test_tensorboard_has_every_metric_at_once_and_is_told_where_a_resume_begins(
     assert scalars[-1] == (3, {"validation/accuracy_mean": 0.5})
     assert scalars[-2][1]["rollout/reward_mean"] == pytest.approx(1.617)
     log.close()
-    open_log(tmp_path, first_step=2, tensorboard=True).close()  # within the same second
+    open_log(tmp_path, first_step=2).close()  # within the same second
     events = events_of(tmp_path)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert [event.step for event in events if event.HasField("session_log")] == [1, 3]

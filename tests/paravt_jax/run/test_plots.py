@@ -170,11 +170,11 @@ def test_the_interval_of_a_mean_is_over_prompts_and_not_over_their_equal_episode
     assert make_plots(tmp_path)
 
 
-def test_the_ladder_is_read_from_the_settings_and_equal_levels_share_a_name(tmp_path):
+def test_the_levels_of_the_mismatch_are_read_from_the_settings(tmp_path):
     assert _kl_levels(tmp_path) == {}
-    ladder = {"warn_kl": 0.01, "geometric_mask_kl": 0.01, "stop_kl": float("inf")}
+    ladder = {"max_kl": 0.1}
     (tmp_path / "config.json").write_text(json.dumps({"config": {"mismatch": ladder}, "git_commit": None}))
-    assert _kl_levels(tmp_path) == {0.01: "warn, mask sequences"}
+    assert {round(level, 9): name for level, name in _kl_levels(tmp_path).items()} == {0.01: "warn", 0.1: "stop"}
 
 
 def test_therunning_mean_is_over_the_values_there_are():

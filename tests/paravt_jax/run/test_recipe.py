@@ -45,7 +45,7 @@ def test_a_model_without_one_has_none(model):
     ("record", "said"),
     [
         ({"rollout": {"tools": ["evil.py:Tool"]}}, "no code is loaded that a model names"),
-        ({"rollout": {"prompts_file": "/etc/passwd"}}, "prompts_file is no setting"),
+        ({"rollout": {"prompts_file": "/etc/passwd"}}, "prompts_file is not a setting"),
         ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "nothing there may stand for something else"),
         ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
         ({"rollout": {"max_parallel": 0}}, "must be at least 1"),
@@ -75,7 +75,7 @@ def test_a_model_without_one_has_none(model):
         ({"max_pixels": 10**12}, "video.max_pixels=1000000000000 must be at most 67108864"),
         ({"num_frames": 0}, "must be at least 1"),
         ({"max_pixels": 1}, "is more than video.max_pixels"),
-        ({"colour": "red"}, "colour is no setting"),
+        ({"colour": "red"}, "colour is not a setting"),
     ],
 )
 def test_what_a_strangers_model_says_is_refused_in_one_sentence(model, record, said):

@@ -20,7 +20,7 @@ def test_code_is_that_of_the_program_and_what_a_setting_names(tmp_path):
     own.write_text("x = 2\n")
     after = code_sums(settings)
     assert [name for name in before if before[name] != after[name]] == [str(own)]
-    assert str(own) not in code_sums({"loss.kind": "gspo"})
+    assert str(own) not in code_sums({"loss.name": "gspo"})
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ def test_the_line_leaves_out_what_there_is_not():
 
 @pytest.mark.slow
 def test_a_cpu_computes_in_float32_says_so_and_the_run_records_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("GRACE", "60")
-    settings = ["model.dtype=bfloat16", f"run_dir={tmp_path}", "checkpoint.grace_s=${oc.decode:${oc.env:GRACE}}"]
+    monkeypatch.setenv("KEEP", "3")
+    settings = ["model.dtype=bfloat16", f"run_dir={tmp_path}", "checkpoint.keep=${oc.decode:${oc.env:KEEP}}"]
     config = load_config("configs/smoke_cpu.yaml", *settings)
     found = []
 
@@ -119,7 +119,7 @@ def test_a_cpu_computes_in_float32_says_so_and_the_run_records_it(tmp_path, caps
     computed, used, record = found
     recorded = json.loads((tmp_path / "config.json").read_text())["config"]
     assert computed == used == record["model"]["dtype"] == recorded["model"]["dtype"] == "float32"
-    assert "GRACE" in record["checkpoint"]["grace_s"]  # what was written as ${…} stays so
+    assert "KEEP" in record["checkpoint"]["keep"]  # what was written as ${…} stays so
     said = capsys.readouterr().err
     assert "1.04 million in float32 (model.dtype=bfloat16 is slower and takes more memory on a CPU)" in said
 

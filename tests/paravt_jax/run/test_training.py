@@ -13,14 +13,18 @@ from paravt_jax.run.training import Training
 def training_at(tmp_path):
     """A run of five steps that has done some of them, with a log and nothing else."""
 
+    logs: list[RunLog] = []
+
     def training(step: int, directory: Path = tmp_path) -> Training:
         made = object.__new__(Training)
         made.step, made.num_steps = step, 5
-        settings = LogConfig(tensorboard=False)
-        made.log = RunLog(directory, settings, num_steps=5, first_step=step, settings={})
+        made.log = RunLog(directory, LogConfig(), num_steps=5, first_step=step, settings={})
+        logs.append(made.log)
         return made
 
-    return training
+    yield training
+    for log in logs:
+        log.close()
 
 
 def test_validation_is_due_before_the_first_step_every_so_many_and_after_the_last(training_at):

@@ -63,7 +63,7 @@ def unknown_key(key: str, known: list[str]) -> str:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
     meant = _meant(key, known)
     hint = f"did you mean {' or '.join(meant[:MAX_HINTS])}?" if meant else "--show lists all"
-    return f"{key} is no setting ({hint})"
+    return f"{key} is not a setting ({hint})"
 
 
 def _name(key: str) -> str:

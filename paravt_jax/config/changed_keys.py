@@ -1,0 +1,109 @@
+"""Settings that were renamed or removed. A config that has one gives an error that names the new key or the reason.
+
+The record of an earlier run (RUN/config.json, paravt.json) has every setting, also those that nobody set. There a
+renamed key is read as the new one, and a removed key is ignored if its value is the one that is now fixed.
+"""
+
+from typing import Any, NamedTuple
+
+RENAMED = {
+    "engine.urls_file": "engine.urls",  # which may hold one file
+    "loss.kind": "loss.name",
+    "loss.numbers": "loss.params",
+    "mismatch.stop_kl": "mismatch.max_kl",
+    "rollout.call_deadline_s": "rollout.turn_deadline_s",
+    "rollout.min_video_deadline_s": "rollout.turn_deadline_s",
+}
+
+
+class Removed(NamedTuple):
+    fixed: Any  # the value that every run has now
+    reason: str
+
+
+def _default(value: Any) -> Removed:
+    return Removed(value, f"it is always {value}")
+
+
+REMOVED = {
+    "advantage.epsilon": _default(1e-6),
+    "checkpoint.grace_s": _default(120.0),
+    "engine.memory_frac": Removed(0.8, "start servers with python -m rollout.serve --memory-frac"),
+    "eval.max_in_flight": _default(32),
+    "judge.attempt_deadline_s": _default(60.0),
+    "judge.backoff_s": _default(1.0),
+    "judge.max_attempts": _default(4),
+    "judge.max_backoff_s": _default(20.0),
+    "judge.max_concurrent": _default(16),
+    "judge.max_reply_tokens": _default(1024),
+    "log.tensorboard": Removed(True, "every run writes RUN_DIR/tensorboard"),
+    "loss.geometric_high": Removed(1.1, "the geometric mask is gone; set loss.behavior_cap"),
+    "loss.geometric_low": Removed(0.9, "the geometric mask is gone; set loss.behavior_cap"),
+    "loss.geometric_mask": Removed(False, "the geometric mask is gone; set loss.behavior_cap"),
+    "mismatch.geometric_mask_kl": Removed(0.03, "the geometric mask is gone; set mismatch.max_kl"),
+    "mismatch.warn_kl": Removed(0.01, "a run warns at a tenth of mismatch.max_kl"),
+    "optim.beta1": _default(0.9),
+    "optim.beta2": _default(0.999),
+    "optim.eps": _default(1e-8),
+    "optim.head_chunk_tokens": _default(256),
+    "optim.max_bad_steps": _default(5),
+    "pack.sizes_per_doubling": Removed(4, "it follows from pack.row_tokens"),
+    "reward.parts.answer_closing": _default(0.2),
+    "reward.parts.answer_opening": _default(0.3),
+    "reward.parts.flow": _default(0.3),
+    "reward.parts.think": _default(0.2),
+    "reward.parts.think_closing": _default(0.4),
+    "reward.plugin_deadline_s": _default(60.0),
+    "reward.require_answer_block": Removed(True, "an answer counts only between <answer> and </answer>"),
+    "reward.tool_right_threshold": _default(0.5),
+    "rollout.prompts.clamped": Removed(
+        "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f} to {end_s:.1f} was looked at.",
+        "this text is fixed",
+    ),
+    "rollout.prompts.error": Removed("Error: {message}.", "this text is fixed"),
+    "rollout.token_px": Removed(32, "it is 32 in every Qwen3-VL"),
+    "sft.steps_ahead": _default(2),
+    "train.anchor_tokens": Removed(["closings", "openings", "turn_end"], "the anchor always includes all three"),
+    "video.disk_gib": _default(64.0),
+    "video.memory_gib": _default(2.0),
+    "video.stratified": Removed(False, "every prompt draws its own frame budget"),
+}
+IGNORED_IN_RECORDS = {  # at any value: they change neither the method nor the results of a run that continues
+    "checkpoint.grace_s",
+    "engine.memory_frac",
+    "log.tensorboard",
+    "mismatch.geometric_mask_kl",
+    "mismatch.warn_kl",
+    "pack.sizes_per_doubling",
+    "rollout.call_deadline_s",
+    "rollout.min_video_deadline_s",
+    "video.disk_gib",
+    "video.memory_gib",
+}
+
+
+def change_of(key: str) -> str:
+    """The error for a key that was renamed or removed; empty for any other."""
+    if key.startswith("loss.numbers."):
+        return f"{key} is now loss.params.{key.removeprefix('loss.numbers.')}"
+    if key in RENAMED:
+        return f"{key} is now {RENAMED[key]}"
+    return f"{key} was removed: {REMOVED[key].reason}" if key in REMOVED else ""
+
+
+def updated_record(record: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """The settings of an earlier run under today's keys; a removed one with another value stays, and is an error."""
+    updated: dict[str, Any] = {}
+    for name, value in record.items():
+        key = f"{section}{name}"
+        is_fixed = key in REMOVED and value == REMOVED[key].fixed
+        if key in IGNORED_IN_RECORDS or is_fixed or (key == "judge" and value is None):
+            continue
+        if key == "engine.urls_file":
+            value = [value] if value else updated.get("urls", [])
+        if isinstance(value, dict) and value:
+            value = updated_record(value, f"{key}.")
+            if not value:
+                continue
+        updated[RENAMED.get(key, key).rpartition(".")[2]] = value
+    return updated

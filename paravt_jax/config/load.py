@@ -1,0 +1,168 @@
+"""Reading a run's settings: defaults, then the file, then `a.b=c`.
+
+    load_config("configs/smoke_cpu.yaml", "train.num_steps=10")
+
+An unknown key, a wrong type and settings that conflict are errors here, before any model is loaded.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
+
+from paravt_jax.config.changed_keys import change_of, updated_record
+from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
+from paravt_jax.config.schema import Config, EvalConfig, SftConfig
+from paravt_jax.learner.settings import LossConfig
+
+Schema = TypeVar("Schema", bound=Any)
+WRITTEN = "_written"  # attribute of loaded settings: their values as written, with ${…} unresolved
+
+
+def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
+    """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and impossible settings.
+
+    A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults.
+    """
+    for override in overrides:
+        if "=" not in override[1:]:
+            raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
+    layers = [] if path is None else [(str(path), _told(str(path), lambda: _read(Path(path))))]
+    layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
+    problems = [list(_unknown_keys(place, layer, schema)) for place, layer in layers]
+    if path is not None and problems[0] and (command := _command_of(layers[0][1])):
+        raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
+    if any(problems):
+        raise ValueError("; ".join(problem for told in problems for problem in told))
+    if path is not None:
+        _drop_params_of_another_loss(layers)
+    config = deepcopy(_defaults(schema))
+    for place, layer in layers:
+        config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
+    settings: Any = _told("", partial(OmegaConf.to_object, config))
+    if schema is Config:
+        object.__setattr__(settings, "loss", settings.loss.filled())
+    # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
+    object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
+    return settings
+
+
+@cache
+def _defaults(schema: type) -> Any:
+    """A copy of it is made five times as fast as OmegaConf reads the schema."""
+    return OmegaConf.structured(schema)
+
+
+def _read(path: Path) -> Any:
+    if path.suffix != ".json":
+        return OmegaConf.load(path)
+    record = json.loads(path.read_bytes())
+    settings = record["config"] if isinstance(record, dict) and "config" in record else record
+    return OmegaConf.create(updated_record(settings) if isinstance(settings, dict) else settings)
+
+
+def _told(place: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives. What OmegaConf and YAML complain of becomes one line that begins with the place."""
+    try:
+        return work()
+    except OmegaConfBaseException as problem:
+        key, said = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        names = [f"{place}{_line_of(place, key)}", "" if key in place or key in said else key]
+        raise ValueError(": ".join([*filter(None, names), said])) from None
+    except MarkedYAMLError as problem:
+        mark = problem.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and Path(mark.name).is_file() else ""
+        said = " ".join(filter(None, [problem.problem, problem.context]))
+        raise ValueError(f"{place}{where} is no YAML: {said}") from None
+    except (YAMLError, UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
+
+
+def _drop_params_of_another_loss(layers: list[tuple[str, Any]]) -> None:
+    (_, file), *overrides = layers
+    names = [OmegaConf.select(layer, "loss.name") for _, layer in overrides]
+    file_name = OmegaConf.select(file, "loss.name", default=LossConfig.name)
+    if OmegaConf.select(file, "loss.params") and any(name not in (None, file_name) for name in names):
+        file.loss.params = {}
+
+
+def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
+    given = cast(dict[Any, Any], OmegaConf.to_container(layer))
+    known, mappings = _known(schema)
+    for key in flat(given):
+        if key not in known and key.rpartition(".")[0] not in mappings:
+            error = change_of(key) or unknown_key(
+                key, [*known, *(entry for names in mappings.values() for entry in names)]
+            )
+            yield ("" if place.startswith(f"{key}=") else f"{place}{_line_of(place, key)}: ") + error
+
+
+def _command_of(layer: Any) -> str:
+    """The one command that knows every key of a file; empty where none does, or several."""
+    schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
+    knowing = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
+    return f"python -m paravt_jax.{knowing[0]}" if len(knowing) == 1 else ""
+
+
+def _line_of(place: str, key: str) -> str:
+    """Where a YAML file has a key, to be said after its name; empty for an override."""
+    if Path(place).suffix not in (".yaml", ".yml") or not Path(place).is_file():
+        return ""
+    node, line = compose(Path(place).read_text()), ""
+    for name in key.split("."):
+        pairs = {at.value: (at, value) for at, value in node.value} if isinstance(node, MappingNode) else {}
+        if name not in pairs:
+            break
+        at, node = pairs[name]
+        line = f", line {at.start_mark.line + 1}"
+    return line
+
+
+@cache
+def _known(schema: type) -> tuple[list[str], dict[str, list[str]]]:
+    return list(keys_of(schema)), mappings_of(schema)
+
+
+def _with_value(override: str) -> str:
+    """`a.b=` is the empty text; OmegaConf would take it for null."""
+    return f"{override}''" if override.endswith("=") else override
+
+
+def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
+    """Every setting as it is used, for RUN/config.json; what was written as ${…} stays so."""
+    record: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return as_written(record, getattr(config, WRITTEN, {}))
+
+
+def as_written(used: Any, written: Any) -> Any:
+    if isinstance(used, dict) and isinstance(written, dict):
+        return {key: as_written(value, written.get(key)) for key, value in used.items()}
+    if isinstance(used, list) and isinstance(written, list):
+        return [as_written(*pair) for pair in zip(used, written, strict=True)]
+    return written if isinstance(written, str) and "${" in written else used
+
+
+def computed_on(config: Schema, platform: str) -> Schema:
+    """The settings as devices of this platform carry them out.
+
+    A CPU computes in float32: XLA emulates bfloat16 there, which is several times slower and takes more memory.
+    """
+    if platform != "cpu" or config.model.dtype == "float32":
+        return config
+    used = replace(config, model=replace(config.model, dtype="float32"))
+    object.__setattr__(used, WRITTEN, getattr(config, WRITTEN, {}))
+    return used
+
+
+def written_dtype(config: Config | SftConfig | EvalConfig) -> str:
+    """`model.dtype` before `computed_on`."""
+    return getattr(config, WRITTEN, {}).get("model", {}).get("dtype", config.model.dtype)
