@@ -56,21 +56,6 @@ def test_structural_tokens_spell_the_tags(chat):
     assert found[-1].endswith("</answer><|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("anchors", "expected"),
-    [
-        (("closings",), {"</think>", "</tool_call>"}),
-        (("openings",), {"<tool_call>"}),
-        (("turn_end",), {"<|im_end|>"}),
-        ((), set()),
-    ],
-)
-def test_only_the_selected_anchors_count(anchors, expected, chat):
-    episode, terms = play(chat, [TURNS[0], ANSWER.replace("<answer>A</answer>", "")])
-    found = spelled(chat, episode, struct_mask(episode, terms.tags, chat, anchors))
-    assert set(found) == expected
-
-
 def test_the_forced_prefix_and_what_the_environment_says_earn_nothing(chat):
     episode, terms = play(chat)
     mask = struct_mask(episode, terms.tags, chat)
