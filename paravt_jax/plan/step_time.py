@@ -25,6 +25,7 @@ from paravt_jax.plan.workload import (
     with_calls,
     workload_of,
 )
+from rollout.server import ServerSettings
 
 MAX_RUNNING = 256  # sequences that a server decodes together, if memory allows
 SERVER_WEIGHTS_FRAC = 0.6  # of a server's memory, at most; a larger model gets more devices per server
@@ -149,7 +150,7 @@ def _servers(
     servers, devices = len(engine.urls) or engine.num_servers, server_devices(engine, model, device)
     share = 1 / servers if rates.overlaps else -(-work.num_groups // servers) / work.num_groups
     row_bytes = (work.prompt_tokens + work.response_tokens) * cached_bytes(model)
-    room = devices * engine.memory_frac * device.memory_gib * GIB - weight_bytes(model)
+    room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
     rows = min(share * work.num_episodes, MAX_RUNNING, max(1.0, room // row_bytes))
     tokens = max(rates.tail * work.longest_tokens, share * work.sampled_tokens / rows)
     moved = decoded_bytes(model) + rows * row_bytes
@@ -206,7 +207,7 @@ def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec)
     """Devices of each server: its part of `engine.gpus`, or the fewest that hold the weights and a cache."""
     if engine.gpus:
         return len(engine.gpus) // engine.num_servers
-    room = SERVER_WEIGHTS_FRAC * engine.memory_frac * (device.memory_gib or math.inf) * GIB
+    room = SERVER_WEIGHTS_FRAC * ServerSettings.memory_frac * (device.memory_gib or math.inf) * GIB
     return next((size for size in TENSOR_SIZES if weight_bytes(model) / size <= room), TENSOR_SIZES[-1])
 
 
