@@ -15,6 +15,7 @@ from model_port.inputs import Frame
 from model_port.loading import abstract_params, with_params
 from model_port.model import Qwen3VL
 from model_port.sharding import flat_params, make_mesh, num_row_parts
+from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.learner import placed
 from paravt_jax.learner.packing import (
     Dialogue,
@@ -323,3 +324,15 @@ def test_sizes_waste_little_and_are_few():
     assert all(count <= stepped(count, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
     assert len(sizes) < 50
     assert all(stepped(size, 4) == size for size in sizes)
+
+
+def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):
+    penalties = np.array([0.3, -0.1, 0.7, 0.2], np.float32)
+    penalized = [
+        replace(d, advantage=with_kl_penalty(d.advantage, d.loss_mask, float(p)))
+        for d, p in zip(group, penalties, strict=True)
+    ]
+    (batch,), (expected,) = (pack(dialogues, frames, model.config, SHAPE) for dialogues in (group, penalized))
+    found = with_kl_penalty(batch.advantage, batch.loss_mask, penalties[batch.dialogue])
+    np.testing.assert_array_equal(found, expected.advantage)
+    assert not np.array_equal(found, batch.advantage)
