@@ -152,7 +152,7 @@ def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) 
 def take(of: TraceBatches, num: int) -> list[TraceBatch]:
     async def taken() -> list[TraceBatch]:
         try:
-            return [await of.take() for _ in range(num)]
+            return [await of.next_batch() for _ in range(num)]
         finally:
             await of.close()
 
@@ -194,7 +194,7 @@ def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(tiny_h
 
 
 def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(tiny_hf):
-    with pytest.raises(RuntimeError, match="not one of 2 traces"):
+    with pytest.raises(RuntimeError, match="2 consecutive traces cannot be used"):
         take(batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
 
 
