@@ -1,4 +1,4 @@
-"""Text into rewards: the terms of R, the comparison of answers, the judge of open ones, terms of your own."""
+"""Rewards: the terms of R, answer comparison, the judge for open answers, and your own terms."""
 
 from paravt_jax.rewards.grammar import Place
 from paravt_jax.rewards.settings import RewardConfig

@@ -1,7 +1,7 @@
-"""What an answer says, and how right that is: options, intervals and words.
+"""Parses and compares answers: option letters, time intervals and words.
 
-The text is the model's, so nothing here raises on it: what cannot be read is None, and worth nothing. A ground truth is
-read by the same functions, and there None is a mistake in the data.
+Nothing here raises on the model's text: an unreadable answer is None and earns nothing. The same functions parse ground
+truths, where None is an error in the data.
 """
 
 import math
@@ -20,14 +20,14 @@ WHOLE = re.compile(r"(?:[0-9]{1,2}[.)] ?)?(?:\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,
 HEDGES = r"is|are|was|be|would|should|must|will|the|correct|right|best|option|choice|letter|its|probably|likely"
 # "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
 LISTED = re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE)
-# "B - the dog", "B, the dog", "B (the dog)", "B because …", "B is correct" at the start of all
+# "B - the dog", "B, the dog", "B (the dog)", "B because …", "B is correct" at the start of the text
 LEADING = re.compile(
     r"^([A-HJ])(?= - \w|, \w| \(\w{2}| (?:because|since|as)\b| is (?:the )?(?:correct|right|best|answer|true)\b)",
     re.IGNORECASE,
 )
 BRACKETED = re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE)
 # "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
-SAID = re.compile(
+NAMED = re.compile(
     r"\b(?:answers?|options?|choices?|choose|pick|select)\b[\s:=]*"
     rf"(?:\b(?:{HEDGES})\b[\s:=]*)*"
     r"\b([A-J])\b(?!-\w|\.\w(?:\.|\b))",
@@ -39,27 +39,27 @@ CONCLUDED = re.compile(
     r"(?=\s?(?:$|[.!,;]|or\b|and\b|because\b|since\b))(?!\.\w)",
     re.IGNORECASE | re.MULTILINE,
 )
-IN_A_SENTENCE = (SAID, CONCLUDED)  # where "a" and "I" may be words
+IN_A_SENTENCE = (NAMED, CONCLUDED)  # in these, "a" and "I" may be words
 STATED = re.compile(r"\b(?:answers?|choose|pick|select)\b", re.IGNORECASE)
-# "Option A is a cat" behind an answer speaks of A and does not give it
+# after an answer, "Option A is a cat" describes A and does not choose it
 DESCRIBED = re.compile(
     r"\s(?:is|shows|says|has|was|describes)\s(?!also|correct|right|true|possible|the\s)", re.IGNORECASE
 )
-# "B and C", "B, not C", "B (or C)", "A. B."; what stands between is empty only in lists such as the last
+# "B and C", "B, not C", "B (or C)", "A. B."; the separator is empty only in lists like the last
 ALSO = re.compile(r"\s?\(?((?:(?:[,/&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE)
 REJECTED = re.compile(r"\b(?:not|nor|neither|except|than|instead of)\s(?:the\s)?$", re.IGNORECASE)
-REJECTED_CHARS = 20  # in front of an option, looked at for the above
-# "a" and "I" are words, unless a sentence could go on like this after a letter
+REJECTED_CHARS = 20  # before an option, searched for REJECTED
+# "a" and "I" are words unless this follows
 AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
 OPTION_LINE = re.compile(r"^([A-J])[.):] ?\S.*$", re.MULTILINE)  # of a question
-LIST_GOES_ON = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
+LIST_CONTINUES = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
 
 TIME = re.compile(r"(?<![^\W\d])[0-9.:]+(?![0-9])")
 SECONDS_UNIT = r"(?:s|secs?|seconds?)"
 BETWEEN = re.compile(
     rf"\s?{SECONDS_UNIT}?>?\s?(?:,|->|-|–|—|~|to|and|until|till)?\s?(?:<|[\"']?end[\"']?\s?[:=]\s?)?", re.IGNORECASE
 )
-# No sign, no word or number that runs into the time, and nothing that counts something else.
+# No sign, word or number directly before the time, and no noun that makes it a count of something else.
 BEFORE = re.compile(
     r"(?:.*(?<!\bframe)(?<!\bframes)(?<!\bpage)(?<!\bpages)(?<!\bscore)[^\w.:+-])?", re.DOTALL | re.IGNORECASE
 )
@@ -80,40 +80,40 @@ NUMBER_WORDS = re.compile(rf"\b(?:({'|'.join(TENS)})[- ]({'|'.join(UP_TO_20[1:10
 
 
 def option_letter(text: str, question: str = "") -> str | None:
-    """The option A–J that a text commits to; None without one, or where it names two.
+    """The option A–J that a text commits to; None if it names none or several.
 
-    With the question, an option copied as it stands there is that option, whatever letters it contains.
+    With the question, a copied option counts as its letter, even if its text contains other letters.
 
-    Case does not matter where the form leaves no doubt ("b", "(b)", "b. red", "option b"). The words "a" and "I" are
-    told from the letters by what follows: "the answer is a man" names none.
+    Case is ignored if the form is unambiguous ("b", "(b)", "b. red", "option b"). The following text distinguishes the
+    words "a" and "I" from letters: "the answer is a man" names none.
     """
     if (copied := _copied_option(text, question)) is not None:
         return copied
     text = unicodedata.normalize("NFKC", ELEMENT.sub("", text)).translate(MARKUP)
     text = text.replace("\\boxed", "").replace("\\text", "")
     text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
-    whole = WHOLE.fullmatch(text)
-    if whole is not None:
-        return (whole[1] or whole[2]).upper()
+    only = WHOLE.fullmatch(text)
+    if only is not None:
+        return (only[1] or only[2]).upper()
     named: set[str] = set()
-    stated = any(STATED.match(match[0]) for match in SAID.finditer(text))
+    stated = any(STATED.match(match[0]) for match in NAMED.finditer(text))
     for pattern in (LISTED, LEADING, BRACKETED, *IN_A_SENTENCE):
         for match in pattern.finditer(text):
             if pattern in IN_A_SENTENCE and _is_word(match[1], text, match.end(1)):
                 continue
-            if stated and pattern is SAID and not STATED.match(match[0]) and DESCRIBED.match(text, match.end()):
+            if stated and pattern is NAMED and not STATED.match(match[0]) and DESCRIBED.match(text, match.end()):
                 continue
             if REJECTED.search(text[max(0, match.start() - REJECTED_CHARS) : match.start()]):
-                return None  # it also names what it does not choose
+                return None  # it also names an option that it rejects
             named.add(match[1].upper())
             also = ALSO.match(text, match.end())
-            if also is not None and _goes_on(also, text):
+            if also is not None and _continues(also, text):
                 named.add(also[2].upper())
     return named.pop() if len(named) == 1 else None
 
 
 def _copied_option(text: str, question: str) -> str | None:
-    """The letter of the line of the question that the text is."""
+    """The letter of the question's option that the text repeats."""
     lines = {" ".join(match[0].split()): match[1] for match in OPTION_LINE.finditer(question)}
     return lines.get(" ".join(text.split()))
 
@@ -122,16 +122,16 @@ def _is_word(letter: str, text: str, end: int) -> bool:
     return letter in "aAiI" and AFTER_LETTER.match(text, end) is None
 
 
-def _goes_on(also: re.Match[str], text: str) -> bool:
+def _continues(also: re.Match[str], text: str) -> bool:
     if not also[1]:
-        return LIST_GOES_ON.match(text, also.end(2)) is not None
+        return LIST_CONTINUES.match(text, also.end(2)) is not None
     return not _is_word(also[2], text, also.end(2))
 
 
 def interval(text: str) -> tuple[float, float] | None:
-    """The one interval that a text gives, in seconds, in the order written; None where it gives none or more."""
+    """The only interval in a text, in seconds, in the order written; None if there are none or several."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
-    times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # not a mere full stop
+    times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # not only a full stop
     if len(times) != 2:
         return None
     first, second = times
@@ -142,14 +142,14 @@ def interval(text: str) -> tuple[float, float] | None:
     if BETWEEN.fullmatch(between) is None:
         return None
     if not between.strip() and (text[: first.start()][-1:], text[second.end() :][:1]) not in (("[", "]"), ("(", ")")):
-        return None  # two numbers side by side are an interval in brackets only
+        return None  # two adjacent numbers are an interval only in brackets
     if BEFORE.fullmatch(text[: first.start()]) is None or AFTER.fullmatch(text[second.end() :]) is None:
         return None
     return start_s, end_s
 
 
 def interval_iou(predicted: tuple[float | int, float | int], true: tuple[float | int, float | int]) -> float:
-    """Intersection over union; 0 for an interval that does not run forwards."""
+    """Intersection over union; 0 if an interval is empty or reversed."""
     if predicted[0] >= predicted[1] or true[0] >= true[1]:
         return 0.0
     shared_s = min(predicted[1], true[1]) - max(predicted[0], true[0])
@@ -161,7 +161,7 @@ def interval_iou(predicted: tuple[float | int, float | int], true: tuple[float |
 def normalised(text: str) -> str:
     """Lower case, no punctuation, no articles, single spaces.
 
-    DIFFERS from SQuAD: accents are left out, a slash parts words, and numbers up to ninety-nine become digits.
+    DIFFERS from SQuAD: accents are removed, a slash separates words, and number words up to ninety-nine become digits.
     """
     text = "".join(char for char in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(char))
     text = NUMBER_WORDS.sub(lambda words: str(sum(NUMBERS[word] for word in words.groups() if word)), text)

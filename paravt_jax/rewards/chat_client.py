@@ -1,6 +1,6 @@
-"""One client for any OpenAI-compatible `/chat/completions`: attempts with deadlines, and what they used.
+"""A client for any OpenAI-compatible `/chat/completions`, with retries, timeouts and token counts.
 
-A reply that its reader refuses counts as a failed attempt, as one that did not come.
+A reply that its reader rejects is a failed attempt.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from urllib.parse import urlsplit
 import aiohttp
 
 CONNECT_DEADLINE_S = 10.0
-SHOWN_CHARS = 300  # of what a server said, in an error
+SHOWN_CHARS = 300  # of a server's reply, in an error
 MISCONFIGURED = (401, 403, 404, 405)  # every request would fail like this one
 Found = TypeVar("Found")
 
 
 class EndpointError(RuntimeError):
-    """No request could succeed; the message says what to change."""
+    """No request can succeed; the message explains the fix."""
 
 
 class NoReply(Exception):
-    """An attempt gave nothing to use. `final`: another one would fail as well."""
+    """An attempt failed. `final`: another attempt would fail too."""
 
     def __init__(self, message: str, wait_s: float = 0.0, final: bool = False):
         super().__init__(message)
@@ -35,15 +35,15 @@ class NoReply(Exception):
 
 
 def check_no_password(setting: str, url: str) -> None:
-    """Settings are written into logs and pages; the URL itself is not repeated."""
+    """Rejects a URL with a password, because settings appear in logs and pages. The error does not repeat the URL."""
     try:
         netloc = urlsplit(url).netloc
     except ValueError:
-        raise ValueError(f"{setting} is no URL") from None
+        raise ValueError(f"{setting} is not a URL") from None
     if "@" in netloc:
         raise ValueError(
-            f"{setting} has a user or password in it, which would be written into the run's files; leave it out, and "
-            f"give a key as an environment variable whose name is the api_key_env"
+            f"{setting} has a user or password in it, which would be written to the run's files; remove it, and put a "
+            f"key in the environment variable that api_key_env names"
         )
 
 
@@ -67,7 +67,7 @@ class Endpoint:
         return bool(self.url or self.model)
 
     def spelled(self, name: str) -> str:
-        """What a user calls a setting, for errors."""
+        """The setting's full name, for errors."""
         return name
 
 
@@ -84,15 +84,15 @@ class Limits:
 @dataclass(frozen=True)
 class ChatRequest(Generic[Found]):
     messages: Sequence[dict[str, Any]]
-    read: Callable[[Any], Found]  # what to use of the reply's content; raises NoReply
+    read: Callable[[Any], Found]  # parses the reply's content; raises NoReply
 
 
 @dataclass
 class Usage:
-    """Everything since the client was opened. Tokens are those that the server reported, of refused replies too."""
+    """Totals since the client was opened. Tokens are the server's counts, including rejected replies."""
 
     num_calls: int = 0  # requests sent
-    num_failed_calls: int = 0  # requests without a reply that could be used
+    num_failed_calls: int = 0  # requests without a usable reply
     num_missing: int = 0  # given up after the last attempt
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -130,9 +130,9 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         await self._session.close()
 
     async def complete(self, make_request: Callable[[], ChatRequest[Found]]) -> Found:
-        """The request is made anew for every attempt.
+        """Builds a new request for every attempt.
 
-        Raises NoReply after the last one, EndpointError where the server says that no request can succeed.
+        Raises NoReply after the last attempt, and EndpointError if no request can succeed.
         """
         limits = self.limits
         async with self._slots:
@@ -150,7 +150,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
         raise AssertionError("there is at least one attempt")
 
     def body(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """All that an answer follows from."""
+        """The request."""
         length = self.limits.max_reply_tokens
         return {"model": self.endpoint.model, "messages": messages, "temperature": 0, "max_tokens": length}
 
@@ -159,7 +159,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
             raise RuntimeError("the client is not open; use it in `async with`")
         self.usage.num_calls += 1
         try:
-            # No redirects: the key and what is shown are for this server only.
+            # No redirects: only this server may see the key and the content.
             async with self._session.post(
                 self._url, json=self.body(request.messages), allow_redirects=False
             ) as response:
@@ -168,15 +168,15 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
             raise NoReply(f"{self._url} did not answer in {self.limits.attempt_deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as problem:
             raise NoReply(f"{self._url} cannot be reached: {problem or type(problem).__name__}") from None
-        if self._key:  # some servers repeat it in their errors
+        if self._key:  # some servers repeat the key in errors
             text = text.replace(self._key, "***")
         if response.status != 200:
-            said = f"{self._url} answered {response.status}: {text[:SHOWN_CHARS]}"
+            error = f"{self._url} answered {response.status}: {text[:SHOWN_CHARS]}"
             if response.status in MISCONFIGURED or 300 <= response.status < 400:
                 url, model, key = map(self.endpoint.spelled, ("url", "model", "api_key_env"))
-                raise EndpointError(f"{said}; check {url}, {model} and {key}")
+                raise EndpointError(f"{error}; check {url}, {model} and {key}")
             raise NoReply(
-                said,
+                error,
                 wait_s=_retry_after_s(response.headers.get("Retry-After", "")),
                 final=response.status < 500 and response.status not in (408, 429),
             )
@@ -186,7 +186,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
             choice = reply["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            raise NoReply(f"{self._url} gave no chat completion: {text[:SHOWN_CHARS]}") from None
+            raise NoReply(f"{self._url} returned no chat completion: {text[:SHOWN_CHARS]}") from None
         try:
             return request.read(content)
         except NoReply as problem:
@@ -195,7 +195,7 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
             raise NoReply(f"{problem}; it was cut off at {self.limits.max_reply_tokens} tokens") from None
 
     def _count_tokens(self, reported: Any) -> None:
-        """A server need not report what it used."""
+        """Adds the server's token counts, which are optional."""
         for name in ("prompt_tokens", "completion_tokens") if isinstance(reported, dict) else ():
             number = reported.get(name)
             if isinstance(number, int):
@@ -203,5 +203,5 @@ class ChatClient(AbstractAsyncContextManager["ChatClient"]):
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds that a server asks for; its other form, a date, is left to the back-off."""
+    """The seconds of a Retry-After header; 0 for a date."""
     return float(header) if header.isascii() and header.isdigit() else 0.0

@@ -1,17 +1,16 @@
-"""One turn of the assistant as the grammar reads it: its tags, the part of it that is well-formed, the first fault.
+"""Parses one assistant turn: its tags, its well-formed prefix, and the first fault.
 
     turn      := <think> text </think> ( tool_call+ | <answer> text </answer> )
     tool_call := <tool_call> text </tool_call>
 
-with white space between the parts. A text has no tags in it, those of `<tool_response>` and `<tool_code>` included: the
-first is the environment's to write; the second, though the dispatcher carries such calls out, is a leak of the base
-model's prior and not in the trained grammar.
+with white space between the parts. A text contains no tags, including `<tool_response>` and `<tool_code>`. Only the
+environment writes the first. The second leaks from the base model's prior: the dispatcher executes such calls, but the
+trained grammar does not have them.
 
-The parse is the longest part of the turn, from its first character, that the grammar contains. The first fault is a tag
-out of place, doubled or nested, or text outside the parts. Every turn but the last must be a tool turn, the last an
-answer turn.
+The parse is the longest prefix of the turn that the grammar accepts. The first fault is a misplaced, repeated or nested
+tag, or text outside the parts. The last turn must be an answer turn, and all others tool turns.
 
-What the text of the specification leaves open is decided at the lines marked `Choice:`.
+Lines marked `Choice:` decide points that the specification leaves open.
 """
 
 import re
@@ -28,7 +27,7 @@ WORD = re.compile(r"[^\W_]+")
 
 
 class Place(NamedTuple):
-    """Characters of one turn, from `start` up to and without `end`; none, at its end, is the token that ended it."""
+    """Characters `start` to `end` (exclusive) of a turn. An empty place at the end is the token that ended the turn."""
 
     turn: int
     start: int
@@ -41,7 +40,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tag:
-    """An opening or closing, wherever it stands."""
+    """An opening or closing tag."""
 
     name: str
     closing: bool
@@ -50,7 +49,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the grammar. Without `closing`, the turn was cut off in it."""
+    """A part of the grammar. Without `closing`, the turn ended inside it."""
 
     opening: Tag
     closing: Tag | None
@@ -59,13 +58,13 @@ class Block:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """A turn, and every property of it that a reward asks for."""
+    """A turn, and its properties that rewards use."""
 
     number: int
     text: str
     tags: tuple[Tag, ...]
     blocks: tuple[Block, ...]  # the parse
-    fault: int | None  # the first character that the grammar does not allow; None: all of the turn is in the parse
+    fault: int | None  # the first character that the grammar rejects; None: the turn is valid
 
     @property
     def think(self) -> Block | None:
@@ -77,24 +76,24 @@ class ParsedTurn:
 
     @property
     def last(self) -> Block | None:
-        """The block that the turn ends with; it may be cut off."""
+        """The last block, if the turn is valid; it may be unclosed."""
         return self.blocks[-1] if self.fault is None and self.blocks else None
 
     @property
     def answer(self) -> Block | None:
-        """The answer, if it says something and is where the turn ends; it may be cut off."""
+        """A non-empty answer at the end of a valid turn; it may be unclosed."""
         last = self.last
         return last if last is not None and last.opening.name == "answer" and last.body.strip() else None
 
     @property
     def kind(self) -> str:
-        """What this is in the grammar: "tool_call" or "answer", or "" where it is not, or not yet, a turn."""
+        """ "tool_call" or "answer", or "" if this is not a complete turn."""
         last = self.last
         return last.opening.name if last is not None and last.closing and last.opening.name != "think" else ""
 
     @property
     def unclosed(self) -> tuple[Tag, ...]:
-        """Choice: a `<think>` is never closed if the next tag of its kind is not its closing; a doubled one so too."""
+        """Choice: a `<think>` is unclosed if the next think tag is not `</think>`, for example if it repeats."""
         thinks = [tag for tag in self.tags if tag.name == "think"]
         return tuple(
             tag
@@ -104,7 +103,7 @@ class ParsedTurn:
 
     @property
     def balanced(self) -> bool:
-        """Choice: all tags come in pairs and no pair is inside another."""
+        """Choice: all tags are paired, and no pair is nested."""
         openings, closings = self.tags[::2], self.tags[1::2]
         return len(openings) == len(closings) and all(
             not opening.closing and closing.closing and opening.name == closing.name
@@ -112,7 +111,7 @@ class ParsedTurn:
         )
 
     @property
-    def whole(self) -> Place:
+    def full(self) -> Place:
         return self.place(0, len(self.text))
 
     @property
@@ -122,7 +121,7 @@ class ParsedTurn:
 
     @property
     def fault_place(self) -> Place:
-        """What stands where the grammar wanted something else: the first fault, or the end of the turn."""
+        """The first fault, or the end of the turn."""
         return self.end if self.fault is None else self.place(self.fault, self.fault + 1)
 
     def place(self, start: int, end: int) -> Place:
@@ -133,11 +132,11 @@ class ParsedTurn:
         return self.place(block.opening.place.start, end)
 
     def first_of(self, tag: Tag) -> Place:
-        """The first character of a tag: the token that begins a wrong one is wrong, the others follow from it."""
+        """The first character of a tag: only the token that starts a wrong tag is at fault."""
         return self.place(tag.place.start, tag.place.start + 1)
 
     def in_place_of_closing(self, opening: Tag) -> Place:
-        """What came where the closing of a tag should have stood: the next tag, or the end of the turn."""
+        """The place where a closing tag is missing: the next tag, or the end of the turn."""
         following = next((tag for tag in self.tags if tag.place.start >= opening.place.end), None)
         return self.end if following is None else self.first_of(following)
 
@@ -176,9 +175,9 @@ def _first_fault(text: str, reached: int, opening: Tag, closing: Tag | None, all
 
 
 def _first_word(text: str, start: int, end: int) -> int | None:
-    """The first character between the two that is not white space."""
-    rest = text[start:end].lstrip()
-    return end - len(rest) if rest else None
+    """The first non-space character between the two."""
+    stripped = text[start:end].lstrip()
+    return end - len(stripped) if stripped else None
 
 
 def parseable(turns: Sequence[ParsedTurn]) -> bool:
@@ -186,10 +185,10 @@ def parseable(turns: Sequence[ParsedTurn]) -> bool:
 
 
 def substantive(thinking: Block) -> bool:
-    """Whether a thinking block says something: ten dots do not.
+    """Whether a thinking block has at least MIN_THINK_CHARS characters of words.
 
-    DIFFERS from the release, which counts every character: here words count, and one space between two of them. There
-    must be a letter in them.
+    DIFFERS from the release, which counts every character: only words count, with one space between two words, and at
+    least one letter is required. Ten dots are not thinking.
     """
     num_chars, has_letter = -1, False
     for word in WORD.finditer(thinking.body):

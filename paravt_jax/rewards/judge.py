@@ -1,9 +1,9 @@
 """A language model that scores open answers, behind any OpenAI-compatible `/chat/completions`.
 
-The answer under judgement was written by a model that is rewarded for a good verdict. It is shown as one JSON string,
-which cannot end the block it stands in, and a verdict counts only with a code that is new for every request, so that
-an imitated verdict, or a judge that repeats one, gives no score. A judge that cannot be reached or read gives None: the
-reward is missing then, never 0.
+The judged model is rewarded for a good verdict, so its answer is untrusted. The prompt has it as one JSON string, which
+cannot close its block. A verdict counts only with a code that is new for every request, so a faked verdict, or a judge
+that repeats one, gives no score. If the judge cannot be reached or its verdict is unreadable, the score is None: the
+reward is missing, not 0.
 """
 
 import json
@@ -19,7 +19,7 @@ from paravt_jax.rewards.chat_client import SHOWN_CHARS, ChatClient, ChatRequest,
 SCORES = {"0": 0.0, "0.5": 0.5, "1": 1.0}
 VERDICT = re.compile(r"VERDICT ([0-9a-f]+): (0\.5|0|1)")
 CODE_BYTES = 4
-MAX_PREDICTION_CHARS = 4_000  # of a longer answer, the beginning
+MAX_PREDICTION_CHARS = 4_000  # a longer answer is truncated
 INSTRUCTION = """\
 You grade the answer that a system gave to a question about a video, by a reference answer that is right.
 1 means that it says the same as the reference, in whatever words; 0.5 that it is right in part; 0 that it is wrong, \
@@ -59,9 +59,9 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         await self._client.__aexit__(kind, problem, trace)
 
     async def judge(self, question: str, answer: str, prediction: str) -> float | None:
-        """0, 0.5 or 1; None when every attempt failed. `answer` is the ground truth.
+        """0, 0.5 or 1; None if every attempt failed. `answer` is the ground truth.
 
-        Raises EndpointError where the server says that no request can succeed.
+        Raises EndpointError if no request can succeed.
         """
 
         def request() -> ChatRequest[float]:
@@ -83,7 +83,7 @@ def _score(reply: Any, code: str) -> float:
 
 def judge_messages(question: str, answer: str, prediction: str, code: str) -> list[dict[str, str]]:
     data = {"question": question, "reference": answer, "answer": prediction[:MAX_PREDICTION_CHARS]}
-    # Escaped as JSON allows, no text in it can spell the closing </data>; a lone surrogate cannot be sent.
+    # With < and > escaped, no text can spell the closing </data>. Lone surrogates cannot be sent.
     spelled = json.dumps(data, ensure_ascii=False).encode(errors="replace").decode()
     spelled = spelled.replace("<", "\\u003c").replace(">", "\\u003e")
     return [
@@ -93,7 +93,7 @@ def judge_messages(question: str, answer: str, prediction: str, code: str) -> li
 
 
 def read_verdict(reply: str, code: str) -> float | None:
-    """The score in the last line of a judge's reply, if it is a verdict with this code."""
+    """The score, if the last line of the reply is a verdict with this code."""
     lines = reply.strip().splitlines()
     match = VERDICT.fullmatch(lines[-1].strip()) if lines else None
     return SCORES[match[2]] if match is not None and match[1] == code else None

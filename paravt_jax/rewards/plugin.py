@@ -1,7 +1,7 @@
-"""Terms of R that a user wrote: a function in a file that the config names, asked once for every episode.
+"""Your own terms of R: a function in a file that the config names, called once per episode.
 
-An async function runs in the event loop, any other in a thread of its own, either with a deadline. Whatever it raises,
-whatever it gives that is no list of terms, and an answer that does not come make the episode missing: never a 0.
+An async function runs in the event loop, any other in a thread, both with a timeout. If it raises, times out or returns
+anything but a list of terms, the episode is missing; it never counts as 0.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from rollout.user_code import await_user_code, load_function
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
 DEADLINE_S = 60.0  # of one episode; a later result makes the episode missing
-SHOWN_CHARS = 100  # of what a function gave, in an error
+MAX_SHOWN_CHARS = 100  # of a return value, in an error
 
 
 class PluginError(Exception):
-    """A function gave no terms of an episode."""
+    """The function returned no terms for an episode."""
 
 
 @dataclass(frozen=True)
-class PlayedCall:
-    """A call of an episode and what came of it; there is one for every outcome."""
+class ExecutedCall:
+    """A call of an episode and its outcome."""
 
     turn: int
     span: tuple[int, int]  # characters of the turn, tags included
     name: str
     arguments: Mapping[str, Any]  # as the model gave them
     outcome: Outcome
-    response: str  # what the model was told
+    response: str  # the text that the model got back
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class Plugin:
     deadline_s: float
 
     async def terms(self, episode: Episode, answer: str, question_type: str) -> tuple[OwnTerm, ...]:
-        """What the function says of an episode. Raises PluginError."""
+        """Calls the function for an episode. Raises PluginError."""
         turns = [turn.text for turn in episode.turns]
-        given = {
+        arguments = {
             "question": episode.task.question,
             "answer": answer,
             "question_type": question_type,
             "turns": turns,
-            "calls": played_calls(episode),
+            "calls": executed_calls(episode),
             "outcomes": episode.outcomes,
         }
-        work = partial(self.function, **given)
+        work = partial(self.function, **arguments)
         try:
             async with asyncio.timeout(self.deadline_s):
-                found = await await_user_code(
+                result = await await_user_code(
                     work() if inspect.iscoroutinefunction(self.function) else in_daemon_thread(work)
                 )
-            return _checked(found, turns)
+            return _checked(result, turns)
         except PluginError:
             raise
         except TimeoutError:
@@ -75,33 +75,32 @@ class Plugin:
 
 
 def load_plugin(reward: RewardConfig) -> Plugin | None:
-    """The function that the settings name; None where they name none."""
-    place = reward.plugin
-    if not place:
+    """The function that the settings name, or None."""
+    if not reward.plugin:
         return None
-    function = load_function("reward.plugin", place)
+    function = load_function("reward.plugin", reward.plugin)
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as problem:
-        raise ValueError(f"reward.plugin={place} must take {', '.join(ARGUMENTS)}: {problem}") from None
+        raise ValueError(f"reward.plugin={reward.plugin} must take {', '.join(ARGUMENTS)}: {problem}") from None
     return Plugin(function, DEADLINE_S)
 
 
-def played_calls(episode: Episode) -> list[PlayedCall]:
+def executed_calls(episode: Episode) -> list[ExecutedCall]:
     return [
-        PlayedCall(number, call.call.span, call.call.name, call.call.arguments, call.outcome, call.response)
+        ExecutedCall(number, call.call.span, call.call.name, call.call.arguments, call.outcome, call.response)
         for number, turn in enumerate(episode.turns)
         for call in turn.calls
     ]
 
 
-def _checked(found: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
-    if not isinstance(found, list | tuple) or not all(isinstance(term, OwnTerm) for term in found):
-        raise PluginError(f"expected a list of paravt_jax.rewards.OwnTerm, got {found!r:.{SHOWN_CHARS}}")
-    twice = [name for name, count in Counter([LENGTH, *(term.name for term in found)]).items() if count > 1]
-    if twice:
-        raise PluginError(f"there are two terms of the name {twice[0]}")
-    for term in found:
+def _checked(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
+    if not isinstance(terms, list | tuple) or not all(isinstance(term, OwnTerm) for term in terms):
+        raise PluginError(f"expected a list of paravt_jax.rewards.OwnTerm, got {terms!r:.{MAX_SHOWN_CHARS}}")
+    repeated = [name for name, count in Counter([LENGTH, *(term.name for term in terms)]).items() if count > 1]
+    if repeated:
+        raise PluginError(f"two terms have the name {repeated[0]}")
+    for term in terms:
         for turn, start, end in term.places:
             if not 0 <= turn < len(turns) or not 0 <= start < end <= len(turns[turn]):
                 raise PluginError(f"the term {term.name} has a place ({turn}, {start}, {end}) that is not in the turns")
@@ -112,5 +111,5 @@ def _checked(found: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
             weight=float(term.weight),
             places=tuple(Place(*place) for place in term.places),
         )
-        for term in found
+        for term in terms
     )

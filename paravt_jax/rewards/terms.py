@@ -1,10 +1,10 @@
-"""The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool, every credit with the characters that earned it.
+"""The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool. Every credit has the characters that earned it.
 
-Every credit is read off one parse of the turns (`paravt_jax/rewards/grammar.py`). What follows the first fault earns
-nothing, and neither does an answer or a turn that does not end where the grammar ends. A leaked `<tool_code>` breaks
-the format and earns only what was truly executed.
+All credits come from one parse of the turns (`paravt_jax/rewards/grammar.py`). Text after the first fault earns
+nothing; neither does an answer or a turn that the grammar does not accept to its end. A leaked `<tool_code>` breaks the
+format, and earns only R_tool for executed calls.
 
-What the text of the specification leaves open is decided at the lines marked `Choice:`.
+Lines marked `Choice:` decide points that the specification leaves open.
 """
 
 import math
@@ -27,25 +27,25 @@ from paravt_jax.rewards.grammar import (
 from paravt_jax.rewards.settings import TOOL_RIGHT_THRESHOLD, RewardConfig
 from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
-THINK_FIRST, BALANCED = 0.3, 0.1  # what R_fmt has beside R_base and R_anchor
-# R_base pays for thinking that has content, for <answer> before content and for </answer> after it …
+THINK_FIRST, BALANCED = 0.3, 0.1  # the terms of R_fmt besides R_base and R_anchor
+# R_base: substantive thinking, <answer> before an answer, </answer> after it
 THINK, ANSWER_OPENING, ANSWER_CLOSING = 0.2, 0.3, 0.2
-# … and R_anchor for a </think> that closes such thinking, and for the whole flow from thinking to a closed answer.
+# R_anchor: a </think> that closes substantive thinking, and the whole flow from thinking to a closed answer
 THINK_CLOSING, FLOW = 0.4, 0.3
 WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
 OUTCOMES = get_args(Outcome)
-CARRIED_OUT = ("ok", "error", "timeout")  # outcomes that only a well-formed call of a known tool can have
+WELL_FORMED_OUTCOMES = ("ok", "error", "timeout")  # only a well-formed call to a known tool has these
 
 Term = Literal["accuracy", "base", "anchor", "think_first", "balanced", "tool"]
 TERMS = get_args(Term)
-OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
-TAKEN_NAMES = (*TERMS, "format", "tool_call", "tool_right", "total", "prediction", "credits", "own")
+RESERVED_NAMES = (*TERMS, "format", "tool_call", "tool_right", "total", "prediction", "credits", "own")
 
 
 @dataclass(frozen=True)
 class OwnTerm:
-    """A term of a reward of your own: weight · value is added to R. `places` are the characters that earned it."""
+    """Your own reward term: R gets weight · value. `places` are the characters that earned it."""
 
     name: str
     value: float | int
@@ -53,10 +53,10 @@ class OwnTerm:
     weight: float | int = 1.0
 
     def __post_init__(self) -> None:
-        if not OWN_NAME.fullmatch(self.name) or self.name in TAKEN_NAMES:
+        if not TERM_NAME.fullmatch(self.name) or self.name in RESERVED_NAMES:
             raise ValueError(
-                f"a term cannot be called {self.name!r}: small letters, digits and _, and none of "
-                f"{', '.join(TAKEN_NAMES)}"
+                f"invalid term name {self.name!r}: use lower-case letters, digits and _, and none of "
+                f"{', '.join(RESERVED_NAMES)}"
             )
         if not math.isfinite(self.value) or not math.isfinite(self.weight):
             raise ValueError(f"the term {self.name} has value {self.value} and weight {self.weight}, expected numbers")
@@ -64,10 +64,10 @@ class OwnTerm:
 
 @dataclass(frozen=True)
 class Credit:
-    """One reason for a reward, in the units of its term: the credits of a term add up to it.
+    """One reason for a reward. The credits of a term sum to the term.
 
-    A property that every turn must have has a place in every turn. `places` is empty only where the dispatcher reports
-    an outcome for which the turns hold no call. The term is one of ours, or has the name of an `OwnTerm`.
+    A property of all turns has a place in every turn. `places` is empty only if the dispatcher reports an outcome
+    without a call in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
     """
 
     name: str
@@ -78,10 +78,10 @@ class Credit:
 
 @dataclass(frozen=True)
 class AnchorProperty:
-    """One property of R_anchor: what it is worth to this episode, and which characters are to answer for that.
+    """One property of R_anchor, its value for this episode, and the characters responsible.
 
-    Where it is met, the structural tags in `places` made it so. Where it is not, each place is that of the one token
-    that stands where something else should.
+    If the property is met, the structural tags in `places` met it. If not, each place is one token at fault: the first
+    of a wrong tag, or the end of the turn.
     """
 
     name: str
@@ -91,7 +91,7 @@ class AnchorProperty:
 
 
 class Summand(NamedTuple):
-    """What R is the sum of: weight · value."""
+    """R is the sum of weight · value over its summands."""
 
     name: str
     value: float
@@ -104,7 +104,7 @@ class Summand(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """`accuracy`, `tool` and the totals are None while a judged score is missing, so that nothing can average them."""
+    """`accuracy`, `tool` and the totals are None if the judge's score is missing, so that no mean includes them."""
 
     accuracy: float | None  # R_acc
     base: float  # R_base
@@ -112,42 +112,43 @@ class RewardTerms:
     think_first: float
     balanced: float
     format: float  # R_fmt
-    unanchored_format: float  # R_fmt − λ · R_anchor wherever neither part of R_fmt reaches its bound
-    summands: tuple[Summand, ...]  # that R is the sum of; none while a judged score is missing
-    anchors: tuple[AnchorProperty, ...]  # the credits of R_anchor, also those that were not earned
+    unanchored_format: float  # R_fmt − λ · R_anchor, unless a part of R_fmt reaches its bound
+    summands: tuple[Summand, ...]  # empty if the judge's score is missing
+    anchors: tuple[AnchorProperty, ...]  # all properties of R_anchor, earned or not
     own: tuple[OwnTerm, ...]
     num_calls: int
-    executed: tuple[Place, ...] | None  # the calls that were; None: there was none
-    parseable: bool  # the whole episode is in the grammar
-    prediction: str | None  # the answer that was scored
+    executed: tuple[Place, ...] | None  # executed calls; None: none was executed
+    parseable: bool  # the grammar accepts the whole episode
+    prediction: str | None  # the scored answer
     credits: tuple[Credit, ...]
     tags: tuple[Tag, ...]
 
     @property
     def missing(self) -> bool:
-        """The episode must be left out of its group: its answer awaits a judge that gave no score."""
+        """Whether the group must exclude this episode because the judge gave no score."""
         return self.accuracy is None
 
     @property
     def tool(self) -> float | None:
-        """R_tool. Its weights add up to at most 1, so that its bound of 1 needs no line."""
-        of_tool = [one.reward for one in self.summands if one.name in ("tool_call", "tool_right")]
-        return None if self.missing else math.fsum(of_tool)
+        """R_tool. Its weights sum to at most 1, so it needs no clipping."""
+        rewards = [summand.reward for summand in self.summands if summand.name in ("tool_call", "tool_right")]
+        return None if self.missing else math.fsum(rewards)
 
     @property
     def total(self) -> float | None:
         """R."""
-        return None if self.missing else math.fsum(one.reward for one in self.summands)
+        return None if self.missing else math.fsum(summand.reward for summand in self.summands)
 
     @property
     def summands_without_anchor(self) -> tuple[Summand, ...]:
         return tuple(
-            one._replace(value=self.unanchored_format) if one.name == "format" else one for one in self.summands
+            summand._replace(value=self.unanchored_format) if summand.name == "format" else summand
+            for summand in self.summands
         )
 
     @property
     def total_without_anchor(self) -> float | None:
-        return None if self.missing else math.fsum(one.reward for one in self.summands_without_anchor)
+        return None if self.missing else math.fsum(summand.reward for summand in self.summands_without_anchor)
 
 
 def reward_terms(
@@ -161,18 +162,18 @@ def reward_terms(
     own: Sequence[OwnTerm] = (),
     tools: Signatures = CROP_VIDEO_ALONE,
 ) -> RewardTerms:
-    """Every term of the reward of one episode, but for what its group decides: see `with_needed_calls`.
+    """Every reward term of one episode; `with_needed_calls` adds the part that depends on the group.
 
-    `turns` are the assistant's turns in full, the forced prefix included and the token that ended each left out;
-    `outcomes` are the dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`,
-    for open questions with oe_mode llm only. With the `question` an option that is copied from it is known as such.
-    `tools` are those that could be called. No text of the model raises; a ground truth that cannot be read does.
+    `turns` are the assistant's turns with the forced prefix and without their end tokens; `outcomes` are the
+    dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`, only for open
+    questions with oe_mode llm. `question` allows to recognize copied options. `tools` are the available tools. The
+    model's text never raises; an unreadable ground truth does.
     """
     config = config or RewardConfig()
     parsed = parse_episode(turns)
     _check(outcomes, question_type, config, judged)
-    place = _place_of_prediction(parsed)
-    prediction = None if place is None else _prediction_at(place, turns)
+    prediction_place = _place_of_prediction(parsed)
+    prediction = None if prediction_place is None else _prediction_at(prediction_place, turns)
     accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
     anchors = tuple(_anchor_properties(parsed, config))
     calls = _calls(parsed, outcomes, tools)
@@ -180,9 +181,13 @@ def reward_terms(
     credits = (
         *_format_credits(parsed),
         *_anchor_credits(parsed, anchors),
-        *((Credit("accuracy", "accuracy", accuracy, (place,)),) if accuracy and place else ()),
+        *((Credit("accuracy", "accuracy", accuracy, (prediction_place,)),) if accuracy and prediction_place else ()),
         *_tool_credits(calls, tool),
-        *(Credit(one.name, one.name, one.weight * one.value, one.places) for one in own if one.weight * one.value),
+        *(
+            Credit(term.name, term.name, term.weight * term.value, term.places)
+            for term in own
+            if term.weight * term.value
+        ),
     )
     base, anchor, think_first, balanced = (
         math.fsum(credit.value for credit in credits if credit.term == term)
@@ -217,10 +222,10 @@ def reward_terms(
 
 
 def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig) -> list[RewardTerms | None]:
-    """A group's terms with what tool_right=needed pays to a right answer after an executed call.
+    """A group's terms with the tool_right=needed reward of right answers after an executed call.
 
-    That is in proportion to the share of the episodes without a call that were wrong; nothing where nobody did without
-    one. None, or terms without a score, is a missing episode.
+    The reward is proportional to the share of wrong episodes among those without a call, and 0 if all episodes call. A
+    missing episode is None or has no score.
     """
     scored = [terms for terms in group if terms is not None and terms.accuracy is not None]
     alone = [terms for terms in scored if not terms.num_calls]
@@ -233,7 +238,7 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
 def _paid(terms: RewardTerms, share: float, config: RewardConfig) -> RewardTerms:
     if terms.executed is None or not _right(terms) or not share * config.tool_right_weight:
         return terms
-    summands = tuple(one._replace(value=share) if one.name == "tool_right" else one for one in terms.summands)
+    summands = tuple(s._replace(value=share) if s.name == "tool_right" else s for s in terms.summands)
     credit = Credit("tool_right", "tool", share * config.tool_right_weight, terms.executed)
     return replace(terms, summands=summands, credits=(*terms.credits, credit))
 
@@ -243,13 +248,13 @@ def _right(terms: RewardTerms) -> bool:
 
 
 def find_prediction(turns: Sequence[str]) -> str | None:
-    """The answer that an episode gives, for a judge to score; None where there is none, which is worth 0 unjudged."""
+    """The episode's answer, for a judge; None if there is none, which is worth 0 without a judge."""
     place = _place_of_prediction(parse_episode(turns))
     return None if place is None else _prediction_at(place, turns)
 
 
 def check_ground_truth(answer: str, question_type: str) -> None:
-    """Raises ValueError for a row of the data that no answer could be scored against."""
+    """Raises ValueError for a ground truth that no answer can match."""
     if question_type not in ("mcq", "tvg", "oe"):
         raise ValueError(f"question_type {question_type!r} is unknown, expected mcq, tvg or oe")
     if question_type == "mcq" and option_letter(answer) is None:
@@ -257,16 +262,16 @@ def check_ground_truth(answer: str, question_type: str) -> None:
     if question_type == "tvg":
         true = interval(answer)
         if true is None or true[0] >= true[1]:
-            raise ValueError(f"the ground truth {answer!r} of a tvg question is no interval, expected [start, end]")
+            raise ValueError(f"the ground truth {answer!r} of a tvg question is not an interval, expected [start, end]")
     if question_type == "oe" and not normalised(answer):
-        raise ValueError(f"the ground truth {answer!r} of an oe question has no word that an answer could have")
+        raise ValueError(f"the ground truth {answer!r} of an oe question has no word that an answer could match")
 
 
 def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, judged: float | None) -> None:
-    """Arguments that can only be mistakes."""
+    """Rejects invalid arguments."""
     for outcome in outcomes:
         if outcome not in OUTCOMES:
-            raise ValueError(f"outcome {outcome!r} is none of the dispatcher's, expected one of {', '.join(OUTCOMES)}")
+            raise ValueError(f"unknown outcome {outcome!r}, expected one of {', '.join(OUTCOMES)}")
     if judged is not None and (question_type != "oe" or config.oe_mode != "llm"):
         raise ValueError(
             f"a judged score was given for a question of type {question_type!r} with reward.oe_mode={config.oe_mode}; "
@@ -279,7 +284,7 @@ def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, ju
 def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
     """The body of the last `<answer>…</answer>` of the episode, with no tag in it.
 
-    Choice: it counts even where the turn is not in the grammar, which costs the format and not the accuracy.
+    Choice: it counts even if the grammar rejects the turn, which affects the format and not the accuracy.
     """
     for turn in reversed(turns):
         for opening, closing in reversed(list(zip(turn.tags, turn.tags[1:], strict=False))):
@@ -300,7 +305,7 @@ def _accuracy(
     judged: float | None,
     question: str,
 ) -> float | None:
-    """R_acc in [0, 1], or None where a judge is to say and has not."""
+    """R_acc in [0, 1], or None if the judge's score is missing."""
     check_ground_truth(answer, question_type)
     if prediction is None:
         return 0.0
@@ -310,15 +315,15 @@ def _accuracy(
         predicted, true = interval(prediction), interval(answer)
         return 0.0 if predicted is None or true is None else interval_iou(predicted, true)
     if config.oe_mode == "llm":
-        return judged if prediction else 0.0  # an empty answer matches nothing, whatever a judge says
+        return judged if prediction else 0.0  # an empty answer is wrong, even if a judge disagrees
     return (token_f1 if config.oe_mode == "f1" else exact_match)(prediction, answer)
 
 
 def _bound_without_anchor(config: RewardConfig) -> float:
-    """Of R_fmt: the anchor's share of the bound of 1 stays the anchor's.
+    """The bound of R_fmt without the anchor: the anchor's share of the bound of 1 is reserved.
 
-    Else a well-formed call, paid for thinking first, would be worth 0.2 more than a well-formed answer, while R_fmt is
-    1 for both; and an anchor subtracted after the bound would punish the better structure.
+    Otherwise a well-formed call, rewarded for thinking first, would be worth 0.2 more than a well-formed answer,
+    although R_fmt is 1 for both; and an anchor subtracted after clipping would penalize the better structure.
     """
     return max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
 
@@ -326,7 +331,7 @@ def _bound_without_anchor(config: RewardConfig) -> float:
 def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
     """Those of R_fmt without the anchor's.
 
-    Choice: thinking is a property of every turn, the answer one of the last, as in the grammar of an episode.
+    Choice: thinking is a property of every turn, the answer a property of the last, as in the grammar of an episode.
     """
     if not turns:
         return
@@ -342,7 +347,7 @@ def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
         if answer.closing is not None:
             base += ANSWER_CLOSING
             yield Credit("answer_closing", "base", ANSWER_CLOSING, (answer.closing.place,))
-    # Choice: without a call there is nothing to precede; a turn with a call must be a tool turn from end to end.
+    # Choice: this needs a call to precede, and a turn with a call must be a valid tool turn.
     calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
     if len(thinks) == len(turns) and calling and all(turn.kind == "tool_call" for turn in calling):
         before_calls = tuple(turn.place_of(think) for turn, think in thinks if turn in calling)
@@ -352,18 +357,18 @@ def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
 
 
 def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[AnchorProperty]:
-    """Choice: a flow ends in an answer that says something; how much was thought is a property of its own.
+    """Choice: a flow ends in a non-empty answer; the amount of thinking is a separate property.
 
-    Choice: γ is paid once an episode, so that R_fmt is at least −λγ.
+    Choice: γ applies once per episode, so R_fmt is at least −λγ.
     """
     closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
     unclosed = tuple(turn.in_place_of_closing(tag) for turn in turns for tag in turn.unclosed)
     not_closed = tuple(place for turn in turns for place in _in_place_of_thinking(turn))
     astray = tuple(place for turn in turns for place in _in_place_of_flow(turn, turn is turns[-1]))
-    whole = tuple(place for turn in turns for place in (turn.whole, turn.end))
+    all_places = tuple(place for turn in turns for place in (turn.full, turn.end))
     for name, value, lost, places in (
         ("think_closing", THINK_CLOSING, not_closed, closings),
-        ("flow", FLOW, astray, whole),
+        ("flow", FLOW, astray, all_places),
     ):
         met = bool(turns) and not lost
         yield AnchorProperty(name, value if met else 0.0, met, places if met else lost)
@@ -372,7 +377,7 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
 
 
 def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
-    """What stands where a turn should have closed a thinking that says something; nothing where it did."""
+    """The place at fault if a turn does not close a substantive thinking block."""
     if turn.think is None or turn.think.closing is None:
         yield turn.fault_place
     elif not substantive(turn.think):
@@ -380,7 +385,7 @@ def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
 
 
 def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
-    """What stands where a turn left the way from thinking over calls to an answer; nothing where it did not."""
+    """The place at fault if a turn leaves the flow from thinking over calls to an answer."""
     last = turn.last
     if not turn.kind or last is None or last.closing is None:
         yield turn.fault_place
@@ -391,7 +396,7 @@ def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
 
 
 def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorProperty]) -> Iterator[Credit]:
-    """Of those that are worth something, in characters. For a `<think>` that is never closed it is that tag."""
+    """Credits of the properties with a value. An unclosed `<think>` is credited to that tag."""
     unclosed = tuple(tag.place for turn in turns for tag in turn.unclosed)
     for anchor in anchors:
         if anchor.value:
@@ -400,22 +405,22 @@ def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorPropert
 
 
 class _Calls(NamedTuple):
-    """Where calls stand that were executed, and those that were at least well-formed; None: there is none."""
+    """The places of executed calls and of well-formed calls; None: there are none."""
 
     executed: tuple[Place, ...] | None
     well_formed: tuple[Place, ...] | None
 
 
 def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatures) -> _Calls:
-    """That a call was executed is the dispatcher's word alone.
+    """Only the dispatcher decides whether a call was executed.
 
-    So is that it was well-formed, unless it is in the grammar and can be read: `invalid` is the outcome of a bad window
-    as well as of bad JSON.
+    A call is well-formed if the dispatcher's outcome implies it, or if the grammar accepts it and it parses, because
+    `invalid` is the outcome for a bad window and for bad JSON.
     """
     calls = [(turn, call) for turn in turns for call in find_calls(turn.text, tools)]
     executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
-    well_formed = {number for number, outcome in enumerate(outcomes) if outcome in CARRIED_OUT} | {
+    well_formed = {number for number, outcome in enumerate(outcomes) if outcome in WELL_FORMED_OUTCOMES} | {
         number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place(*call.span) in blocks
     }
 
@@ -428,10 +433,10 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
 
 
 def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
-    """What a call is worth, and what it is worth before a right answer.
+    """The reward of a call, and of a call before a right answer.
 
-    DIFFERS from the release unless tool_right is `any`: only executed calls earn, and overlap with the truth pays no
-    more than it is worth. What `needed` pays is for the group to say.
+    DIFFERS from the release unless tool_right is `any`: only executed calls earn a reward, and a small overlap with the
+    truth does not earn all of it. The group decides the reward of `needed`.
     """
     if not config.tool_reward:
         return ()
@@ -454,6 +459,6 @@ def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[S
 def _tool_credits(calls: _Calls, tool: Sequence[Summand]) -> Iterator[Credit]:
     places = calls.well_formed if calls.executed is None else calls.executed
     names = {"tool_call": "tool_call" if calls.executed is None else "tool_executed", "tool_right": "tool_right"}
-    for part in tool:
-        if part.reward:
-            yield Credit(names[part.name], "tool", part.reward, places or ())
+    for summand in tool:
+        if summand.reward:
+            yield Credit(names[summand.name], "tool", summand.reward, places or ())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.rewards import OwnTerm, Place, RewardConfig
-from paravt_jax.rewards.plugin import PlayedCall, Plugin, PluginError, load_plugin
+from paravt_jax.rewards.plugin import ExecutedCall, Plugin, PluginError, load_plugin
 from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger
 from rollout.tools import find_calls
@@ -70,7 +70,7 @@ def test_a_function_is_given_what_was_asked_said_and_done():
     assert said_by(Plugin(reward, 5.0)) == ()
     arguments = {"start_time": 2, "end_time": 5}
     first, second = (
-        PlayedCall(0, (start, start + len(CALL)), "crop_video", arguments, "ok", "A report.")
+        ExecutedCall(0, (start, start + len(CALL)), "crop_video", arguments, "ok", "A report.")
         for start in (LOOKED.index(CALL), LOOKED.rindex(CALL))
     )
     assert given == {
@@ -122,7 +122,7 @@ BRIEF = OwnTerm("brief", 0.5)
         (lambda **_: None, r"expected a list of paravt_jax\.rewards\.OwnTerm, got None$"),
         (lambda **_: 0.5, r"got 0\.5$"),
         (lambda **_: [0.5], r"got \[0\.5\]$"),
-        (giving(BRIEF, BRIEF), r"two terms of the name brief$"),
+        (giving(BRIEF, BRIEF), r"two terms have the name brief$"),
         (giving(OwnTerm("brief", 0.5, (Place(2, 0, 1),))), r"the term brief has a place \(2, 0, 1\) that is not in"),
         (giving(OwnTerm("brief", 0.5, (Place(1, 5, 5),))), r"has a place \(1, 5, 5\)"),
         (giving(OwnTerm("brief", 0.5, (Place(1, 0, 10_000),))), r"has a place \(1, 0, 10000\)"),
