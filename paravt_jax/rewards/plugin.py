@@ -21,7 +21,7 @@ from rollout.tools import Outcome
 from rollout.user_code import await_user_code, load_function
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
-DEADLINE_S = 60.0  # of one episode; a later result makes the episode missing
+DEADLINE_S = 60.0  # per episode; a later result makes the episode missing
 MAX_SHOWN_CHARS = 100  # of a return value, in an error
 
 

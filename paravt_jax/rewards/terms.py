@@ -162,7 +162,7 @@ def reward_terms(
     own: Sequence[OwnTerm] = (),
     tools: Signatures = CROP_VIDEO_ALONE,
 ) -> RewardTerms:
-    """Every reward term of one episode; `with_needed_calls` adds the part that depends on the group.
+    """Every reward term of an episode; `with_needed_calls` adds the part that depends on the group.
 
     `turns` are the assistant's turns with the forced prefix and without their end tokens; `outcomes` are the
     dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`, only for open
@@ -329,7 +329,7 @@ def _bound_without_anchor(config: RewardConfig) -> float:
 
 
 def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
-    """Those of R_fmt without the anchor's.
+    """The credits of R_fmt except the anchor's.
 
     Choice: thinking is a property of every turn, the answer a property of the last, as in the grammar of an episode.
     """
@@ -363,9 +363,9 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     """
     closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
     unclosed = tuple(turn.in_place_of_closing(tag) for turn in turns for tag in turn.unclosed)
-    not_closed = tuple(place for turn in turns for place in _in_place_of_thinking(turn))
-    astray = tuple(place for turn in turns for place in _in_place_of_flow(turn, turn is turns[-1]))
-    all_places = tuple(place for turn in turns for place in (turn.full, turn.end))
+    not_closed = tuple(span for turn in turns for span in _in_place_of_thinking(turn))
+    astray = tuple(span for turn in turns for span in _in_place_of_flow(turn, turn is turns[-1]))
+    all_places = tuple(span for turn in turns for span in (turn.full, turn.end))
     for name, value, lost, places in (
         ("think_closing", THINK_CLOSING, not_closed, closings),
         ("flow", FLOW, astray, all_places),
@@ -425,7 +425,7 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
     }
 
     def places(numbers: set[int]) -> tuple[Place, ...] | None:
-        # Several statements of one <tool_code> share a place.
+        # Statements in the same <tool_code> share a place.
         spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(calls) if number in numbers)
         return tuple(spans) if numbers else None
 
