@@ -82,9 +82,9 @@ def _assumptions(config: SftConfig, model: ModelConfig, device: DeviceSpec, step
     frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     yield (
         f"a trace: {config.video.overview_frames} frames (video.overview_frames) x {frame_tokens} "
-        f"tokens + text, and {RESPONSE_TOKENS} that are learnt from"
+        f"tokens + text, and {RESPONSE_TOKENS} trained tokens"
     )
-    yield "rows are computed whole, whatever they hold"
+    yield "rows are computed whole, padding included"
     yield (
         f"decoding is not in the seconds: up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
         f"decoded beside the update; where that takes longer, a step takes as long as it"

@@ -2,8 +2,8 @@
 
 Parameters are counted by the sharding table. Residuals of autodiff come from the model's own backward pass, traced on
 shapes with one device's heads, ffn and vocabulary. The rest follows the peak of compiled updates, by XLA's buffer
-assignment for CPU, GPU and TPU: score blocks of attention, gradients in flight, weights gathered over fsdp, the gradient
-of a whole head. Prefill and scoring are forward passes, which hold less than a backward pass.
+assignment for CPU, GPU and TPU: score blocks of attention, gradients in flight, weights gathered over fsdp, the
+gradient of a whole head. Prefill and scoring are forward passes, which hold less than a backward pass.
 """
 
 import math

@@ -70,7 +70,7 @@ def estimate(
     memory, largest = planned_memory(config, model, device), largest_batch(config, model)
     always, programs = sum(memory.resident.values()), []
     if always > device.usable_bytes:
-        said = f"{always / GIB:.1f} GiB lie there always, of {device.usable_bytes / GIB:.1f} usable"
+        said = f"{always / GIB:.1f} GiB are always resident, of {device.usable_bytes / GIB:.1f} usable"
         return MeshEstimate(shape, hbm_gib=always / GIB, problem=said)
     begun_s = time.perf_counter()
     if devices is not None:

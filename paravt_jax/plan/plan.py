@@ -87,10 +87,10 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", str(hf_dir).lower())
     if size is None:
         raise ValueError(
-            f"model.path={path} is no directory here, and its name has none of the sizes {', '.join(PRESETS)}; "
+            f"model.path={path} is not a local directory, and its name has none of the sizes {', '.join(PRESETS)}; "
             f"give a directory with a config.json"
         )
-    return preset(size[0]), (f"{path} is not here: the dimensions are those of Qwen3-VL {size[0].upper()}",)
+    return preset(size[0]), (f"{path} is not a local directory: dimensions of Qwen3-VL {size[0].upper()}, by its name",)
 
 
 def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
@@ -280,7 +280,7 @@ def _assumptions(work: Workload, device: DeviceSpec, dtype: str, num_devices: in
     )
     yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
     if device.memory_gib is not None:
-        yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments, the runtime"
+        yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments and the runtime"
     yield from assumed_of_seconds(device, dtype, num_devices)
 
 
@@ -291,8 +291,8 @@ def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iter
         return
     network = "" if math.isinf(rates.network_bytes) else f", {rates.network_bytes / 1e9:.0f} GB/s to other hosts"
     yield (
-        f"seconds: products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak for {dtype}), then what "
-        f"goes through memory at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), then collectives at "
+        f"seconds: products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak for {dtype}), then "
+        f"memory traffic at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), then collectives at "
         f"{rates.link_bytes / 1e9:.0f} GB/s a device{network} ({LINK_FRAC:.0%}): nothing overlaps"
     )
-    yield "computed is also what is recomputed and padded; bytes are counted by weights, activations, scores, logits"
+    yield "FLOPs include recomputation and padding; memory traffic counts weights, activations, scores, logits"

@@ -41,12 +41,12 @@ def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
     used = computed_on(config, _known(device).platform)
     if used is config:
         return config, ()
-    return used, (f"computed in {used.model.dtype}: a CPU is slower in {config.model.dtype}, and takes more memory",)
+    return used, (f"computed in {used.model.dtype}: on a CPU {config.model.dtype} is slower and takes more memory",)
 
 
 def _known(device: str) -> DeviceSpec:
     if device not in DEVICES:
-        raise ValueError(f"--device {device} is not known; known are {', '.join(DEVICES)}")
+        raise ValueError(f"--device {device} is unknown; choose one of {', '.join(DEVICES)}")
     return DEVICES[device]
 
 
@@ -79,7 +79,7 @@ def render_imitation(plan: ImitationPlan) -> str:
         [_title(mesh, plan.device, num_hosts(hosts, mesh.num_devices, plan.device))],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
-        ["a step by its rows", *_aligned(rows)],
+        ["a step by number of rows", *_aligned(rows)],
         ["what fits", *_wrapped(_fit_lines(plan.fit, batch, plan.memory, plan.device))],
         ["assumed", *_wrapped(plan.assumptions)],
     ]
@@ -121,7 +121,7 @@ def _memory_lines(memory: Memory) -> list[str]:
         ["peak", shown(memory.peak_bytes)],
     ]
     others = ", ".join(f"{phase.name} {shown(phase.num_bytes)}" for phase in memory.phases if phase is not worst)
-    return [f"memory of a device, {name}", *_aligned(rows), *_wrapped([f"other phases: {others}"])]
+    return [f"memory per device, {name}", *_aligned(rows), *_wrapped([f"other phases: {others}"])]
 
 
 def _step_lines(plan: Plan) -> list[str]:
@@ -130,8 +130,8 @@ def _step_lines(plan: Plan) -> list[str]:
         ((unit, name) for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")) if total >= unit), (1e9, "GFLOP")
     )
     rows = [
-        ["tokens of the update, a prompt once for its group", f"{work.shared_tokens:,}"],
-        ["  with a row for each episode they would be", f"{work.separate_tokens:,}"],
+        ["tokens of the update, each prompt once per group", f"{work.shared_tokens:,}"],
+        ["  with one row per episode instead", f"{work.separate_tokens:,}"],
         [
             f"  computed, in {work.computed_rows} rows of {work.row_tokens:,}",
             f"{work.computed_rows * work.row_tokens:,}",
@@ -139,7 +139,7 @@ def _step_lines(plan: Plan) -> list[str]:
         ["tokens sampled", f"{work.sampled_tokens:,}"],
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
-        ["seconds of the update", _seconds(plan.update_s)],
+        ["update seconds", _seconds(plan.update_s)],
         *([f"  {part}", _seconds(value)] for part, value in (plan.update._asdict() if plan.update else {}).items()),
     ]
     return ["a typical step", *_aligned(rows)]
@@ -148,10 +148,10 @@ def _step_lines(plan: Plan) -> list[str]:
 def _host_lines(host: HostPart) -> list[str]:
     rows = [
         ["rows of a batch", f"{host.rows:,}"],
-        ["visits of a step, at most", f"{host.visits:,}"],
-        ["frames that it decodes for them", f"{host.frames:,}"],
+        ["prompts of a step, at most", f"{host.visits:,}"],
+        ["frames decoded for them", f"{host.frames:,}"],
         ["GiB of a checkpoint", f"{host.checkpoint_bytes / GIB:.1f}"],
-        ["MB that it hears of the others", f"{host.heard_bytes / 1e6:.1f}"],
+        ["MB received from other hosts", f"{host.heard_bytes / 1e6:.1f}"],
     ]
     return [f"each of {host.num_hosts} hosts", *_aligned(rows)]
 
@@ -166,7 +166,7 @@ def _step_time_lines(step: StepTime | None) -> list[str]:
 
 def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:
     if fit.fits is None:
-        yield f"not judged: the memory of {device.name} is not known"
+        yield f"not checked: the memory of {device.name} is unknown"
         return
     peak_gib, usable_gib = memory.peak_bytes / GIB, device.usable_bytes / GIB
     verdict = "fits" if fit.fits else "DOES NOT FIT"

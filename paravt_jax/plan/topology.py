@@ -130,7 +130,7 @@ def topology(name: str) -> Topology:
         if math.prod(sides) > CHIPS_OF_A_HOST and (sides[0] % 2 or sides[1] % 2):
             raise ValueError(f"--topology {name}: a slice of several hosts is made of the 2x2 chips of each")
         return Topology(name, device, math.prod(sides))
-    raise ValueError(f"--topology {name} is not known; there are {KNOWN}")
+    raise ValueError(f"--topology {name} is unknown; choose from {KNOWN}")
 
 
 def check_compiler(platform: str) -> None:

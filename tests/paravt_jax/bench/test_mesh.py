@@ -110,7 +110,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_of_them_is_taken():
     lines = mesh.table(result).splitlines()
     assert lines[-1] == f"take {' x '.join(map(str, fitting[0]['mesh']))}"
     refused = {line.partition(",")[0]: line for line in lines if line.startswith("refused: ")}
-    assert "GiB lie there always, of 71.2 usable" in refused["refused: 16 x 1 x 1"]
+    assert "GiB are always resident, of 71.2 usable" in refused["refused: 16 x 1 x 1"]
     assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in refused["refused: 1 x 1 x 16"]
 
 
@@ -220,7 +220,7 @@ def test_imitation_has_meshes_too():
             "there is no GPU 4 on a host of --topology h100:4; there",
         ),
         ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2; there are 0, counted from 0"),
-        ("--topology v4:8 --plan-only", "--topology v4:8 is not known; there are h100:8"),
+        ("--topology v4:8 --plan-only", "--topology v4:8 is unknown; choose from h100:8"),
         ("--topology h100:8 --devices 2", "--devices does nothing with --topology"),
         ("--topology h100:8 --plan-only --mesh 8,1", "--mesh 8,1 is not data,fsdp,tensor of 8 devices, as 1,8,1"),
         ("--topology h100:8 --config configs/sft_8b.yaml --rows 2", "--rows does nothing with --config"),

@@ -33,8 +33,8 @@ def test_a_plan_says_how_many_hosts_there_are_and_what_each_has():
     assert told.startswith("16 x h100 of 79.1 GiB on 2 hosts, mesh data 2 x fsdp 8 x tensor 1\n")
     host = make_plan(config, preset("8b"), device=H100).host
     assert (host.rows, host.visits) == (8, 4)  # of 16 and of 7
-    assert f"frames that it decodes for them  {host.frames:,}".split() == next(
-        line.split() for line in told.splitlines() if "decodes" in line
+    assert f"frames decoded for them  {host.frames:,}".split() == next(
+        line.split() for line in told.splitlines() if "frames decoded" in line
     )
     alone = plan_of(load_config("configs/paragrpo_8b.yaml", *TWO, "mesh.data=1", "pack.num_rows=8"))
     assert alone.startswith("8 x h100 of 79.1 GiB, mesh") and "each of" not in alone

@@ -43,7 +43,7 @@ def test_a_plan_of_imitation_has_seconds_by_rows(capsys, monkeypatch):
 def test_a_plan_of_imitation_without_a_peak_has_no_seconds(capsys, monkeypatch):
     settings = ("model.path=tiny", "data.train=traces.jsonl", "model.dtype=float32")
     out = said(capsys, sft, monkeypatch, "--plan", "--device", "cpu", "--config", "configs/sft_8b.yaml", *settings)
-    assert "not estimated" in out and "not judged: the memory of cpu is not known" in out
+    assert "not estimated" in out and "not checked: the memory of cpu is unknown" in out
 
 
 @pytest.mark.parametrize(

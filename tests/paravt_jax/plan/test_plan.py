@@ -233,7 +233,7 @@ def test_a_size_is_found_without_weights():
 
 
 def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="--device v4 is not known; known are h100, h200"):
+    with pytest.raises(ValueError, match="--device v4 is unknown; choose one of h100, h200"):
         plan_of(Config(), "v4")
 
 
@@ -254,7 +254,7 @@ def test_memory_needs_no_device():
 
 
 def test_a_plan_for_a_cpu_counts_float32_as_a_run_there_computes_in_and_says_so():
-    said = "computed in float32: a CPU is slower in bfloat16, and takes more memory"
+    said = "computed in float32: on a CPU bfloat16 is slower and takes more memory"
     for file, schema, plan in (("2b_lora_24gb", Config, plan_of), ("sft_2b_lora_24gb", SftConfig, imitation_plan_of)):
         planned = {}
         for dtype in ("float32", "bfloat16"):

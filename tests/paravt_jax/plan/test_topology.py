@@ -24,7 +24,7 @@ def test_a_slice_of_tpus_has_as_many_as_its_sides_multiply_to():
 
 @pytest.mark.parametrize("name", ["h100", "h100:0", "h100:2x2", "v5p:8", "v5p:2", "v4:2x2x1", "cpu:2", "tpu", ""])
 def test_what_is_no_topology_is_refused_with_those_that_are(name):
-    with pytest.raises(ValueError, match=r"is not known; there are h100:8, .* v5e:4x4, v5p:2x2x2, v6e:4x4"):
+    with pytest.raises(ValueError, match=r"is unknown; choose from h100:8, .* v5e:4x4, v5p:2x2x2, v6e:4x4"):
         topology(name)
 
 
