@@ -2,6 +2,7 @@
 
 import asyncio
 import http.server
+import inspect
 import math
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +53,20 @@ def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=N
     return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, on_tokens=on_tokens)
 
 
-def with_servers(num_servers, work, settings=QUICK):
+def as_test(work, num_given, run):
+    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures."""
+
+    def test(**fixtures):
+        run(partial(work, **fixtures))
+
+    fixtures = list(inspect.signature(work).parameters.values())[num_given:]
+    test.__name__, test.__doc__, test.__signature__ = work.__name__, work.__doc__, inspect.Signature(fixtures)
+    return test
+
+
+def running_engine(num_servers, work, settings=QUICK):
+    """Runs `work` with an engine and so many fake servers."""
+
     async def body():
         async with AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
@@ -65,22 +80,24 @@ def with_servers(num_servers, work, settings=QUICK):
     return asyncio.run(body())
 
 
+def with_servers(num_servers, settings=QUICK):
+    return lambda work: as_test(work, num_servers + 1, partial(running_engine, num_servers, settings=settings))
+
+
 async def until(condition, deadline_s=5.0):
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def test_an_answer_becomes_a_generation():
-    async def work(engine, server):
-        found = await engine.generate(request())
-        assert found.ids.tolist() == [5, 6, 7, 8]
-        assert found.behavior_logp.tolist() == [-0.5] * 4
-        assert (found.versions.tolist(), found.finish, found.num_cached_tokens) == ([0] * 4, "length", 1)
-        assert server.version == "t/0"  # a fresh server got its label
-        assert engine.version == 0
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_an_answer_becomes_a_generation(engine, server):
+    found = await engine.generate(request())
+    assert found.ids.tolist() == [5, 6, 7, 8]
+    assert found.behavior_logp.tolist() == [-0.5] * 4
+    assert (found.versions.tolist(), found.finish, found.num_cached_tokens) == ([0] * 4, "length", 1)
+    assert server.version == "t/0"  # a fresh server got its label
+    assert engine.version == 0
 
 
 def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path, capsys):
@@ -121,28 +138,26 @@ def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing
     assert printed.count("the list of servers is not updated: line 2 of ") == 1 and "secret" not in printed
 
 
-def test_an_engine_adopts_what_another_one_has_published():
-    async def work(engine, first, second):
-        other = await SGLangEngine.connect(engine.urls, QUICK)
-        await until(lambda: all(server.up for server in other.fleet.servers))
-        await engine.publish(NoWeights(), 1)
-        second.version = "t/0"  # as a server that was started again in between
-        await other.adopt(1)
-        assert [server.up for server in other.fleet.servers] == [True, False]
-        assert "weights of version 0" in other.fleet.servers[1].problem
-        found = await other.generate(request(version=1))
-        assert found.server == first.url and set(found.versions.tolist()) == {1}
-        second.version = "t/1"  # the engine that publishes has given it the weights
-        await until(lambda: other.fleet.servers[1].up)
-        await other.close()
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_an_engine_adopts_what_another_one_has_published(engine, first, second):
+    other = await SGLangEngine.connect(engine.urls, QUICK)
+    await until(lambda: all(server.up for server in other.fleet.servers))
+    await engine.publish(NoWeights(), 1)
+    second.version = "t/0"  # as a server that was started again in between
+    await other.adopt(1)
+    assert [server.up for server in other.fleet.servers] == [True, False]
+    assert "weights of version 0" in other.fleet.servers[1].problem
+    found = await other.generate(request(version=1))
+    assert found.server == first.url and set(found.versions.tolist()) == {1}
+    second.version = "t/1"  # the engine that publishes has given it the weights
+    await until(lambda: other.fleet.servers[1].up)
+    await other.close()
 
 
-def behind_a_router(work):
-    """`work` with an engine that was given the URL of a router, before two servers."""
+def behind_a_router():
+    """A test of an engine that is given the URL of a router, before two servers."""
 
-    async def body():
+    async def body(work):
         async with FakeServer() as router, FakeServer() as first, FakeServer() as second:
             router.behind = [first, second]
             engine = await SGLangEngine.connect([router.url], QUICK)
@@ -151,55 +166,47 @@ def behind_a_router(work):
             finally:
                 await engine.close()
 
-    return asyncio.run(body())
+    return lambda work: as_test(work, 2, lambda work: asyncio.run(body(work)))
 
 
-def test_behind_a_router_requests_go_through_it_and_weights_to_every_server():
-    async def work(engine, router):
-        assert engine.urls == [server.url for server in router.behind]
-        await engine.publish(NoWeights(), 1)
-        assert [server.version for server in router.behind] == ["t/1", "t/1"]
-        found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
-        assert {one.server for one in found} == {router.url} and router.asked["/generate"] == 32
-        shares = [server.asked["/generate"] for server in router.behind]
-        assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
-
-    behind_a_router(work)
+@behind_a_router()
+async def test_behind_a_router_requests_go_through_it_and_weights_to_every_server(engine, router):
+    assert engine.urls == [server.url for server in router.behind]
+    await engine.publish(NoWeights(), 1)
+    assert [server.version for server in router.behind] == ["t/1", "t/1"]
+    found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
+    assert {one.server for one in found} == {router.url} and router.asked["/generate"] == 32
+    shares = [server.asked["/generate"] for server in router.behind]
+    assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
 
 
-def test_behind_a_router_every_server_is_told_to_end_a_request():
-    async def work(engine, router):
-        for server in router.behind:
-            server.delay_s = 30
-        with pytest.raises(DeadlineExceeded):
-            await engine.generate(request(deadline_s=0.2))
-        await until(lambda: all(server.asked["/abort_request"] == 1 for server in router.behind))
-        sent = router.bodies["/generate"][0]["rid"]
-        assert [server.bodies["/abort_request"] for server in router.behind] == [[{"rid": sent}]] * 2
-
-    behind_a_router(work)
+@behind_a_router()
+async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, router):
+    for server in router.behind:
+        server.delay_s = 30
+    with pytest.raises(DeadlineExceeded):
+        await engine.generate(request(deadline_s=0.2))
+    await until(lambda: all(server.asked["/abort_request"] == 1 for server in router.behind))
+    sent = router.bodies["/generate"][0]["rid"]
+    assert [server.bodies["/abort_request"] for server in router.behind] == [[{"rid": sent}]] * 2
 
 
-def test_servers_come_and_go_behind_a_router():
-    async def work(engine, router):
-        await engine.publish(NoWeights(), 1)
-        gone = router.behind[0]
-        async with FakeServer() as new:
-            router.behind = [router.behind[1], new]
-            await until(lambda: gone.url not in engine.urls and new.version == "t/1")
-
-    behind_a_router(work)
+@behind_a_router()
+async def test_servers_come_and_go_behind_a_router(engine, router):
+    await engine.publish(NoWeights(), 1)
+    gone = router.behind[0]
+    async with FakeServer() as new:
+        router.behind = [router.behind[1], new]
+        await until(lambda: gone.url not in engine.urls and new.version == "t/1")
 
 
-def test_a_router_that_is_not_named_alone_in_urls_is_refused(tmp_path):
-    async def work(engine, router):
-        (tmp_path / "servers").write_text(router.url)
-        with pytest.raises(ValueError, match=f"{router.url} is an sglang-router"):
-            await SGLangEngine.connect([router.url, *engine.urls], QUICK)
-        with pytest.raises(ValueError, match=f"{router.url}, which is an sglang-router"):
-            await SGLangEngine.follow(tmp_path / "servers", QUICK)
-
-    behind_a_router(work)
+@behind_a_router()
+async def test_a_router_that_is_not_named_alone_in_urls_is_refused(engine, router, tmp_path):
+    (tmp_path / "servers").write_text(router.url)
+    with pytest.raises(ValueError, match=f"{router.url} is an sglang-router"):
+        await SGLangEngine.connect([router.url, *engine.urls], QUICK)
+    with pytest.raises(ValueError, match=f"{router.url}, which is an sglang-router"):
+        await SGLangEngine.follow(tmp_path / "servers", QUICK)
 
 
 @pytest.mark.parametrize(
@@ -241,181 +248,153 @@ def test_a_password_in_the_url_of_a_server_is_refused_and_not_repeated(url):
     assert "hunter2" not in str(refused.value)
 
 
-def test_who_wants_to_hears_of_every_token():
-    async def work(engine, server):
-        chunks = []
-        streamed = await engine.generate(request(on_tokens=chunks.append))
-        assert chunks == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
-        whole = await engine.generate(request())
-        assert streamed.ids.tolist() == whole.ids.tolist() and streamed.finish == whole.finish
-        assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_who_wants_to_hears_of_every_token(engine, server):
+    chunks = []
+    streamed = await engine.generate(request(on_tokens=chunks.append))
+    assert chunks == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
+    whole = await engine.generate(request())
+    assert streamed.ids.tolist() == whole.ids.tolist() and streamed.finish == whole.finish
+    assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
 
 
 STREAMED = ["500", "drop", "garbage", "endless", "broken off", "pieces", *WRONG]
 
 
 @pytest.mark.parametrize("mode", STREAMED)
-def test_a_server_whose_stream_cannot_be_costs_only_another_attempt(mode):
-    async def work(engine, bad, good):
-        bad.mode = mode
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=len)) for n in range(4)))
-        assert all(len(one.ids) == 4 and one.server == good.url for one in found)
-        assert bad.asked["/generate"] >= 1 and bad.sent_bytes < 2**26
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_server_whose_stream_cannot_be_costs_only_another_attempt(engine, bad, good, mode):
+    bad.mode = mode
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=len)) for n in range(4)))
+    assert all(len(one.ids) == 4 and one.server == good.url for one in found)
+    assert bad.asked["/generate"] >= 1 and bad.sent_bytes < 2**26
 
 
 @pytest.mark.parametrize("mode", ["500", "drop", "garbage", "redirect", "nested", "endless", *WRONG])
-def test_a_server_that_answers_badly_costs_only_another_attempt(mode):
-    async def work(engine, bad, good):
-        bad.mode = mode
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(8)))
-        assert all(len(one.ids) == 4 and one.server == good.url for one in found)
-        assert bad.asked["/generate"] >= 1
-        assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, bad, good, mode):
+    bad.mode = mode
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(8)))
+    assert all(len(one.ids) == 4 and one.server == good.url for one in found)
+    assert bad.asked["/generate"] >= 1
+    assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
 
 
-def test_whatever_a_server_says_of_itself_the_others_are_kept():
-    async def work(engine, bad, good):
-        bad.healthy = False
-        await until(lambda: not engine.fleet.servers[0].up)
-        bad.version, bad.healthy = "9" * 5000, True
-        await until(lambda: "ValueError" in engine.fleet.servers[0].problem)
-        assert (await engine.generate(request())).server == good.url
-        bad.version = "t/0"
-        await until(lambda: engine.fleet.servers[0].up)
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_whatever_a_server_says_of_itself_the_others_are_kept(engine, bad, good):
+    bad.healthy = False
+    await until(lambda: not engine.fleet.servers[0].up)
+    bad.version, bad.healthy = "9" * 5000, True
+    await until(lambda: "ValueError" in engine.fleet.servers[0].problem)
+    assert (await engine.generate(request())).server == good.url
+    bad.version = "t/0"
+    await until(lambda: engine.fleet.servers[0].up)
 
 
-def test_another_model_at_the_address_of_a_server_gets_nothing_to_do():
-    async def work(engine, swapped, good):
-        swapped.healthy = False
-        await until(lambda: not engine.fleet.servers[0].up)
-        swapped.model, swapped.healthy = 1.0, True
-        await until(lambda: "another model than version 0" in engine.fleet.servers[0].problem)
-        found = [await engine.generate(request(f"e{n}")) for n in range(4)]
-        assert {one.server for one in found} == {good.url}
-        swapped.model = 0.0
-        await until(lambda: engine.fleet.servers[0].up)
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_another_model_at_the_address_of_a_server_gets_nothing_to_do(engine, swapped, good):
+    swapped.healthy = False
+    await until(lambda: not engine.fleet.servers[0].up)
+    swapped.model, swapped.healthy = 1.0, True
+    await until(lambda: "another model than version 0" in engine.fleet.servers[0].problem)
+    found = [await engine.generate(request(f"e{n}")) for n in range(4)]
+    assert {one.server for one in found} == {good.url}
+    swapped.model = 0.0
+    await until(lambda: engine.fleet.servers[0].up)
 
 
-def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_publish():
-    async def work(engine, first, second):
-        second.model = 1.0
-        await engine.publish(NoWeights(), 1)
-        assert [server.up for server in engine.fleet.servers] == [True, False]
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_publish(engine, first, second):
+    second.model = 1.0
+    await engine.publish(NoWeights(), 1)
+    assert [server.up for server in engine.fleet.servers] == [True, False]
 
 
-def test_attempts_are_bounded_and_all_problems_are_told():
-    async def work(engine, server):
-        server.mode = "500"
-        with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
-            await engine.generate(request())
-        assert server.asked["/generate"] == 4
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_attempts_are_bounded_and_all_problems_are_told(engine, server):
+    server.mode = "500"
+    with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
+        await engine.generate(request())
+    assert server.asked["/generate"] == 4
 
 
-def test_a_rejected_request_is_not_sent_again():
-    async def work(engine, *servers):
-        for server in servers:
-            server.mode = "400"
-        with pytest.raises(RequestRejected, match="too long"):
-            await engine.generate(request())
-        assert sum(server.asked["/generate"] for server in servers) == 1
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_rejected_request_is_not_sent_again(engine, *servers):
+    for server in servers:
+        server.mode = "400"
+    with pytest.raises(RequestRejected, match="too long"):
+        await engine.generate(request())
+    assert sum(server.asked["/generate"] for server in servers) == 1
 
 
-def test_a_deadline_ends_the_request_on_the_server_too():
-    async def work(engine, server):
-        server.delay_s = 30
-        started_s = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"within the 0\.2 s"):
-            await engine.generate(request(deadline_s=0.2))
-        assert time.monotonic() - started_s < 1
-        await until(lambda: server.asked["/abort_request"] == 1)
-        sent = server.bodies["/generate"][0]["rid"]
-        assert server.bodies["/abort_request"] == [{"rid": sent}]
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_a_deadline_ends_the_request_on_the_server_too(engine, server):
+    server.delay_s = 30
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"within the 0\.2 s"):
+        await engine.generate(request(deadline_s=0.2))
+    assert time.monotonic() - started_s < 1
+    await until(lambda: server.asked["/abort_request"] == 1)
+    sent = server.bodies["/generate"][0]["rid"]
+    assert server.bodies["/abort_request"] == [{"rid": sent}]
 
 
-def test_a_cancelled_caller_ends_the_request_on_the_server_too():
-    async def work(engine, server):
-        server.delay_s = 30
-        task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: server.running == 1)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        await until(lambda: server.asked["/abort_request"] == 1)
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_a_cancelled_caller_ends_the_request_on_the_server_too(engine, server):
+    server.delay_s = 30
+    task = asyncio.create_task(engine.generate(request()))
+    await until(lambda: server.running == 1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await until(lambda: server.asked["/abort_request"] == 1)
 
 
-def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once():
-    async def work(engine, first, second):
-        for server in (first, second):
-            server.delay_s = 0.2
-        tasks = [asyncio.create_task(engine.generate(request(f"e{n}"))) for n in range(8)]
-        await until(lambda: first.running == second.running == 4)
-        first.mode = "hung"
-        found = await asyncio.gather(*tasks)
-        assert [one.server for one in found].count(second.url) == 8
-        health = await engine.health()
-        assert [server.alive for server in health.servers] == [False, True]
-        first.mode = "ok"
-        await until(lambda: engine.fleet.servers[0].up)
-        assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once(engine, first, second):
+    for server in (first, second):
+        server.delay_s = 0.2
+    tasks = [asyncio.create_task(engine.generate(request(f"e{n}"))) for n in range(8)]
+    await until(lambda: first.running == second.running == 4)
+    first.mode = "hung"
+    found = await asyncio.gather(*tasks)
+    assert [one.server for one in found].count(second.url) == 8
+    health = await engine.health()
+    assert [server.alive for server in health.servers] == [False, True]
+    first.mode = "ok"
+    await until(lambda: engine.fleet.servers[0].up)
+    assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
 
 
-def test_an_episode_stays_on_its_server_and_episodes_spread():
-    async def work(engine, *servers):
-        for server in servers:
-            server.delay_s = 0.05
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
-        homes = [one.server for one in found]
-        assert sorted(homes.count(server.url) for server in servers) == [2, 2, 2]
-        again = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
-        assert [one.server for one in again] == homes
-
-    with_servers(3, work)
+@with_servers(3)
+async def test_an_episode_stays_on_its_server_and_episodes_spread(engine, *servers):
+    for server in servers:
+        server.delay_s = 0.05
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
+    homes = [one.server for one in found]
+    assert sorted(homes.count(server.url) for server in servers) == [2, 2, 2]
+    again = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
+    assert [one.server for one in again] == homes
 
 
-def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do():
-    async def work(engine, first, second):
-        first.delay_s = second.delay_s = 0.2
-        asked = [replace(request(f"e{n}"), affinity="group") for n in range(20)]
-        found = await asyncio.gather(*(engine.generate(one) for one in asked))
-        on_first = [one.server for one in found].count(first.url)
-        assert (on_first, len(found) - on_first) == (14, 6)
-        assert (await engine.generate(asked[0])).server == first.url
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do(engine, first, second):
+    first.delay_s = second.delay_s = 0.2
+    asked = [replace(request(f"e{n}"), affinity="group") for n in range(20)]
+    found = await asyncio.gather(*(engine.generate(one) for one in asked))
+    on_first = [one.server for one in found].count(first.url)
+    assert (on_first, len(found) - on_first) == (14, 6)
+    assert (await engine.generate(asked[0])).server == first.url
 
 
-def test_without_any_server_a_request_ends_with_the_reasons():
-    async def work(engine, server):
-        server.healthy = False
-        await until(lambda: not engine.fleet.servers[0].up)
-        with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
-            await engine.generate(request(deadline_s=0.2))
-        server.healthy = True
-        assert len((await engine.generate(request())).ids) == 4  # waits until it is back
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_without_any_server_a_request_ends_with_the_reasons(engine, server):
+    server.healthy = False
+    await until(lambda: not engine.fleet.servers[0].up)
+    with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
+        await engine.generate(request(deadline_s=0.2))
+    server.healthy = True
+    assert len((await engine.generate(request())).ids) == 4  # waits until it is back
 
 
 def test_nobody_there_is_one_error():
@@ -437,21 +416,19 @@ def test_publishing_pauses_flushes_labels_and_continues_on_all_servers():
         assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
         return Path(body["model_path"])
 
-    assert not with_servers(2, work).exists()
+    assert not running_engine(2, work).exists()
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/flush_cache"])
-def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(path):
-    async def work(engine, bad, good):
-        bad.fail_paths = {path}
-        await engine.publish(NoWeights(), 3)
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(4)))
-        assert {one.server for one in found} == {good.url}
-        bad.fail_paths = set()
-        await until(lambda: engine.fleet.servers[0].up)
-        assert bad.version == "t/3"
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(engine, bad, good, path):
+    bad.fail_paths = {path}
+    await engine.publish(NoWeights(), 3)
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(4)))
+    assert {one.server for one in found} == {good.url}
+    bad.fail_paths = set()
+    await until(lambda: engine.fleet.servers[0].up)
+    assert bad.version == "t/3"
 
 
 def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on():
@@ -465,42 +442,36 @@ def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on():
     asyncio.run(body())
 
 
-def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_requests():
-    async def work(engine, server):
-        server.load_s, server.delay_s = 5 * QUICK.probe_deadline_s, 0.1
-        running = asyncio.create_task(engine.generate(request()))
-        await until(lambda: server.running)
-        publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
-        await until(lambda: server.paused)
-        while server.paused:
-            assert engine.fleet.servers[0].up
-            await asyncio.sleep(0.01)
-        assert server.version == "t/3" and server.asked["/continue_generation"] == 1
-        await publishing
-        assert len((await running).ids) == 4 and server.asked["/generate"] == 1
-
-    with_servers(1, work, replace(QUICK, load_deadline_s=10.0))
+@with_servers(1, replace(QUICK, load_deadline_s=10.0))
+async def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_requests(engine, server):
+    server.load_s, server.delay_s = 5 * QUICK.probe_deadline_s, 0.1
+    running = asyncio.create_task(engine.generate(request()))
+    await until(lambda: server.running)
+    publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
+    await until(lambda: server.paused)
+    while server.paused:
+        assert engine.fleet.servers[0].up
+        await asyncio.sleep(0.01)
+    assert server.version == "t/3" and server.asked["/continue_generation"] == 1
+    await publishing
+    assert len((await running).ids) == 4 and server.asked["/generate"] == 1
 
 
-def test_a_publish_that_no_server_takes_is_an_error():
-    async def work(engine, server):
-        server.fail_paths = {"/update_weights_from_disk"}
-        with pytest.raises(EngineError, match="no server took the weights of version 3"):
-            await engine.publish(NoWeights(), 3)
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_a_publish_that_no_server_takes_is_an_error(engine, server):
+    server.fail_paths = {"/update_weights_from_disk"}
+    with pytest.raises(EngineError, match="no server took the weights of version 3"):
+        await engine.publish(NoWeights(), 3)
 
 
-def test_a_publish_waits_for_a_server_that_comes_back():
-    async def work(engine, server):
-        server.healthy, server.fail_paths = False, {"/pause_generation"}
-        publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
-        await until(lambda: not engine.fleet.servers[0].up)
-        server.healthy, server.fail_paths = True, set()
-        await publishing
-        assert server.version == "t/3"
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
+    server.healthy, server.fail_paths = False, {"/pause_generation"}
+    publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
+    await until(lambda: not engine.fleet.servers[0].up)
+    server.healthy, server.fail_paths = True, set()
+    await publishing
+    assert server.version == "t/3"
 
 
 def test_weights_that_a_killed_process_left_in_memory_are_removed():
@@ -537,27 +508,23 @@ def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     asyncio.run(body())
 
 
-def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests():
-    async def work(engine, first, second):
-        await engine.publish(NoWeights(), 3)
-        first.healthy = False
-        await until(lambda: not engine.fleet.servers[0].up)
-        first.version, first.healthy = "default", True  # a new process at the same place
-        await until(lambda: engine.fleet.servers[0].up)
-        assert first.version == "t/3"
-        assert first.asked["/update_weights_from_disk"] == 2
-        assert second.asked["/update_weights_from_disk"] == 1
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_server_that_was_restarted_by_others_gets_the_weights_before_requests(engine, first, second):
+    await engine.publish(NoWeights(), 3)
+    first.healthy = False
+    await until(lambda: not engine.fleet.servers[0].up)
+    first.version, first.healthy = "default", True  # a new process at the same place
+    await until(lambda: engine.fleet.servers[0].up)
+    assert first.version == "t/3"
+    assert first.asked["/update_weights_from_disk"] == 2
+    assert second.asked["/update_weights_from_disk"] == 1
 
 
-def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for():
-    async def work(engine, server):
-        await engine.publish(NoWeights(), 3)
-        with pytest.raises(VersionMismatch, match=r"versions \[3\], expected version 2"):
-            await engine.generate(request(version=2))
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for(engine, server):
+    await engine.publish(NoWeights(), 3)
+    with pytest.raises(VersionMismatch, match=r"versions \[3\], expected version 2"):
+        await engine.generate(request(version=2))
 
 
 NOT_GIVEN = ["default", "0", "v1.5 (final)", "t/2", "t/4", "t/"]  # to a server that was given version 3 by the run t
@@ -565,27 +532,25 @@ NO_PROBES = replace(QUICK, probe_every_s=60)
 
 
 @pytest.mark.parametrize("label", NOT_GIVEN)
-def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_it_has_the_weights_again(label):
-    async def work(engine, server):
-        await engine.publish(NoWeights(), 3)
-        server.version = label  # a new process at the same address, or somebody else's word
-        found = await engine.generate(request(version=3))
-        assert (server.version, found.versions.tolist()) == ("t/3", [3] * 4)
-        assert server.asked["/update_weights_from_disk"] == 2
-        assert server.asked["/generate"] == 2  # no attempt in between
-
-    with_servers(1, work, NO_PROBES)
+@with_servers(1, NO_PROBES)
+async def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_it_has_the_weights_again(
+    engine, server, label
+):
+    await engine.publish(NoWeights(), 3)
+    server.version = label  # a new process at the same address, or somebody else's word
+    found = await engine.generate(request(version=3))
+    assert (server.version, found.versions.tolist()) == ("t/3", [3] * 4)
+    assert server.asked["/update_weights_from_disk"] == 2
+    assert server.asked["/generate"] == 2  # no attempt in between
 
 
 @pytest.mark.parametrize("label", NOT_GIVEN)
-def test_a_label_that_was_not_given_is_seen_without_a_request(label):
-    async def work(engine, first, second):
-        await engine.publish(NoWeights(), 3)
-        first.version = label
-        await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
-        assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
-
-    with_servers(2, work)
+@with_servers(2)
+async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, first, second, label):
+    await engine.publish(NoWeights(), 3)
+    first.version = label
+    await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
+    assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
 
 
 def test_a_server_that_was_restarted_reads_the_weights_where_all_hosts_see_them(tmp_path):
@@ -596,36 +561,31 @@ def test_a_server_that_was_restarted_reads_the_weights_where_all_hosts_see_them(
         first, again = server.bodies["/update_weights_from_disk"]
         assert first == again and Path(again["model_path"]).parent == tmp_path
 
-    with_servers(1, work, replace(NO_PROBES, weights_dir=str(tmp_path)))
+    running_engine(1, work, replace(NO_PROBES, weights_dir=str(tmp_path)))
 
 
-def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests():
-    async def work(engine, router):
-        await engine.publish(NoWeights(), 3)
-        router.behind[0].version = "default"
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
-        assert all(one.versions.tolist() == [3] * 4 for one in found)
-        assert [server.version for server in router.behind] == ["t/3", "t/3"]
-        assert [server.asked["/update_weights_from_disk"] for server in router.behind] == [2, 1]
-
-    behind_a_router(work)
+@behind_a_router()
+async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests(engine, router):
+    await engine.publish(NoWeights(), 3)
+    router.behind[0].version = "default"
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
+    assert all(one.versions.tolist() == [3] * 4 for one in found)
+    assert [server.version for server in router.behind] == ["t/3", "t/3"]
+    assert [server.asked["/update_weights_from_disk"] for server in router.behind] == [2, 1]
 
 
-def test_a_host_that_does_not_publish_waits_for_the_one_that_does():
+@with_servers(1)
+async def test_a_host_that_does_not_publish_waits_for_the_one_that_does(engine, server):
     """Where a server was restarted, and it sees that first."""
-
-    async def work(engine, server):
-        await engine.publish(NoWeights(), 3)
-        other = await SGLangEngine.connect(engine.urls, QUICK)
-        await other.adopt(3)
-        server.version = "default"
-        found = await other.generate(request(version=3))
-        assert found.versions.tolist() == [3] * 4 and server.asked["/update_weights_from_disk"] == 2
-        labels = [body["new_version"] for body in server.bodies["/update_weight_version"]]
-        assert labels == ["t/0"]  # from the start of the run
-        await other.close()
-
-    with_servers(1, work)
+    await engine.publish(NoWeights(), 3)
+    other = await SGLangEngine.connect(engine.urls, QUICK)
+    await other.adopt(3)
+    server.version = "default"
+    found = await other.generate(request(version=3))
+    assert found.versions.tolist() == [3] * 4 and server.asked["/update_weights_from_disk"] == 2
+    labels = [body["new_version"] for body in server.bodies["/update_weight_version"]]
+    assert labels == ["t/0"]  # from the start of the run
+    await other.close()
 
 
 OTHER = replace(QUICK, run="u")
@@ -635,21 +595,19 @@ def connected(server, settings=OTHER, progress=None):
     return SGLangEngine.connect([server.url], settings, ([] if progress is None else progress).append)
 
 
-def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_and_left_alone():
-    async def work(engine, server):
-        await engine.publish(NoWeights(), 3)
-        server.delay_s = 0.3
-        running = [asyncio.create_task(engine.generate(request(f"e{n}", version=3))) for n in range(4)]
-        await until(lambda: server.running == 4)
-        refused = rf"{server.url} cannot have weights of two runs: another live run, t, publishes to it"
-        with pytest.raises(EngineError, match=refused):
-            await connected(server)
-        assert "t/?u" in [body["new_version"] for body in server.bodies["/update_weight_version"]]
-        assert all(one.versions.tolist() == [3] * 4 for one in await asyncio.gather(*running))
-        assert server.version == "t/3" and server.asked["/generate"] == 4
-        assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
-
-    with_servers(1, work)
+@with_servers(1)
+async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_and_left_alone(engine, server):
+    await engine.publish(NoWeights(), 3)
+    server.delay_s = 0.3
+    running = [asyncio.create_task(engine.generate(request(f"e{n}", version=3))) for n in range(4)]
+    await until(lambda: server.running == 4)
+    refused = rf"{server.url} cannot have weights of two runs: another live run, t, publishes to it"
+    with pytest.raises(EngineError, match=refused):
+        await connected(server)
+    assert "t/?u" in [body["new_version"] for body in server.bodies["/update_weight_version"]]
+    assert all(one.versions.tolist() == [3] * 4 for one in await asyncio.gather(*running))
+    assert server.version == "t/3" and server.asked["/generate"] == 4
+    assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
 
 
 def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too():
@@ -707,19 +665,17 @@ def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_publishes
         assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
         await other.close()
 
-    with_servers(1, work, settings)
+    running_engine(1, work, settings)
 
 
-def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet():
-    async def work(engine, server, kept):
-        await engine.publish(NoWeights(), 3)
-        server.version = "u/"
-        await engine.publish(NoWeights(), 4)
-        assert (server.version, kept.version) == ("u/", "t/4")
-        found = [await engine.generate(request(f"e{n}", version=4)) for n in range(4)]
-        assert {one.server for one in found} == {kept.url}
-
-    with_servers(2, work, NO_PROBES)
+@with_servers(2, NO_PROBES)
+async def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet(engine, server, kept):
+    await engine.publish(NoWeights(), 3)
+    server.version = "u/"
+    await engine.publish(NoWeights(), 4)
+    assert (server.version, kept.version) == ("u/", "t/4")
+    found = [await engine.generate(request(f"e{n}", version=4)) for n in range(4)]
+    assert {one.server for one in found} == {kept.url}
 
 
 def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it():
@@ -737,23 +693,20 @@ def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it():
     asyncio.run(body())
 
 
-def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(tmp_path):
+@with_servers(1)
+async def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(engine, theirs, tmp_path):
     file = tmp_path / "servers"
-
-    async def work(engine, theirs):
-        await engine.publish(NoWeights(), 3)
-        async with FakeServer() as own:
-            file.write_text(own.url)
-            other = await SGLangEngine.follow(file, OTHER)
-            await other.publish(NoWeights(), 1)
-            file.write_text(f"{own.url}\n{theirs.url}")
-            await until(lambda: other.fleet.servers[-1].retired)
-            assert "another live run, t, publishes to it" in other.fleet.servers[-1].problem
-            await other.publish(NoWeights(), 2)
-            assert (own.version, theirs.version) == ("u/2", "t/3")
-            await other.close()
-
-    with_servers(1, work)
+    await engine.publish(NoWeights(), 3)
+    async with FakeServer() as own:
+        file.write_text(own.url)
+        other = await SGLangEngine.follow(file, OTHER)
+        await other.publish(NoWeights(), 1)
+        file.write_text(f"{own.url}\n{theirs.url}")
+        await until(lambda: other.fleet.servers[-1].retired)
+        assert "another live run, t, publishes to it" in other.fleet.servers[-1].problem
+        await other.publish(NoWeights(), 2)
+        assert (own.version, theirs.version) == ("u/2", "t/3")
+        await other.close()
 
 
 @pytest.mark.parametrize("label", ["default", "v1.5", "u/7"])

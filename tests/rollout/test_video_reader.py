@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import inspect
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,23 @@ def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -
         async with FrameReader(options.pop("frame_size", same_size), **{"num_workers": 2, **options}) as reader:
             return await test(reader)
 
-    found = asyncio.run(body())
+    result = asyncio.run(body())
     assert workers() == []
-    return found
+    return result
+
+
+def reading(**options: Any) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., None]]:
+    """A test whose first argument is an open reader; the others are fixtures."""
+
+    def decorate(work: Callable[..., Awaitable[Any]]) -> Callable[..., None]:
+        def test(**fixtures: Any) -> None:
+            with_reader(partial(work, **fixtures), **options)
+
+        _, *fixtures = inspect.signature(work).parameters.values()
+        test.__name__, test.__signature__ = work.__name__, inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def workers() -> list[psutil.Process]:
@@ -81,125 +97,111 @@ def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_video(path, at_fps(30, 600), size_px=(480, 640), options={"preset": "ultrafast"}, gop_frames=300)
 
 
-def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(video):
-    async def test(reader: FrameReader) -> None:
-        info = await reader.info(video, PATIENCE_S)
-        assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
-        frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
-        assert shown(frames) == [(0.0, 0), (5.0, 150), (9.967, 299)]
-        frames = await reader.frames(video, overview_times(info.duration_s, info.num_frames, 4), PATIENCE_S)
-        assert shown(frames) == [(0.0, 0), (3.333, 100), (6.633, 199), (9.967, 299)]
-        assert await reader.frames(video, [], PATIENCE_S) == []
-        with pytest.raises(ValueError, match="must be finite"):
-            await reader.frames(video, [float("nan")], PATIENCE_S)
-        with pytest.raises(ValueError, match="deadline_s=0 must be greater than 0"):
-            await reader.frames(video, [1.0], 0)
-
-    with_reader(test)
+@reading()
+async def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(reader: FrameReader, video):
+    info = await reader.info(video, PATIENCE_S)
+    assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
+    frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
+    assert shown(frames) == [(0.0, 0), (5.0, 150), (9.967, 299)]
+    frames = await reader.frames(video, overview_times(info.duration_s, info.num_frames, 4), PATIENCE_S)
+    assert shown(frames) == [(0.0, 0), (3.333, 100), (6.633, 199), (9.967, 299)]
+    assert await reader.frames(video, [], PATIENCE_S) == []
+    with pytest.raises(ValueError, match="must be finite"):
+        await reader.frames(video, [float("nan")], PATIENCE_S)
+    with pytest.raises(ValueError, match="deadline_s=0 must be greater than 0"):
+        await reader.frames(video, [1.0], 0)
 
 
-def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_are_decoded_in_one_job(video):
-    async def test(reader: FrameReader) -> None:
-        first = await reader.frames(video, [1, 2, 3], PATIENCE_S)
-        jobs = reader.metrics()["video/jobs"]
-        second = await reader.frames(video, [2, 3, 4, 5, 6], PATIENCE_S)
-        assert [second[0].picture, second[1].picture] == [first[1].picture, first[2].picture]
-        metrics = reader.metrics()
-        assert metrics["video/jobs"] - jobs == 1 and metrics["video/decoded_frames"] == 6
-        assert metrics["video/memory_hit_frac"] == 2 / 8 and metrics["video/memory_bytes"] > 0
-
-    with_reader(test)
-
-
-def test_what_many_ask_for_at_once_is_decoded_once(video):
-    async def test(reader: FrameReader) -> None:
-        asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
-        found = await asyncio.gather(*asked)
-        assert [[number for _, number in shown(frames)] for frames in found] == [
-            [30 * second for second in range(number, 5 + number)] for number in range(4)
-        ]
-        metrics = reader.metrics()
-        assert metrics["video/decoded_frames"] == 8 and metrics["video/shared_frac"] == 12 / 20
-
-    with_reader(test)
+@reading()
+async def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_are_decoded_in_one_job(
+    reader: FrameReader, video
+):
+    first = await reader.frames(video, [1, 2, 3], PATIENCE_S)
+    jobs = reader.metrics()["video/jobs"]
+    second = await reader.frames(video, [2, 3, 4, 5, 6], PATIENCE_S)
+    assert [second[0].picture, second[1].picture] == [first[1].picture, first[2].picture]
+    metrics = reader.metrics()
+    assert metrics["video/jobs"] - jobs == 1 and metrics["video/decoded_frames"] == 6
+    assert metrics["video/memory_hit_frac"] == 2 / 8 and metrics["video/memory_bytes"] > 0
 
 
-def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(video):
-    async def test(reader: FrameReader) -> None:
-        first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
-        second = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
-        await asyncio.sleep(0)  # the probe is under way
-        first.cancel()
-        assert [number for _, number in shown(await second)] == [30, 60]
-        third = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
-        fourth = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
-        await asyncio.sleep(0)  # the frame is under way
-        third.cancel()
-        assert [number for _, number in shown(await fourth)] == [90]
-        assert reader.metrics()["video/decoded_frames"] == 3
+@reading()
+async def test_what_many_ask_for_at_once_is_decoded_once(reader: FrameReader, video):
+    asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
+    found = await asyncio.gather(*asked)
+    assert [[number for _, number in shown(frames)] for frames in found] == [
+        [30 * second for second in range(number, 5 + number)] for number in range(4)
+    ]
+    metrics = reader.metrics()
+    assert metrics["video/decoded_frames"] == 8 and metrics["video/shared_frac"] == 12 / 20
 
-    with_reader(test)
+
+@reading()
+async def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(reader: FrameReader, video):
+    first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
+    second = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
+    await asyncio.sleep(0)  # the probe is under way
+    first.cancel()
+    assert [number for _, number in shown(await second)] == [30, 60]
+    third = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
+    fourth = asyncio.create_task(reader.frames(video, [3], PATIENCE_S))
+    await asyncio.sleep(0)  # the frame is under way
+    third.cancel()
+    assert [number for _, number in shown(await fourth)] == [90]
+    assert reader.metrics()["video/decoded_frames"] == 3
 
 
 @pytest.mark.slow
-def test_the_wait_for_a_busy_decoder_is_no_part_of_a_deadline(video):
-    async def test(reader: FrameReader) -> None:
-        await reader.info(video, PATIENCE_S)
-        (worker,) = workers()
-        worker.suspend()
-        first = asyncio.create_task(reader.frames(video, [1], PATIENCE_S))
-        second = asyncio.create_task(reader.frames(video, [2], 2.0))
-        await asyncio.sleep(2.5)
-        worker.resume()
-        assert shown(await second) == [(2.0, 60)] and shown(await first) == [(1.0, 30)]
-        assert reader.metrics()["video/timeouts"] == 0 and reader.metrics()["video/queue_s"] > 2
-
-    with_reader(test, num_workers=1)
+@reading(num_workers=1)
+async def test_the_wait_for_a_busy_decoder_is_no_part_of_a_deadline(reader: FrameReader, video):
+    await reader.info(video, PATIENCE_S)
+    (worker,) = workers()
+    worker.suspend()
+    first = asyncio.create_task(reader.frames(video, [1], PATIENCE_S))
+    second = asyncio.create_task(reader.frames(video, [2], 2.0))
+    await asyncio.sleep(2.5)
+    worker.resume()
+    assert shown(await second) == [(2.0, 60)] and shown(await first) == [(1.0, 30)]
+    assert reader.metrics()["video/timeouts"] == 0 and reader.metrics()["video/queue_s"] > 2
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go_on(video):
-    async def test(reader: FrameReader) -> None:
-        await all_up(reader, video)
-        stuck, _ = workers()
-        stuck.suspend()
-        start = time.monotonic()
-        asked = [reader.frames(video, [second], 2.0) for second in (8, 9)]
-        outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        assert 2 <= time.monotonic() - start < 10
-        assert {type(outcome) for outcome in outcomes} == {list, VideoTimeout}
-        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
-        assert not is_worker(stuck) and reader.metrics()["video/timeouts"] == 1
-
-    with_reader(test)
+@reading()
+async def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go_on(reader: FrameReader, video):
+    await all_up(reader, video)
+    stuck, _ = workers()
+    stuck.suspend()
+    start = time.monotonic()
+    asked = [reader.frames(video, [second], 2.0) for second in (8, 9)]
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert 2 <= time.monotonic() - start < 10
+    assert {type(outcome) for outcome in outcomes} == {list, VideoTimeout}
+    assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+    assert not is_worker(stuck) and reader.metrics()["video/timeouts"] == 1
 
 
-def test_a_worker_that_is_killed_fails_only_the_job_it_had(video):
-    async def test(reader: FrameReader) -> None:
-        await all_up(reader, video)
-        victim, _ = workers()
-        victim.suspend()
-        asked = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (8, 9)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # the other waits for the victim
-        victim.kill()
-        outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["VideoError", "list"]
-        assert "the decoder died over it" in str(outcomes)
-        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
-        assert reader.metrics()["video/worker_deaths"] == 1
-
-    with_reader(test)
+@reading()
+async def test_a_worker_that_is_killed_fails_only_the_job_it_had(reader: FrameReader, video):
+    await all_up(reader, video)
+    victim, _ = workers()
+    victim.suspend()
+    asked = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (8, 9)]
+    await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # the other waits for the victim
+    victim.kill()
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["VideoError", "list"]
+    assert "the decoder died over it" in str(outcomes)
+    assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+    assert reader.metrics()["video/worker_deaths"] == 1
 
 
-def test_a_worker_that_dies_while_idle_fails_nothing(video):
-    async def test(reader: FrameReader) -> None:
-        await all_up(reader, video)
-        for worker in workers():
-            worker.kill()
-            worker.wait(PATIENCE_S)
-        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
-
-    with_reader(test)
+@reading()
+async def test_a_worker_that_dies_while_idle_fails_nothing(reader: FrameReader, video):
+    await all_up(reader, video)
+    for worker in workers():
+        worker.kill()
+        worker.wait(PATIENCE_S)
+    assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
 
 
 def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypatch):
@@ -215,30 +217,27 @@ def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypat
 
 
 @pytest.mark.slow
-def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(long_video, monkeypatch):
+@reading(num_workers=1, frame_size=small)
+async def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(
+    reader: FrameReader, long_video, monkeypatch
+):
     monkeypatch.setattr(reader_module, "SLOWEST_PX_PER_S", 1e12)
-
-    async def test(reader: FrameReader) -> None:
-        await reader.info(long_video, PATIENCE_S)
-        took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 600), 0.2))
-        assert took_s < 5
-        monkeypatch.undo()
-        assert len(await reader.frames(long_video, at_fps(30, 600), PATIENCE_S)) == 600
-        metrics = reader.metrics()
-        assert metrics["video/timeouts"] == 1
-        assert metrics["video/decoded_frames"] in (600, 601)  # one may have been on its way
-
-    with_reader(test, num_workers=1, frame_size=small)
+    await reader.info(long_video, PATIENCE_S)
+    took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 600), 0.2))
+    assert took_s < 5
+    monkeypatch.undo()
+    assert len(await reader.frames(long_video, at_fps(30, 600), PATIENCE_S)) == 600
+    metrics = reader.metrics()
+    assert metrics["video/timeouts"] == 1
+    assert metrics["video/decoded_frames"] in (600, 601)  # one may have been on its way
 
 
 @pytest.mark.slow
-def test_many_pixels_extend_a_deadline(long_video):
-    async def test(reader: FrameReader) -> None:
-        await reader.info(long_video, PATIENCE_S)
-        assert len(await reader.frames(long_video, at_fps(30, 600), 0.05)) == 600  # 184 million: 9.2 s more
-        assert reader.metrics()["video/timeouts"] == 0
-
-    with_reader(test, num_workers=1, frame_size=small)
+@reading(num_workers=1, frame_size=small)
+async def test_many_pixels_extend_a_deadline(reader: FrameReader, long_video):
+    await reader.info(long_video, PATIENCE_S)
+    assert len(await reader.frames(long_video, at_fps(30, 600), 0.05)) == 600  # 184 million: 9.2 s more
+    assert reader.metrics()["video/timeouts"] == 0
 
 
 def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeypatch):
@@ -265,15 +264,13 @@ def test_an_overview_in_several_jobs_has_the_same_frames(video, monkeypatch):
     assert frames == whole and jobs > 10  # of ten groups of pictures or more
 
 
-def test_a_header_tells_about_how_much_an_overview_decodes(video, tmp_path):
-    async def test(reader: FrameReader) -> None:
-        by_header = await reader.overview_px(video, 10, PATIENCE_S)
-        await reader.info(video, PATIENCE_S)
-        exact = await reader.overview_px(video, 10, PATIENCE_S)
-        assert 0.5 < by_header / exact < 2
-        await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
-
-    with_reader(test)
+@reading()
+async def test_a_header_tells_about_how_much_an_overview_decodes(reader: FrameReader, video, tmp_path):
+    by_header = await reader.overview_px(video, 10, PATIENCE_S)
+    await reader.info(video, PATIENCE_S)
+    exact = await reader.overview_px(video, 10, PATIENCE_S)
+    assert 0.5 < by_header / exact < 2
+    await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
 
 
 @pytest.mark.parametrize("decoder", ["pyav", "decord"])
@@ -319,14 +316,13 @@ def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, rati
     with_reader(test, decoder=decoder)
 
 
-def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_width_was_scaled(tmp_path):
+@reading()
+async def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_width_was_scaled(
+    reader: FrameReader, tmp_path
+):
     path = turn(write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(2, 1)), 90)
-
-    async def test(reader: FrameReader) -> None:
-        info = await reader.info(path, PATIENCE_S)
-        assert (info.height, info.width) == (256, 96)
-
-    with_reader(test)
+    info = await reader.info(path, PATIENCE_S)
+    assert (info.height, info.width) == (256, 96)
 
 
 def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
@@ -406,14 +402,12 @@ def test_all_workers_together_may_take_half_of_the_memory_however_many_were_aske
     assert workers_within(2**30, num_workers=8) == 1
 
 
-def test_a_worker_is_retired_after_its_number_of_jobs(video):
-    async def test(reader: FrameReader) -> None:
-        before = workers()
-        for second in range(4):  # with the probe, five jobs
-            await reader.frames(video, [second], PATIENCE_S)
-        assert reader.metrics()["video/workers_retired"] == 2 and workers() != before
-
-    with_reader(test, num_workers=1, max_jobs_per_worker=2)
+@reading(num_workers=1, max_jobs_per_worker=2)
+async def test_a_worker_is_retired_after_its_number_of_jobs(reader: FrameReader, video):
+    before = workers()
+    for second in range(4):  # with the probe, five jobs
+        await reader.frames(video, [second], PATIENCE_S)
+    assert reader.metrics()["video/workers_retired"] == 2 and workers() != before
 
 
 def test_workers_import_only_what_they_need():
@@ -438,20 +432,16 @@ def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
     assert (metrics["video/decoded_frames"], metrics["video/disk_damaged_files"]) == (3, 3) and first == third
 
 
-def test_frames_that_memory_has_no_room_for_are_still_delivered(video):
-    async def test(reader: FrameReader) -> None:
-        assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
-        assert reader.metrics()["video/memory_bytes"] <= 100_000
-
-    with_reader(test, memory_bytes=100_000)
+@reading(memory_bytes=100_000)
+async def test_frames_that_memory_has_no_room_for_are_still_delivered(reader: FrameReader, video):
+    assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
+    assert reader.metrics()["video/memory_bytes"] <= 100_000
 
 
-def test_frames_come_in_the_size_that_was_asked_for_upright(video):
-    async def test(reader: FrameReader) -> None:
-        (frame,) = await reader.frames(video, [3], PATIENCE_S)
-        assert frame.picture.size_px == (64, 32) and number_of(frame.picture.pixels) == 90
-
-    with_reader(test, frame_size=lambda height, width: (64, 32) if (height, width) == (HEIGHT, WIDTH) else (1, 1))
+@reading(frame_size=lambda height, width: (64, 32) if (height, width) == (HEIGHT, WIDTH) else (1, 1))
+async def test_frames_come_in_the_size_that_was_asked_for_upright(reader: FrameReader, video):
+    (frame,) = await reader.frames(video, [3], PATIENCE_S)
+    assert frame.picture.size_px == (64, 32) and number_of(frame.picture.pixels) == 90
 
 
 def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(video):
@@ -464,43 +454,36 @@ def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(video):
     with_reader(test, frame_size=refuse)
 
 
-def test_a_replaced_file_is_noticed_and_read_anew(tmp_path):
+@reading()
+async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60))
-
-    async def test(reader: FrameReader) -> None:
-        await reader.info(path, PATIENCE_S)
-        write_video(path, at_fps(10, 90))
-        await fails_with(VideoError, "was replaced", reader.frames(path, [1], PATIENCE_S))
-        assert shown(await reader.frames(path, [1], PATIENCE_S)) == [(1.0, 10)]
-
-    with_reader(test)
+    await reader.info(path, PATIENCE_S)
+    write_video(path, at_fps(10, 90))
+    await fails_with(VideoError, "was replaced", reader.frames(path, [1], PATIENCE_S))
+    assert shown(await reader.frames(path, [1], PATIENCE_S)) == [(1.0, 10)]
 
 
-def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(tmp_path):
+@reading()
+async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
-
-    async def test(reader: FrameReader) -> None:
-        await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
-        write_video(path, at_fps(30, 30))
-        assert (await reader.info(path, PATIENCE_S)).num_frames == 30
-
-    with_reader(test)
+    await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
+    write_video(path, at_fps(30, 30))
+    assert (await reader.info(path, PATIENCE_S)).num_frames == 30
 
 
 @pytest.mark.parametrize(
     ("ending", "fps", "num_frames"), [("mp4", 30, 271), ("mkv", 24000 / 1001, 200), ("ts", 25, 97)]
 )
-def test_the_frames_of_an_overview_are_those_of_transformers(tmp_path, ending, fps, num_frames):
+@reading()
+async def test_the_frames_of_an_overview_are_those_of_transformers(
+    reader: FrameReader, tmp_path, ending, fps, num_frames
+):
     path = write_video(tmp_path / f"video.{ending}", at_fps(fps, num_frames), options={"preset": "ultrafast"})
-
-    async def test(reader: FrameReader) -> None:
-        info = await reader.info(path, PATIENCE_S)
-        for budget in (2, 7, 64):
-            frames = await reader.frames(path, overview_times(info.duration_s, num_frames, budget), PATIENCE_S)
-            # Qwen3VLVideoProcessor.sample_frames
-            assert [n for _, n in shown(frames)] == np.linspace(0, num_frames - 1, budget).round().astype(int).tolist()
-
-    with_reader(test)
+    info = await reader.info(path, PATIENCE_S)
+    for budget in (2, 7, 64):
+        frames = await reader.frames(path, overview_times(info.duration_s, num_frames, budget), PATIENCE_S)
+        # Qwen3VLVideoProcessor.sample_frames
+        assert [n for _, n in shown(frames)] == np.linspace(0, num_frames - 1, budget).round().astype(int).tolist()
 
 
 async def overview_and_crop(reader: FrameReader, path: Path) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
@@ -524,55 +507,43 @@ def test_unusual_lengths_give_frames(tmp_path, times_s, num_overview, num_crop):
         assert time_s == pytest.approx(times_s[number], abs=0.001)
 
 
-def test_a_cut_off_video_is_as_long_as_what_is_left(tmp_path):
+@reading()
+async def test_a_cut_off_video_is_as_long_as_what_is_left(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     truncate(path, 0.6)
-
-    async def test(reader: FrameReader) -> None:
-        info = await reader.info(path, PATIENCE_S)
-        assert 3 < info.duration_s < 8
-        frames = shown(await reader.frames(path, overview_times(info.duration_s, info.num_frames, 8), PATIENCE_S))
-        assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
-
-    with_reader(test)
+    info = await reader.info(path, PATIENCE_S)
+    assert 3 < info.duration_s < 8
+    frames = shown(await reader.frames(path, overview_times(info.duration_s, info.num_frames, 8), PATIENCE_S))
+    assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
 
 
-def test_a_cut_off_video_without_its_index_is_an_error(tmp_path):
+@reading()
+async def test_a_cut_off_video_without_its_index_is_an_error(reader: FrameReader, tmp_path):
     path = truncate(write_video(tmp_path / "video.mp4", at_fps(30, 300)), 0.6)
-
-    async def test(reader: FrameReader) -> None:
-        await fails_with(VideoError, "damaged or not a video", reader.info(path, PATIENCE_S))
-
-    with_reader(test)
+    await fails_with(VideoError, "damaged or not a video", reader.info(path, PATIENCE_S))
 
 
-def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(tmp_path):
+@reading()
+async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     damage(path, 0.6, 1.0)
-
-    async def test(reader: FrameReader) -> None:
-        info = await reader.info(path, PATIENCE_S)
-        assert info.duration_s == pytest.approx(10)  # the index is whole
-        frames = shown(await reader.frames(path, overview_times(10, 300, 20), PATIENCE_S))
-        assert 7 <= len(frames) <= 15 and all(number == round(30 * time_s) for time_s, number in frames)
-        await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
-        jobs = reader.metrics()["video/jobs"]
-        await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
-        assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
-
-    with_reader(test)
+    info = await reader.info(path, PATIENCE_S)
+    assert info.duration_s == pytest.approx(10)  # the index is whole
+    frames = shown(await reader.frames(path, overview_times(10, 300, 20), PATIENCE_S))
+    assert 7 <= len(frames) <= 15 and all(number == round(30 * time_s) for time_s, number in frames)
+    await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+    jobs = reader.metrics()["video/jobs"]
+    await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+    assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
 
 
-def test_damage_in_the_middle_costs_no_frame_elsewhere(tmp_path):
+@reading()
+async def test_damage_in_the_middle_costs_no_frame_elsewhere(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     damage(path, 0.5, 0.6)
-
-    async def test(reader: FrameReader) -> None:
-        frames = dict(shown(await reader.frames(path, range(10), PATIENCE_S)))
-        for second in (0, 1, 2, 8, 9):
-            assert frames[second] == 30 * second
-
-    with_reader(test)
+    frames = dict(shown(await reader.frames(path, range(10), PATIENCE_S)))
+    for second in (0, 1, 2, 8, 9):
+        assert frames[second] == 30 * second
 
 
 async def all_up(reader: FrameReader, video: Path) -> None:
