@@ -9,7 +9,7 @@ from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.terminal import say, visible
-from rollout.episode import Dispatch
+from rollout.episode_config import Dispatch
 from rollout.output_file import OutputFile
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"

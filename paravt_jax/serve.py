@@ -12,7 +12,7 @@ from model_port.cli import FAILED, add_debug_flag, prog_of, run_cli
 from model_port.terminal import say
 from paravt_jax.ask import DEFAULT_MODEL
 from paravt_jax.asking.door import KEY_VARIABLE, WITHOUT_KEY, door_of
-from rollout.episode import Dispatch
+from rollout.episode_config import Dispatch
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -29,11 +29,13 @@ from rollout.engine.discovery import check_url
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
-from rollout.episode import TOKEN_PX, Agent, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
 from rollout.parity import TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
 from rollout.picture import Picture
+from rollout.prompter import Task
 from rollout.terminal import say
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo

@@ -1,6 +1,6 @@
-"""What an agent is shown before it speaks: ids of the prompt, and the pictures in it.
+"""Builds an agent's initial prompt: its ids and pictures.
 
-Rollouts and demonstrations both begin here, so that a policy is trained in both stages on one format.
+Rollouts and demonstrations share this code, so that both training stages see the same format.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.chat import Chat
 from rollout.picture import Picture
-from rollout.prompts import Prompts, main_messages, shown_messages, subagent_messages
+from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoInfo
@@ -26,8 +26,8 @@ class Task:
     id: str
     question: str
     videos: tuple[str, ...]  # paths
-    frame_budget: int  # frames of the overview, of all videos together
-    subtitles: tuple[str, ...] = ()  # paths, of each video; empty where it has none
+    frame_budget: int  # frames of the overview, over all videos
+    subtitles: tuple[str, ...] = ()  # a path per video, or ""
 
     def __post_init__(self) -> None:
         if not self.videos:
@@ -38,39 +38,39 @@ class Task:
 
 @dataclass(frozen=True)
 class ShownVideo:
-    """A video as an overview shows it."""
+    """A video in an overview."""
 
-    name: str  # what the model may call it
+    name: str  # the name that the model may use
     path: str
     duration_s: float | int
-    frames_s: tuple[float | int, ...]  # when each frame that is shown begins
+    frames_s: tuple[float | int, ...]  # start time of each frame
 
 
 @dataclass(frozen=True, eq=False)
 class Overview:
-    """What a whole group begins with: one prompt, its frames decoded once."""
+    """A group's shared prompt, with its frames decoded once."""
 
     task: Task
     videos: dict[str, VideoInfo]  # by path
-    names: dict[str, str]  # what the model may call them -> path
+    names: dict[str, str]  # every name that the model may use -> path
     ids: np.ndarray
     pictures: tuple[Picture, ...]
-    shown: tuple[ShownVideo, ...]
-    seconds: float  # that it took
+    shown_videos: tuple[ShownVideo, ...]
+    seconds: float  # time to make it
 
 
 @dataclass(frozen=True, eq=False)
 class Closeup:
-    """What a sub-agent begins with."""
+    """A sub-agent's initial prompt."""
 
     ids: np.ndarray
     pictures: tuple[Picture, ...]
-    frames_s: tuple[float | int, ...]  # when each of them begins
+    frames_s: tuple[float | int, ...]  # start time of each frame
 
 
 @runtime_checkable
 class Frames(Protocol):
-    """Where frames come from: `rollout.video.reader.FrameReader`, or something that answers like it."""
+    """A source of frames, such as `rollout.video.reader.FrameReader`."""
 
     async def info(self, path: str, deadline_s: float) -> VideoInfo: ...
 
@@ -101,18 +101,18 @@ class Prompter:
         self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
-        """The overview of a task's videos, their frames spread evenly, and the prompt that shows it."""
+        """The prompt with an overview of a task's videos, their frames spread evenly."""
         began_s = time.monotonic()
         videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
         share, extra = divmod(task.frame_budget, len(task.videos))
-        shown = await asyncio.gather(
+        clips = await asyncio.gather(
             *(self._overview(path, videos[path], share + (number < extra)) for number, path in enumerate(task.videos))
         )
-        called = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
-        names = dict(zip(called, task.videos, strict=True))
+        default_names = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
+        names = dict(zip(default_names, task.videos, strict=True))
         of_videos = tuple(
             ShownVideo(name, path, videos[path].duration_s, tuple(frame.time_s for frame in frames))
-            for (name, path), frames in zip(names.items(), shown, strict=True)
+            for (name, path), frames in zip(names.items(), clips, strict=True)
         )
         messages = main_messages(
             self.prompts,
@@ -121,40 +121,40 @@ class Prompter:
             self._calls_per_turn,
             self._specs,
         )
-        pictures = tuple(frame.picture for frames in shown for frame in frames)
+        pictures = tuple(frame.picture for frames in clips for frame in frames)
         ids = self.ids(messages, pictures, self._tools)
-        called_by = names | _own_names(task.videos)
-        return Overview(task, videos, called_by, ids, pictures, of_videos, time.monotonic() - began_s)
+        all_names = names | _own_names(task.videos)
+        return Overview(task, videos, all_names, ids, pictures, of_videos, time.monotonic() - began_s)
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
-        """The frames of one window, and the question of a sub-agent about it."""
+        """The prompt of a sub-agent: the frames of a window and the question."""
         frames = await self.crop(path, window)
         times_s = [frame.time_s for frame in frames]
         return self._closeup(frames, subagent_messages(self.prompts, window, times_s, self.chat.escape(question)))
 
     def closeup_of(self, frames: Sequence[TimedPicture], intro: str, instruction: str) -> Closeup:
-        """Any frames, with words of one's own, which must not be a model's."""
+        """The prompt for any frames, with trusted texts."""
         times_s = [frame.time_s for frame in frames]
-        return self._closeup(frames, shown_messages(self.prompts, intro, times_s, instruction))
+        return self._closeup(frames, closeup_messages(self.prompts, intro, times_s, instruction))
 
     def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
         pictures = tuple(frame.picture for frame in frames)
         return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames))
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
-        return await self.shown(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
+        return await self.whole_frames(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
 
     async def detail(self, path: str, time_s: float, box: Box) -> list[TimedPicture]:
-        """A part of the one frame that is shown at this time, with as many pixels as a whole crop may have."""
+        """A part of the frame at this time, with up to as many pixels as a whole crop."""
         return await self.frames.frames(path, [time_s], self._deadline_s, box)
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)
 
     async def _overview(self, path: str, info: VideoInfo, num_frames: int) -> list[TimedPicture]:
-        return await self.shown(path, overview_times(info.duration_s, info.num_frames, num_frames))
+        return await self.whole_frames(path, overview_times(info.duration_s, info.num_frames, num_frames))
 
-    async def shown(self, path: str, times_s: Sequence[float]) -> list[TimedPicture]:
+    async def whole_frames(self, path: str, times_s: Sequence[float]) -> list[TimedPicture]:
         return await self.frames.frames(path, times_s, self._deadline_s)
 
     def ids(
@@ -163,7 +163,7 @@ class Prompter:
         pictures: Sequence[Picture],
         tools: list[dict[str, Any]] | None = None,
     ) -> np.ndarray:
-        """Ids of a prompt with these pictures in it; every one must have its place."""
+        """The ids of a prompt; it must have one placeholder per picture."""
         ids = self.chat.prompt(messages, tools)
         if np.count_nonzero(ids == self.chat.image_id) != len(pictures):
             raise ValueError(
@@ -174,7 +174,7 @@ class Prompter:
 
 
 def _own_names(paths: Sequence[str]) -> dict[str, str]:
-    """A data set may have taught the model its own names: the path as written there, or the file's name if unique."""
+    """Names from a dataset, which the model may have learned: the path as written, or the file name if unique."""
     file_names = [Path(path).name for path in paths]
     unique = {name: path for name, path in zip(file_names, paths, strict=True) if file_names.count(name) == 1}
     return unique | {path: path for path in paths}

@@ -1,4 +1,4 @@
-"""What the agents are told, and how frames are shown: each after its time, in seconds."""
+"""The prompts of the agents, and how frames are shown: each after its time in seconds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
-# What may stand in braces in a text, each with a value to try it with. In a text that is not here nothing may.
+# The placeholders of each text, with values to try them. Other texts may have none.
 PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "frame_time": {"time_s": 0.0},
     "overview": {"name": "", "duration_s": 0.0, "num_frames": 0},
@@ -18,39 +18,39 @@ PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "subagent_intro": {"start_s": 0.0, "end_s": 0.0, "num_frames": 0},
     "subagent_instruction": {"question": ""},
 }
-MAX_TEXT_CHARS = 100_000  # as rows of data may have
-MAX_PLACEHOLDERS = 64  # of a text, since each may stand for as much as a question
-MAX_SHOWN = 60  # characters of a format that is refused
-MAX_WIDTH = 100  # of a number that is filled in: a model's file may ask for two billion
+MAX_TEXT_CHARS = 100_000  # as in rows of data
+MAX_PLACEHOLDERS = 64  # per text, since each may expand to a whole question
+MAX_FORMAT_CHARS = 60  # of an invalid format, in an error
+MAX_WIDTH = 100  # in a number format; a model's file could ask for two billion characters
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The texts; a brace of their own is written twice. A model should be asked in the words it was trained with."""
+    """The texts; write a literal brace twice. Use the texts that a model was trained with."""
 
-    # the main agent is told first
+    # system text of the main agent
     system: str = "You are a helpful assistant who answers questions about long videos."
-    system_has_tools: bool = False  # that text says which tools there are: the chat template is not given them again
+    system_has_tools: bool = False  # the system text describes the tools itself, so the chat template does not
     frame_time: str = "<{time_s:.1f} seconds>"  # before every frame
-    # before the frames of each video; empty: nothing
+    # before the frames of each video; may be empty
     overview: str = "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:"
-    # after the question, or with {question} in its place; where calls can be made
+    # after the question, or with {question} in it; if calls can be made
     with_tool: str = (
         "Think first, between <think> and </think>. Where the frames do not show enough, call {uses}, up to "
         "{max_parallel} calls in one turn: {gives}. When you know, give the answer between <answer> and </answer>."
     )
-    # likewise, where none can
+    # the same, without tools
     without_tool: str = (
         "Think first, between <think> and </think>, then give the answer between <answer> and </answer>."
     )
-    # a sub-agent is told first
+    # system text of sub-agents
     subagent_system: str = "You are a helpful assistant who looks closely at a part of a video."
     # before the frames of a window
     subagent_intro: str = "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:"
     subagent_instruction: str = (  # may contain {question}
         "Summarise what happens in this part, with the times at which it happens. Say only what the frames show."
     )
-    # after the responses to the last calls that can be made
+    # after the responses to the last possible calls
     last_turn: str = "This was the last call. Answer now."
 
     def __post_init__(self) -> None:
@@ -60,30 +60,30 @@ class Prompts:
 
 
 def placeholder_problem(name: str, text: Any) -> str:
-    """What is wrong with the braces of a text; empty: nothing."""
+    """The problem with the placeholders of a text, or ""."""
     if not isinstance(text, str):
         return ""
     if len(text) > MAX_TEXT_CHARS:
         return f"{name} has {len(text)} characters, more than {MAX_TEXT_CHARS}"
-    known = PLACEHOLDERS.get(name, {})
-    there_are = ", ".join(f"{{{one}}}" for one in known) or "none"
+    allowed = PLACEHOLDERS.get(name, {})
+    listing = ", ".join(f"{{{name}}}" for name in allowed) or "none"
     try:
-        found = [(one, spec or "") for _, one, spec, _ in Formatter().parse(text) if one is not None]
-        if len(found) > MAX_PLACEHOLDERS:
-            return f"{name} has {len(found)} placeholders, more than {MAX_PLACEHOLDERS}"
-        unknown = [one for one, _ in found if one not in known]
-        if wide := [spec for _, spec in found if _is_wide(spec)]:
+        fields_of = [(key, spec or "") for _, key, spec, _ in Formatter().parse(text) if key is not None]
+        if len(fields_of) > MAX_PLACEHOLDERS:
+            return f"{name} has {len(fields_of)} placeholders, more than {MAX_PLACEHOLDERS}"
+        unknown = [key for key, _ in fields_of if key not in allowed]
+        if wide := [spec for _, spec in fields_of if _is_wide(spec)]:
             return (
-                f"{name} has the format {wide[0][:MAX_SHOWN]!r}; its numbers may be at most {MAX_WIDTH}, and it may "
-                f"have no braces"
+                f"{name} has the format {wide[0][:MAX_FORMAT_CHARS]!r}; it may have no braces, and numbers up to "
+                f"{MAX_WIDTH}"
             )
         if not unknown:
-            text.format(**known)
+            text.format(**allowed)
             return ""
         problem = f"has the placeholder {{{unknown[0]}}}"
-    except (ValueError, LookupError, TypeError, AttributeError) as said:
-        problem = f"cannot be filled in: {said}"
-    return f"{name} {problem}; there it may have {there_are}, and a brace of its own is written twice"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"cannot be filled in: {error}"
+    return f"{name} {problem}; it may have {listing}, and a literal brace is written twice"
 
 
 def _is_wide(spec: str) -> bool:
@@ -96,34 +96,34 @@ def _placeholders(text: str) -> list[str]:
 
 
 def read_prompts(path: str | Path) -> Prompts:
-    """The texts of a YAML file with keys of Prompts; what it leaves out has its default."""
-    from omegaconf import OmegaConf  # late: without a file nobody needs them
+    """Reads a YAML file with keys of Prompts; missing keys have their defaults."""
+    from omegaconf import OmegaConf  # imported late, only if there is a file
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    told = f"rollout.prompts_file={path}"
+    label = f"rollout.prompts_file={path}"
     try:
         layer = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as problem:
-        raise ValueError(f"{told}: {problem.strerror}") from None
+        raise ValueError(f"{label}: {problem.strerror}") from None
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as problem:
-        raise ValueError(f"{told} is no YAML: {' '.join(str(problem).split())}") from None
+        raise ValueError(f"{label} is invalid YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(layer, dict):
-        raise ValueError(f"{told} is {type(layer).__name__}, expected texts such as system: You watch videos.")
+        raise ValueError(f"{label} is {type(layer).__name__}, expected texts such as system: You watch videos.")
     kinds = {field.name: type(field.default) for field in fields(Prompts)}
     for name, value in layer.items():
         if name not in kinds:
-            raise ValueError(f"{told}: {name} is no prompt; there are {', '.join(kinds)}")
+            raise ValueError(f"{label}: {name} is not a prompt; use {', '.join(kinds)}")
         if type(value) is not kinds[name]:
             expected = "text" if kinds[name] is str else "true or false"
-            raise ValueError(f"{told}: {name} is {type(value).__name__}, expected {expected}")
+            raise ValueError(f"{label}: {name} is {type(value).__name__}, expected {expected}")
         if problem := placeholder_problem(name, value):
-            raise ValueError(f"{told}: {problem}")
+            raise ValueError(f"{label}: {problem}")
     return Prompts(**{str(name): value for name, value in layer.items()})
 
 
 def prompts_of(file: str, beside: Prompts) -> Prompts:
-    """The texts of a file. Those set `beside` it must be the defaults, or, as in the record of a run, the file's."""
+    """Reads a file of texts. `beside` must be the defaults, or equal the file, as in a run's record."""
     texts = read_prompts(file)
     if beside in (Prompts(), texts):
         return texts
@@ -135,7 +135,7 @@ def prompts_of(file: str, beside: Prompts) -> Prompts:
 
 
 def frame_parts(prompts: Prompts, times_s: Sequence[float]) -> list[dict[str, Any]]:
-    """Content parts of a message: every frame's time as text, then its picture."""
+    """Content parts of a message: each frame's time as text, then its picture."""
     parts = []
     for time_s in times_s:
         parts += [text_part(prompts.frame_time.format(time_s=time_s)), {"type": "image"}]
@@ -153,9 +153,9 @@ def main_messages(
     max_parallel: int,
     tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
 ) -> list[dict[str, Any]]:
-    """The main agent's dialogue; a video is its name, its duration and the times of its frames.
+    """The main agent's dialogue. A video is given by its name, duration and frame times.
 
-    `max_parallel` 0 means that there is no tool.
+    `max_parallel=0` means no tools.
     """
     content = []
     for name, duration_s, times_s in videos:
@@ -165,17 +165,19 @@ def main_messages(
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
         uses, gives = ", or ".join(tool.usage for tool in tools), ", ".join(tool.effect for tool in tools)
-        asked = _asked(prompts.with_tool, question, names=names, max_parallel=max_parallel, uses=uses, gives=gives)
+        request = _with_question(
+            prompts.with_tool, question, names=names, max_parallel=max_parallel, uses=uses, gives=gives
+        )
     else:
-        asked = _asked(prompts.without_tool, question, names=names)
-    content.append(text_part(asked))
+        request = _with_question(prompts.without_tool, question, names=names)
+    content.append(text_part(request))
     return [{"role": "system", "content": prompts.system.format()}, {"role": "user", "content": content}]
 
 
-def _asked(text: str, question: str, **values: Any) -> str:
-    """The question with what is told beside it: after a blank line, unless the text says where the question stands."""
-    said = text.format(question=question, **values)
-    return said if "question" in _placeholders(text) else f"{question}\n\n{said}"
+def _with_question(text: str, question: str, **values: Any) -> str:
+    """Fills in the question; unless the text has a place for it, the text follows it after a blank line."""
+    filled = text.format(question=question, **values)
+    return filled if "question" in _placeholders(text) else f"{question}\n\n{filled}"
 
 
 def subagent_messages(
@@ -183,10 +185,10 @@ def subagent_messages(
 ) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent about a window."""
     intro = prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=len(times_s))
-    return shown_messages(prompts, intro, times_s, prompts.subagent_instruction.format(question=question))
+    return closeup_messages(prompts, intro, times_s, prompts.subagent_instruction.format(question=question))
 
 
-def shown_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
-    """The dialogue of any sub-agent: what it is shown, and what it is to do with it."""
+def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
+    """The dialogue of a sub-agent: an introduction, frames and an instruction."""
     content = [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part(f"\n{instruction}")]
     return [{"role": "system", "content": prompts.subagent_system.format()}, {"role": "user", "content": content}]

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax.rewards.terms import find_prediction
-from rollout.episode import Agent, Episode, EpisodeCallbacks, Turn
+from rollout.episode import Agent, EpisodeCallbacks
 from rollout.prompter import Overview, Task
+from rollout.records import Episode, Turn
 
 
 class Listener(EpisodeCallbacks):

@@ -22,7 +22,8 @@ from paravt_jax.run.start import find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.chat import Chat
-from rollout.episode import Agent, Dispatch
+from rollout.episode import Agent
+from rollout.episode_config import Dispatch
 
 MAX_ROWS = 16  # that the embedded engine samples at the same time; each has a whole context in memory
 

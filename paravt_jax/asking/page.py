@@ -7,8 +7,8 @@ from paravt_jax.asking.answerer import Answerer, Reply
 from paravt_jax.run.directory import versions
 from paravt_jax.view.page import question_page
 from paravt_jax.view.pictures import Strip, thumbnail
-from rollout.episode import Episode
 from rollout.picture import Picture
+from rollout.records import Episode
 
 
 def page_of(answer: Reply, answerer: Answerer, model: str) -> bytes:

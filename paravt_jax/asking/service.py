@@ -39,7 +39,7 @@ from paravt_jax.asking.openai import (
 )
 from paravt_jax.asking.terminal import clock, spoken
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
-from rollout.episode import Call
+from rollout.records import Call
 from rollout.video.errors import VideoError, VideoTimeout
 
 HEADERS_DEADLINE_S = 20.0  # of a connection without a request: nothing sent yet, or not all headers

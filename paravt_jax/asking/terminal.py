@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from model_port.terminal import visible
 from paravt_jax.asking.answerer import Listener, Reply, Seconds
-from rollout.episode import Call, Turn
 from rollout.prompter import Overview
+from rollout.records import Call, Turn
 from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
 
 BAR_COLUMNS, NAME_COLUMNS = 40, 10

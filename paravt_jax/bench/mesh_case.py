@@ -71,7 +71,7 @@ def config_of(
     from paravt_jax.config import EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
     from paravt_jax.learner.settings import LossConfig
     from paravt_jax.rewards.settings import RewardConfig
-    from rollout.episode import EpisodeConfig
+    from rollout.episode_config import EpisodeConfig
 
     mesh = MeshConfig(*shape)
     num_rows = rows * mesh.num_row_parts

@@ -27,7 +27,10 @@ from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import Generation, Request
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.episode import Agent, Episode, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
+from rollout.prompter import Task
+from rollout.records import Episode
 from rollout.server import DTYPES, ServerSettings
 from rollout.video.encode import write_video
 from rollout.video.reader import FrameReader

@@ -8,7 +8,7 @@ An unknown key, a wrong type and settings that conflict are errors here, before 
 import json
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,6 +21,7 @@ from paravt_jax.config.changed_keys import change_of, updated_record
 from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
+from rollout.prompts import Prompts, prompts_of
 
 Schema = TypeVar("Schema", bound=Any)
 WRITTEN = "_written"  # attribute of loaded settings: their values as written, with ${…} unresolved
@@ -46,12 +47,21 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     config = deepcopy(_defaults(schema))
     for place, layer in layers:
         config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
+    _read_prompts_file(config)
     settings: Any = _told("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
     # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings
+
+
+def _read_prompts_file(config: Any) -> None:
+    """Puts the texts of rollout.prompts_file into rollout.prompts."""
+    if file := OmegaConf.select(config, "rollout.prompts_file"):
+        prompts = Prompts(**cast(dict[str, Any], OmegaConf.to_container(config.rollout.prompts, resolve=True)))
+        for key, text in asdict(prompts_of(file, prompts)).items():
+            config.rollout.prompts[key] = text.replace("${", "\\${") if isinstance(text, str) else text
 
 
 @cache

@@ -13,7 +13,7 @@ from paravt_jax.learner.settings import AdvantageConfig, LossConfig, MismatchCon
 from paravt_jax.rewards.chat_client import check_no_password
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
-from rollout.episode import Dispatch, EpisodeConfig
+from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.video.reader import Decoder
 

@@ -27,7 +27,8 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
-from rollout.episode import Agent, Dispatch
+from rollout.episode import Agent
+from rollout.episode_config import Dispatch
 
 PLAYED_FILE = "played_by.json"
 

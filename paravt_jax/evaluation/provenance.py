@@ -13,7 +13,7 @@ from paravt_jax.data.splits.reading import SampleSet
 from paravt_jax.run.directory import versions
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
-from rollout.episode import Dispatch
+from rollout.episode_config import Dispatch
 
 SCORERS = ("answers", "grammar", "official", "terms")  # modules of `paravt_jax/rewards` that affect a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS

@@ -12,7 +12,7 @@ from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, re
 from paravt_jax.rewards.official import STRICT
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.threads import in_thread
-from rollout.episode import Task
+from rollout.prompter import Task
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall

@@ -21,7 +21,7 @@ from paravt_jax.rl.episodes import Rollout
 from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.rl.records import rollout_record
 from paravt_jax.run.log import load_jsonl
-from rollout.episode import Dispatch
+from rollout.episode_config import Dispatch
 
 SHARDS_DIR = "shards"
 

@@ -17,7 +17,7 @@ from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.learner.credit import dialogue_of
 from paravt_jax.learner.packing import Dialogue
 from rollout.chat import Chat
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
 from rollout.prompter import Frames, ShownVideo, Task
@@ -89,7 +89,7 @@ class TraceRenderer:
             budget = sum(stated) if len(stated) == len(counts) else frame_budget
             task = Task(trace.id, text, tuple(dict.fromkeys(part.path for part in media)), budget)
             overview = await self._prompter.overview(task)
-            return overview.ids, overview.pictures, overview.shown
+            return overview.ids, overview.pictures, overview.shown_videos
         if len(media) == 1 and media[0].window_s is not None:
             closeup = await self._prompter.closeup(media[0].path, await self._window(media[0]), text)
             return closeup.ids, closeup.pictures, ()
@@ -135,7 +135,7 @@ class TraceRenderer:
         if part.window_s is None:
             info = await self._prompter.info(part.path)
             times_s = overview_times(info.duration_s, info.num_frames, self._config.subagent_max_frames)
-            frames = await self._prompter.shown(part.path, times_s)
+            frames = await self._prompter.whole_frames(part.path, times_s)
         else:
             frames = await self._prompter.crop(part.path, await self._window(part))
         return frame_parts(self._config.prompts, [frame.time_s for frame in frames]), [

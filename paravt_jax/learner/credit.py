@@ -15,8 +15,8 @@ from paravt_jax.learner.packing import Dialogue
 from paravt_jax.rewards.grammar import Place, Tag
 from paravt_jax.rewards.terms import AnchorProperty, RewardTerms
 from rollout.chat import Chat
-from rollout.episode import Episode, Turn
 from rollout.ledger import Ledger
+from rollout.records import Episode, Turn
 
 OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is forced, never sampled
 

@@ -15,7 +15,7 @@ from typing import Any
 from paravt_jax.rewards.grammar import Place
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
-from rollout.episode import Episode
+from rollout.records import Episode
 from rollout.threads import in_daemon_thread
 from rollout.tools import Outcome
 from rollout.user_code import await_user_code, load_function

@@ -31,7 +31,7 @@ from paravt_jax.run.host_times import OwnTime
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.seeds import derived_seed
 
 Value = TypeVar("Value")

@@ -13,10 +13,10 @@ from paravt_jax.rewards.grammar import Place, Tag
 from paravt_jax.rewards.terms import AnchorProperty, Credit, OwnTerm, RewardTerms, Summand
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.wire import Form, Wire
-from rollout.episode import Call, Episode, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
 from rollout.prompter import ShownVideo, Task
+from rollout.records import Call, Episode, Turn
 from rollout.tools import ToolCall, Window
 from rollout.video.box import Box
 

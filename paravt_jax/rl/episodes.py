@@ -18,7 +18,9 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from paravt_jax.rl.length import is_cut_off, length_term
 from rollout.engine.protocol import DeadlineExceeded, EngineError
-from rollout.episode import Agent, Episode, Overview, Task
+from rollout.episode import Agent
+from rollout.prompter import Overview, Task
+from rollout.records import Episode
 from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError
 

@@ -1,7 +1,7 @@
 """Episodes that are cut off, by a turn's length or by the context, and the length penalty of `train.truncated=soft`."""
 
 from paravt_jax.rewards.terms import LENGTH, OwnTerm
-from rollout.episode import Episode
+from rollout.records import Episode
 
 SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO has 4096 of 20480 (arXiv 2503.14476)
 

@@ -28,10 +28,10 @@ from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
-from rollout.episode import Call, Episode, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
 from rollout.prompter import Overview
+from rollout.records import Call, Episode, Turn
 from rollout.tools import ToolCall, Window, find_calls, video_of
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
@@ -220,7 +220,9 @@ class Replay:
         ledger = _ledger(record["segments"], overview.pictures)
         ended = record["finish"], record["seconds"]
         overview_s = record.get("overview_s", 0.0)
-        return Episode(record["id"], overview.task, ledger, turns, *ended, videos=overview.shown, overview_s=overview_s)
+        return Episode(
+            record["id"], overview.task, ledger, turns, *ended, videos=overview.shown_videos, overview_s=overview_s
+        )
 
     async def _call(self, call: ToolCall, record: Mapping[str, Any], overview: Overview) -> Call:
         window = None if record["window_s"] is None else Window(*record["window_s"])

@@ -25,7 +25,7 @@ from paravt_jax.rl.dealing import dealt
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.run.hosts import ALONE, Hosts
-from rollout.episode import Episode
+from rollout.records import Episode
 
 ABORT_GRACE_S = 1.0  # time for an engine to report the tokens of an aborted request
 

@@ -41,7 +41,7 @@ from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.start import check_cpu_size, fell_back, find_devices, said_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
-from rollout.episode import TOKEN_PX
+from rollout.episode_config import TOKEN_PX
 
 HF_FILES_DIR = "hf_files"
 MODEL_DIR = "model.path=DIR"  # how a user names a directory

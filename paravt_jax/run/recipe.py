@@ -18,7 +18,7 @@ from model_port.json_files import Section, read_object
 from paravt_jax.config import Config, EvalConfig, Mode, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import updated_record
 from paravt_jax.config.keys import flat
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 
 # Of an episode, what is the asker's to choose.
 NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "prompts_file")

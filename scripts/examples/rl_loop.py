@@ -29,7 +29,10 @@ from paravt_jax.sampling.engines import frame_reader
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.chat import Chat
-from rollout.episode import Agent, Episode, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
+from rollout.prompter import Task
+from rollout.records import Episode
 
 STEPS, PROMPTS_PER_STEP, GROUP_SIZE, FRAME_BUDGETS = 2, 2, 4, (3, 4)
 REWARD, ADVANTAGE = RewardConfig(), AdvantageConfig(filter_zero_variance=False)

@@ -10,7 +10,8 @@ from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.door import Door
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.service import Service, bound, serve
-from rollout.episode import Agent, EpisodeConfig
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 
 openai = pytest.importorskip("openai")
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"

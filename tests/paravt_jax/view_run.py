@@ -28,10 +28,10 @@ from paravt_jax.rl.records import records
 from paravt_jax.run.directory import write_settings
 from paravt_jax.run.log import RunLog
 from rollout.chat import Chat
-from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
-from rollout.prompter import ShownVideo
+from rollout.prompter import ShownVideo, Task
+from rollout.records import Call, Episode, Turn
 from rollout.tools import BadCall, find_calls, window_of
 from rollout.video.times import crop_times, overview_times
 

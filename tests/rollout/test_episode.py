@@ -17,9 +17,12 @@ from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError, Generation, Request
 from rollout.engine.scripted import ScriptedEngine
-from rollout.episode import Agent, Episode, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
+from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
+from rollout.records import Episode
 from rollout.tools import CROP_VIDEO_SCHEMA, MAX_CALLS
 from rollout.video.reader import TimedPicture, VideoError
 

@@ -8,9 +8,9 @@ from agents import FakeFrames
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
-from rollout.prompts import Prompts, main_messages, subagent_messages
+from rollout.prompts import Prompts, main_messages, prompts_of, read_prompts, subagent_messages
 from rollout.tools import Window
 
 VIDEOS = [("video_0.mp4", 64.0, [0.0]), ("video_1.mp4", 8.0, [4.0])]
@@ -30,47 +30,47 @@ def text_of(messages) -> list[str]:
 
 
 def test_what_a_file_leaves_out_has_its_default(written):
-    config = EpisodeConfig(prompts_file=written("system: You watch.\nlast_turn: |\n  Now.\n  Answer.\n"))
-    assert config.prompts == Prompts(system="You watch.", last_turn="Now.\nAnswer.\n")
+    texts = read_prompts(written("system: You watch.\nlast_turn: |\n  Now.\n  Answer.\n"))
+    assert texts == Prompts(system="You watch.", last_turn="Now.\nAnswer.\n")
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("sistem: x", "words.yaml: sistem is no prompt; there are system, "),
+        ("sistem: x", "words.yaml: sistem is not a prompt; use system, "),
         (
             "overview: '{nmae}: {duration_s}'",
-            r"words.yaml: overview has the placeholder \{nmae\}; there it may have \{name",
+            r"words.yaml: overview has the placeholder \{nmae\}; it may have \{name",
         ),
-        ("system: 'Say {\"a\": 1}'", "words.yaml: system has the placeholder .* a brace of its own is written twice"),
+        ("system: 'Say {\"a\": 1}'", "words.yaml: system has the placeholder .* a literal brace is written twice"),
         ("last_turn: 'Oh {message'", "words.yaml: last_turn cannot be filled in: expected '}'"),
         ("frame_time: '{time_s:d}'", "words.yaml: frame_time cannot be filled in: Unknown format code 'd'"),
         ("overview: '{}'", r"overview has the placeholder \{\}"),
         ("system: 5", "words.yaml: system is int, expected text"),
         ("system:", "words.yaml: system is NoneType, expected text"),
         ("system_has_tools: sure", "words.yaml: system_has_tools is str, expected true or false"),
-        ("system: a\nsystem: b", "words.yaml is no YAML: .*duplicate key system"),
-        ("system: [", "words.yaml is no YAML: "),
+        ("system: a\nsystem: b", "words.yaml is invalid YAML: .*duplicate key system"),
+        ("system: [", "words.yaml is invalid YAML: "),
         ("- system", "words.yaml is list, expected texts such as system: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_name_and_the_key(written, text, complaint):
     with pytest.raises(ValueError, match=complaint) as refused:
-        EpisodeConfig(prompts_file=written(text))
+        read_prompts(written(text))
     assert "\n" not in str(refused.value) and str(refused.value).startswith("rollout.prompts_file=")
 
 
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"^rollout\.prompts_file=gone\.yaml: No such file"):
-        EpisodeConfig(prompts_file="gone.yaml")
+        read_prompts("gone.yaml")
 
 
 def test_texts_beside_a_file_contradict_it_unless_they_are_what_it_says(written):
     file = written("system: You watch.")
-    config = EpisodeConfig(prompts_file=file)
-    assert EpisodeConfig(prompts_file=file, prompts=config.prompts) == config  # as the record of a run has both
+    texts = prompts_of(file, Prompts())
+    assert prompts_of(file, texts) == texts  # as in the record of a run
     with pytest.raises(ValueError, match=r"words.yaml and rollout\.prompts\.last_turn are both set"):
-        EpisodeConfig(prompts_file=file, prompts=Prompts(last_turn="Oh."))
+        prompts_of(file, Prompts(last_turn="Oh."))
 
 
 def test_a_setting_with_a_placeholder_that_is_none_is_refused():
@@ -115,7 +115,7 @@ def test_tools_that_the_system_text_names_are_not_given_twice():
     ("settings", "complaint"),
     [
         ({"dispatch": "none"}, r"rollout\.dispatch=none offers no tool"),
-        ({"tools": ["crop_video", "zoom_frame"]}, r"rollout\.tools has zoom_frame, of which rollout\.prompts\.system"),
+        ({"tools": ["crop_video", "zoom_frame"]}, r"prompts\.system must name every tool.* also has zoom_frame"),
     ],
 )
 def test_a_system_text_with_tools_must_be_true(settings, complaint):

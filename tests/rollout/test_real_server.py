@@ -51,8 +51,10 @@ from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
 from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.parity import KINDS, ScoreRequest
+from rollout.prompter import Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
 

@@ -16,8 +16,11 @@ from test_episode import check_ledger
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
-from rollout.episode import MAX_ANSWER_CHARS, Agent, Episode, EpisodeConfig, Task
+from rollout.episode import MAX_ANSWER_CHARS, Agent
+from rollout.episode_config import EpisodeConfig
+from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
+from rollout.records import Episode
 from rollout.toolbox import signatures, tools_of
 from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, search
 from rollout.toolbox.subtitles import Cue, parse_srt

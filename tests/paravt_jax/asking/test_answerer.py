@@ -13,7 +13,8 @@ from paravt_jax.asking.answerer import Answerer, Reply
 from paravt_jax.asking.page import page_of
 from paravt_jax.asking.terminal import BAR_COLUMNS, Live, bar, clock, spoken, summary
 from rollout.chat import Chat
-from rollout.episode import Agent, EpisodeConfig
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.tools import Window
 
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"

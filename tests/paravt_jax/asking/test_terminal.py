@@ -19,7 +19,8 @@ from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import LogConfig
 from paravt_jax.data.__main__ import main as data_main
 from paravt_jax.run.log import RunLog
-from rollout.episode import Agent, EpisodeConfig
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.serve import StartLine
 
 # A title, the screen cleared, the clipboard set, an override of direction, and what would stand over the line itself.

@@ -14,7 +14,8 @@ from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.render import TraceRenderer
 from rollout.chat import Chat
-from rollout.episode import Agent, EpisodeConfig
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.prompter import Task
 from rollout.tools import Window

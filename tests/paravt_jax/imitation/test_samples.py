@@ -10,7 +10,7 @@ from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.view.episodes import row_of, shown
 from rollout.chat import Chat
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 
 
 def test_a_sample_is_shown_like_an_episode(tiny_hf):

@@ -15,8 +15,10 @@ from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, PLAIN, dialogues_o
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import reward_terms
 from rollout.chat import Chat
-from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Segment
+from rollout.prompter import Task
 
 TURNS = [f"I look at it.</think>\n\n{call(3, 9)}<|im_end|>", "It is red.</think><answer>A</answer><|im_end|>"]
 TOKEN_PX = 32

@@ -25,7 +25,9 @@ from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
-from rollout.episode import Agent, EpisodeConfig, Task
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
+from rollout.prompter import Task
 from rollout.prompts import Prompts
 
 PROMPT = Prompt("p", "Which letter? A, B, C or D", ("/video.mp4",), "C", "mcq")

@@ -10,8 +10,9 @@ import pytest
 
 from paravt_jax.rewards import OwnTerm, Place, RewardConfig
 from paravt_jax.rewards.plugin import ExecutedCall, Plugin, PluginError, load_plugin
-from rollout.episode import Call, Episode, Task, Turn
 from rollout.ledger import Ledger
+from rollout.prompter import Task
+from rollout.records import Call, Episode, Turn
 from rollout.tools import find_calls
 from rollout.user_code import await_user_code
 

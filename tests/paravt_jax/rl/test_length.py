@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from paravt_jax.rl.length import length_penalty
-from rollout.episode import Episode, Turn
 from rollout.ledger import Ledger, Segment
 from rollout.prompter import Task
+from rollout.records import Episode, Turn
 
 
 def episode(*lengths, finish="done") -> Episode:

@@ -10,7 +10,7 @@ from model_port.hf_files import RECIPE_FILE, read_side_files
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.recipe import Recipe, differences, read_recipe, recipe_of
-from rollout.episode import EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 
 SETTINGS = ("data.validation=x.jsonl", "video.min_pixels=1024", "video.max_pixels=4096", "rollout.max_parallel=3")
 

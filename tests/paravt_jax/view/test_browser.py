@@ -14,7 +14,8 @@ from view_run import CHAT, NASTY, make_run, write_metrics
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.page import page_of
 from paravt_jax.view.page import make_page
-from rollout.episode import Agent, EpisodeConfig
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,0 +1,116 @@
+"""Settings of an episode."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollout.chat import Chat
+from rollout.prompter import Frames, Prompter
+from rollout.prompts import MAX_TEXT_CHARS, Prompts
+from rollout.toolbox import Tool, signatures, tools_of
+from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
+
+Dispatch = Literal["parallel", "sequential", "none"]
+TOKEN_PX = 32  # side of the square of pixels that becomes one token, in every Qwen3-VL
+MAX_TOKENS = 2**20  # four times the context of the published models
+UPPER_BOUNDS = {  # of settings, which may come from a model's files: memory grows with them
+    "max_turns": 1024,
+    "max_parallel": MAX_CALLS,
+    "max_new_tokens": MAX_TOKENS,
+    "max_context_tokens": MAX_TOKENS,
+    "subagent_new_tokens": MAX_TOKENS,
+    "subagent_max_frames": 4096,
+}
+
+
+@dataclass(frozen=True)
+class EpisodeConfig:
+    """Turns, tool calls, sampling, frames, prompts and deadlines."""
+
+    dispatch: Dispatch = "parallel"  # sequential: one call per turn, with as many calls in total; none: no tools
+    max_turns: int = 3  # turns with calls; one more turn follows for the answer
+    max_parallel: int = 5  # calls per turn
+    # available tools: crop_video, zoom_frame, search_subtitles, or path/to/file.py:NAME for your own
+    tools: list[str] = field(default_factory=lambda: [CROP_VIDEO])
+    forced_prefix: str = "<think>\n"  # start of every turn of the main agent; it is given, not sampled
+    max_new_tokens: int = 2048  # per turn
+    max_context_tokens: int = 32_768  # per dialogue, including pictures
+    subagent_new_tokens: int = 512  # per report
+    subagent_max_frames: int = 16  # frames that a crop shows
+    temperature: float = 0.7  # 0: greedy sampling
+    top_p: float = 1.0  # below 1: sample only from the most likely tokens with this total probability
+    turn_deadline_s: float = 600.0  # per turn of the engine; a call gets half of it, a decoder job at least a tenth
+    prompts: Prompts = field(default_factory=Prompts)
+    prompts_file: str = ""  # YAML file with keys of prompts, read at loading; set either the file or prompts
+
+    def __post_init__(self) -> None:
+        for name, bound in UPPER_BOUNDS.items():
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+            if getattr(self, name) > bound:
+                raise ValueError(f"rollout.{name}={getattr(self, name)} must be at most {bound}")
+        if len(self.forced_prefix) > MAX_TEXT_CHARS:
+            raise ValueError(
+                f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
+            )
+        unnamed = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
+        if self.prompts.system_has_tools and self.dispatch == "none":
+            raise ValueError(
+                "rollout.dispatch=none offers no tool, but with rollout.prompts.system_has_tools=true the system text "
+                "does; use a text without tools, or set system_has_tools=false"
+            )
+        if self.prompts.system_has_tools and unnamed:
+            raise ValueError(
+                f"rollout.prompts.system must name every tool, because rollout.prompts.system_has_tools=true; "
+                f"rollout.tools also has {', '.join(unnamed)}"
+            )
+
+    def check_samples(self) -> None:
+        """Checks that only matter for sampling: a cold start uses the same settings without sampling."""
+        if self.max_context_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
+                f"rollout.max_new_tokens={self.max_new_tokens}"
+            )
+
+    @property
+    def call_deadline_s(self) -> float:
+        """For a call: its frames and its report."""
+        return self.turn_deadline_s / 2
+
+    @property
+    def min_video_deadline_s(self) -> float:
+        """For a decoder job; many pixels or a large file extend it."""
+        return self.turn_deadline_s / 10
+
+    @property
+    def toolbox(self) -> tuple[Tool, ...]:
+        return tools_of(tuple(self.tools))
+
+    @property
+    def signatures(self) -> Signatures:
+        return signatures(self.toolbox)
+
+    @property
+    def detail_factor(self) -> int:
+        """How many times a frame's pixels a picture may have: a detail may have as many as all frames of a crop."""
+        return self.subagent_max_frames if any(tool.shows_details for tool in self.toolbox) else 1
+
+    @property
+    def calls_per_turn(self) -> int:
+        return {"parallel": self.max_parallel, "sequential": 1, "none": 0}[self.dispatch]
+
+    @property
+    def tool_turns(self) -> int:
+        """Turns that may have calls; the total number of calls is the same for parallel and sequential."""
+        return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
+
+    def prompter(self, frames: Frames, chat: Chat) -> Prompter:
+        return Prompter(
+            frames,
+            chat,
+            self.prompts,
+            calls_per_turn=self.calls_per_turn,
+            subagent_max_frames=self.subagent_max_frames,
+            deadline_s=self.min_video_deadline_s,
+            tools=[tool.spec for tool in self.toolbox],
+        )

@@ -1,0 +1,117 @@
+"""The record of an episode: its turns, their calls, and all ledgers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rollout.ledger import Ledger
+from rollout.prompter import ShownVideo, Task
+from rollout.tools import Outcome, ToolCall, Window
+from rollout.video.box import Box
+
+
+@dataclass(eq=False)
+class Call:
+    """An executed call. Fields that it did not get to keep their defaults."""
+
+    call: ToolCall
+    outcome: Outcome
+    response: str  # to the main agent
+    problem: str = ""  # the error in detail, not shown to the model
+    window: Window | None = None
+    box: Box | None = None
+    report: Ledger | None = None  # the sub-agent's ledger
+    latency_s: float = 0.0
+    path: str = ""  # of the video
+    frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames
+    started_s: float = 0.0  # since the start of the episode
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "name": self.call.name,
+            "span": self.call.span,
+            "outcome": self.outcome,
+            "response": self.response,
+            "problem": self.problem,
+            "window_s": None if self.window is None else [self.window.start_s, self.window.end_s],
+            "box": self.box,
+            "path": self.path,
+            "frames_s": _rounded(self.frames_s),
+            "started_s": round(self.started_s, 4),
+            "latency_s": round(self.latency_s, 4),
+            "segments": None if self.report is None else self.report.to_record(),
+        }
+
+
+@dataclass(eq=False)
+class Turn:
+    """An assistant's turn."""
+
+    text: str  # with the forced prefix, without the stop token
+    finish: Literal["stop", "length", "abort"]
+    token_span: tuple[int, int]  # in the ledger's ids, from the forced prefix to the last sampled token
+    calls: list[Call] = field(default_factory=list)
+    latency_s: float = 0.0
+    started_s: float = 0.0  # since the start of the episode
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "finish": self.finish,
+            "token_span": self.token_span,
+            "started_s": round(self.started_s, 4),
+            "latency_s": round(self.latency_s, 4),
+            "calls": [call.to_record() for call in self.calls],
+        }
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode; while it runs, the part so far."""
+
+    id: str
+    task: Task
+    ledger: Ledger
+    turns: list[Turn] = field(default_factory=list)
+    finish: Literal["done", "length", "context", "abort"] = "done"
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0  # of all requests, with pictures expanded
+    num_cached_tokens: int = 0
+    videos: tuple[ShownVideo, ...] = ()  # in the overview
+    overview_s: float = 0.0  # time to make the overview, which a group shares
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for turn in self.turns for call in turn.calls]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [call.outcome for call in self.calls]
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """The main agent's ledger, then the sub-agents' in call order."""
+        return [self.ledger, *(call.report for call in self.calls if call.report is not None)]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far, including sub-agents."""
+        return sum(ledger.num_sampled for ledger in self.ledgers)
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "task": self.task.id,
+            "question": self.task.question,
+            "frame_budget": self.task.frame_budget,
+            "finish": self.finish,
+            "seconds": round(self.seconds, 4),
+            "overview_s": round(self.overview_s, 4),
+            "videos": [asdict(video) | {"frames_s": _rounded(video.frames_s)} for video in self.videos],
+            "segments": self.ledger.to_record(),
+            "turns": [turn.to_record() for turn in self.turns],
+        }
+
+
+def _rounded(times_s: Sequence[float | int]) -> list[float]:
+    return [round(float(time_s), 6) for time_s in times_s]
