@@ -89,7 +89,7 @@ async def check(
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """The ledgers and dialogue for pictures of one size."""
+    """The ledgers and dialogue for a picture size."""
 
     ledgers: list[Ledger]
     dialogue: ScoreRequest

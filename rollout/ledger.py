@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass
 class Ledger:
-    """The segments of one agent's dialogue, in order."""
+    """An agent's dialogue as segments, in order."""
 
     segments: list[Segment] = field(default_factory=list)
 

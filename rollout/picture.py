@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-ZERO = b"\0"  # stands for all pixels of a picture without pixels
+ZERO = b"\0"  # replaces all pixels of a picture without pixels
 PNG_EFFORT = 1  # of 9, all lossless; over loopback, encoding time matters more than size
 
 
@@ -39,7 +39,7 @@ class Picture:
 
     @classmethod
     def without_pixels(cls, key: str, size_px: tuple[int, int]) -> "Picture":
-        """A picture whose pixels another process has; it takes no memory."""
+        """A picture with pixels in another process only; it takes no memory."""
         return cls(key, np.ndarray((*size_px, 3), np.uint8, ZERO, 0, (0, 0, 0)))
 
     @property

@@ -80,7 +80,7 @@ class Frames(Protocol):
 
 
 class Prompter:
-    """`calls_per_turn=0` offers no tool. `deadline_s` bounds the decoding of one video's frames."""
+    """`calls_per_turn=0` offers no tool. `deadline_s` bounds the decoding of a video's frames."""
 
     def __init__(
         self,

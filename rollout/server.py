@@ -73,7 +73,7 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of one SGLang server."""
+    """An SGLang server's settings."""
 
     model: Path  # a Hugging Face directory
     device: Device = "cpu"

@@ -47,7 +47,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     config = deepcopy(_defaults(schema))
     for place, layer in layers:
         config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
-    _read_prompts_file(config)
+    config = _with_prompts_file(config)
     settings: Any = _told("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
@@ -56,12 +56,14 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     return settings
 
 
-def _read_prompts_file(config: Any) -> None:
+def _with_prompts_file(config: Any) -> Any:
     """Puts the texts of rollout.prompts_file into rollout.prompts."""
-    if file := OmegaConf.select(config, "rollout.prompts_file"):
-        prompts = Prompts(**cast(dict[str, Any], OmegaConf.to_container(config.rollout.prompts, resolve=True)))
-        for key, text in asdict(prompts_of(file, prompts)).items():
-            config.rollout.prompts[key] = text.replace("${", "\\${") if isinstance(text, str) else text
+    if not (file := OmegaConf.select(config, "rollout.prompts_file")):
+        return config
+    beside = Prompts(**cast(dict[str, Any], OmegaConf.to_container(config.rollout.prompts, resolve=True)))
+    texts = asdict(prompts_of(file, beside))
+    escaped = {key: text.replace("${", "\\${") if isinstance(text, str) else text for key, text in texts.items()}
+    return OmegaConf.unsafe_merge(config, {"rollout": {"prompts": escaped}})
 
 
 @cache

@@ -71,7 +71,7 @@ def generation_of(
 
 
 def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
-    """The ids of one message of a stream; each message repeats the ids of the previous ones."""
+    """The ids of a stream's message, which repeats the ids of the previous messages."""
     try:
         ids = _ids(message["output_ids"]).tolist()
         _check(ids[: len(previous)] == list(previous), "a message of its stream does not repeat the previous ids")

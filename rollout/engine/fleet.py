@@ -294,7 +294,7 @@ class Fleet:
             server.probe_now.clear()
             try:
                 await self._supervise(server)
-            except Exception as problem:  # no answer of one server may end the supervision of it
+            except Exception as problem:  # no answer of a server may end its supervision
                 self._eject(server, f"{type(problem).__name__}: {problem}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.probe_every_s):

@@ -98,7 +98,7 @@ class Health:
 
 
 class Weights(Protocol):
-    """All parameters of one policy version under their Hugging Face names; can be read repeatedly."""
+    """All parameters of a policy version under their Hugging Face names; can be read repeatedly."""
 
     @property
     def num_bytes(self) -> int: ...

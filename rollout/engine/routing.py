@@ -1,7 +1,7 @@
 """Routing: which server gets a request.
 
-Requests with the same affinity go to the server whose prefix cache has their prompt, unless it has far more to do than
-another. Behind an sglang-router the only target is the router, which routes by the same key.
+Requests with the same affinity go to the server that has their prompt in its prefix cache, unless it has far more to do
+than another. Behind an sglang-router the only target is the router, which routes by the same key.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import hashlib
 from rollout.engine.fleet import Fleet
 from rollout.engine.settings import ServerState
 
-MAX_HOMES = 100_000  # affinities whose server is remembered
+MAX_HOMES = 100_000  # remembered affinities
 MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
 
 

@@ -1,4 +1,4 @@
-"""Enlarges a part of one frame; a sub-agent sees that picture and describes it.
+"""Enlarges a part of a frame; a sub-agent sees that picture and describes it.
 
 The picture may have as many pixels as all frames of a crop, so that a zoom costs no more than a crop.
 """

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MAX_WORKERS = 8  # default; more help only if many prompts are decoded at once
-MAX_CACHED_VIDEOS = 1024  # whose frame times are kept in memory, a few hundred KiB each
-# A tenth of one thread's slowest H.264 rate (docs/results/video.md): other codecs are slower, and cores are shared.
+MAX_CACHED_VIDEOS = 1024  # frame times in memory take a few hundred KiB per video
+# A tenth of a thread's slowest H.264 rate (docs/results/video.md): other codecs are slower, and cores are shared.
 SLOWEST_PX_PER_S = 20e6
 SLOWEST_BYTES_PER_S = 10e6  # for a network disk
 JOB_PX = 1e9  # a request is split into jobs of this size, some seconds each, for several workers
@@ -124,7 +124,7 @@ class _Shared:
 
 
 class FrameReader:
-    """`frame_size` maps the height and width of a video to those of its frames, `detail_size` those of a box.
+    """`frame_size` maps a video's height and width to its frames' size, `detail_size` a box's.
 
     decord cannot read all videos, see `rollout.video.by_decord`. Probe results are cached in `ticks_directory`.
     """
