@@ -150,15 +150,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows")
-        _local("engine", self, "weights_dir")
+        _local("engine", self, "urls_file", "weights_dir")
         if self.kind == "jax" and self.urls:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
-            if "://" not in url:
-                if len(self.urls) > 1:
-                    raise ValueError(f"engine.urls={self.urls} must be URLs such as http://10.0.0.2:30000, or one file")
-                _local("engine", self, "urls_file")
         if self.weights_dir and (self.kind == "jax" or self.route == "tensors"):
             raise ValueError(
                 f"engine.weights_dir={self.weights_dir} does nothing without engine.kind=sglang and engine.route=disk"
@@ -174,7 +170,7 @@ class EngineConfig:
     @property
     def urls_file(self) -> str:
         """The file that lists the servers, one URL per line; empty if `urls` has the URLs themselves."""
-        return next((url for url in self.urls if "://" not in url), "")
+        return self.urls[0] if len(self.urls) == 1 and "://" not in self.urls[0] else ""
 
     def _check_gpus(self) -> None:
         if self.kind == "jax" or self.connects or self.device == "cpu":
