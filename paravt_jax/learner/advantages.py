@@ -50,7 +50,7 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class EpisodeAdvantage:
-    """The advantage of one episode."""
+    """An episode's advantage."""
 
     sequence: float  # for every sampled token
     anchor: float = 0.0  # added at structural tokens
@@ -67,7 +67,7 @@ class GroupAdvantages:
     keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens, which count in N
     num_missing: int
     has_spread: bool
-    unit: float  # the advantage of one unit of reward
+    unit: float  # advantage per unit of reward
 
     def of(self, number: int) -> EpisodeAdvantage:
         properties = {name: float(values[number]) for name, values in self.properties.items()}

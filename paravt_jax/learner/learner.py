@@ -43,13 +43,13 @@ from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS, LossConfig, OptimConf
 from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
-MAX_BAD_STEPS = 5  # updates in a row whose gradients are not finite: they are skipped, then the run stops
+MAX_BAD_STEPS = 5  # consecutive skipped updates (non-finite gradients) before the run stops
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # as jax calls them
 
 
 @dataclass(frozen=True, eq=False)
 class StepPart:
-    """The data of one optimizer step. Without batches the step only raises the policy version.
+    """The data for an optimizer step. Without batches the step only raises the policy version.
 
     `old` has the log-probs of each batch from before the step, which a later part of a step and KL in the reward need.
     Without it, the update's own forward pass is prox, and the reference is computed in the update.
@@ -73,7 +73,7 @@ class Learner:
         num_steps: int = 1,
         mesh: Mesh | None = None,
     ):
-        """`temperature` is the sampling temperature, because engine log-probs are of the tempered distribution.
+        """`temperature` is the sampling temperature, because engine log-probs come from the tempered distribution.
 
         `num_steps` is the number of optimizer steps of the whole run, for the learning-rate schedule.
         """
@@ -145,7 +145,7 @@ class Learner:
             return OldLogProbs(self._score(self.state.params, batch, visual), self._ref_logp(batch, visual))
 
     def kl_penalties(self, part: StepPart, num_dialogues: int) -> Float[np.ndarray, " E"]:
-        """The KL penalty of each dialogue, for KL in the reward; `part.old` must be there."""
+        """The KL penalty of each dialogue, for KL in the reward; needs `part.old`."""
         assert part.old is not None, "the penalty needs log-probs from before the update"
         spec, total = LossSpec.of(self.loss, self._variant), np.zeros(num_dialogues, np.float64)
         with on_mesh(self.mesh):

@@ -67,7 +67,7 @@ class LossCoefs(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of one call; the sums of all calls of a step add up to the step's."""
+    """Sums over the tokens in a call; adding the sums of all calls gives the step's sums."""
 
     loss: Float[Array, ""]
     policy: Float[Array, ""]  # the loss without its KL term
@@ -142,7 +142,7 @@ def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Flo
 def k3(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:
     """q/p − 1 − log(q/p) of log_ratio = log(q/p): never negative, and KL(p‖q) in expectation under p.
 
-    As a loss on p, its expected gradient equals the gradient of KL(q‖p), and to first order that of KL(p‖q).
+    As a loss on p, its expected gradient equals the gradient of KL(q‖p), and to first order the gradient of KL(p‖q).
     """
     below = jnp.minimum(log_ratio, TANGENT_FROM)
     slope = jnp.expm1(below)  # expm1 because the terms cancel when engine and learner almost agree

@@ -1,8 +1,8 @@
 """Packs dialogues into rows of static shape; a group's common prompt is computed once.
 
 The episodes of a prompt share thousands of tokens. They become one sequence, `[prompt][branch][branch]…`: a branch
-attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient equals that of
-separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the first token of a
+attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient is
+the same as with separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the first token of a
 branch is predicted at the last token of the prompt.
 """
 
@@ -91,9 +91,9 @@ class PackShape:
 
     num_rows: int
     row_tokens: int
-    row_patches: int  # of a row of frames, at least those of the largest frame
+    row_patches: int  # patches per row of frames; the largest frame fits
     sizes_per_doubling: int = SIZES_PER_DOUBLING
-    num_parts: int = 1  # the mesh splits the rows into this many parts; each part has the frames of its own rows
+    num_parts: int = 1  # the mesh splits the rows into this many parts; each part has only its rows' frames
 
     def __post_init__(self) -> None:
         if self.num_rows % self.num_parts:
@@ -210,7 +210,7 @@ def fitting_row_tokens(
 
 
 def stepped(count: int, step: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> int:
-    """`count` rounded up on a coarse scale, whose step grows with the size."""
+    """Rounds `count` up on a coarse scale; larger counts take larger steps."""
     while count > 2 * sizes_per_doubling * step:
         step *= 2
     return max(1, -(-count // step)) * step

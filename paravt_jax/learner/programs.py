@@ -77,7 +77,7 @@ def add_gradients(
     objective: Objective,
     chunk_tokens: int,
 ) -> tuple[nnx.State, Any]:
-    """`grads` plus the gradient of one batch, and the objective's report.
+    """`grads` plus the gradient of this batch, and the objective's report.
 
     `visual` is None if the vision tower runs inside the gradient, or if the batch has no frames.
     """

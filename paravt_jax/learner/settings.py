@@ -1,4 +1,4 @@
-"""The settings of the learner. They stand apart from what they set, so that reading a config loads no jax."""
+"""The learner's settings, in a module of plain dataclasses so that reading a config does not import jax."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -13,19 +13,19 @@ KlEstimator = Literal["k1", "k2", "k3"]
 KlIn = Literal["loss", "reward"]
 Decision = Literal["ok", "warn", "stop"]
 Schedule = Literal["constant", "cosine"]
-HEAD_CHUNK_TOKENS = 256  # scored tokens of a row whose logits are in memory at the same time
+HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    # token: the anchor is of all structural tokens; span: each of its properties is of its own tags, and a missing one
-    # of the token that stands in its place; sequence: the anchor stays inside R, as in the public release.
+    # token: all structural tokens share the anchor's advantage; span: each property credits its tags, and a missing
+    # tag the token at its position; sequence: the anchor stays inside R, as in the public release.
     credit: CreditKind = "token"
-    # std: of the group, which weighs up groups that are nearly all right or all wrong; batch: of the step; none: Dr.
-    # GRPO; loo: none, and the mean is that of the others.
+    # std: divide by the group's std, which favors groups that are nearly all right or all wrong; batch: by the step's
+    # std; none: no division (Dr. GRPO); loo: no division, and the baseline is the mean of the other episodes.
     normalise: Normalise = "std"
-    terms: Literal["together", "apart"] = "together"  # apart: each term of R is normalised, then weighted and added
-    filter_zero_variance: bool = True  # such groups have nothing to say but KL, and would count in N
+    terms: Literal["together", "apart"] = "together"  # apart: normalize each term of R, then add them weighted
+    filter_zero_variance: bool = True  # such groups have only a KL gradient, and would count in N
 
     def __post_init__(self) -> None:
         if self.terms == "apart" and self.normalise in ("none", "loo"):
@@ -35,12 +35,12 @@ class AdvantageConfig:
             )
 
 
-MAX_SEQUENCE_CLIP = 0.05  # ours: far above what GSPO publishes, far below any clip of tokens
+MAX_SEQUENCE_CLIP = 0.05  # our choice: far above GSPO's published bounds, far below any token clip
 
 
 @dataclass(frozen=True)
 class TokenClip:
-    """Ratios of tokens from 1 - clip_low to 1 + clip_high move the policy, beyond it is clipped."""
+    """Clips each token's ratio to between 1 - clip_low and 1 + clip_high."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -54,17 +54,17 @@ class TokenClip:
 
 @dataclass(frozen=True)
 class ClipHigher(TokenClip):
-    """Rare tokens have more room to grow than to shrink."""
+    """A higher upper bound leaves rare tokens more room to grow than to shrink."""
 
     clip_high: float = 0.28  # published (arXiv 2503.14476)
 
 
 @dataclass(frozen=True)
 class SequenceClip(TokenClip):
-    """Of ratios of whole sequences, which are geometric means over their tokens and so far closer to 1."""
+    """Clips sequence ratios: geometric means over a sequence's tokens, and so much closer to 1."""
 
     clip_low: float = 3e-4  # published (arXiv 2507.18071)
-    clip_high: float = 4e-4  # likewise
+    clip_high: float = 4e-4  # published (arXiv 2507.18071)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +79,7 @@ class SequenceClip(TokenClip):
 
 @dataclass(frozen=True)
 class RatioCap:
-    max_ratio: float = 5.0  # of ScaleRL (arXiv 2510.13786); MiniMax-M1 does not say its own
+    max_ratio: float = 5.0  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_ratio < math.inf:
@@ -89,7 +89,7 @@ class RatioCap:
             )
 
 
-PARAMS = {  # of each kind of loss, see `learner/variants.py`
+PARAMS = {  # by loss, see `learner/variants.py`
     "para_grpo": TokenClip,
     "grpo": TokenClip,
     "dapo": ClipHigher,
@@ -97,17 +97,17 @@ PARAMS = {  # of each kind of loss, see `learner/variants.py`
     "gspo": SequenceClip,
     "cispo": RatioCap,
 }
-OF_SEQUENCES = ("grpo", "gspo")  # kinds that look at whole sequences
+OF_SEQUENCES = ("grpo", "gspo")  # losses that need whole sequences
 PARAM_NAMES = tuple(dict.fromkeys(param.name for params in PARAMS.values() for param in fields(params)))
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is made smaller: the objective of a kind, and what every kind has beside it."""
+    """The loss: a variant with its parameters, the sampler correction and the KL term."""
 
-    # para_grpo | grpo | dapo | dr_grpo | gspo | cispo, or path/to/file.py:function of your own, see docs/training.md
+    # para_grpo | grpo | dapo | dr_grpo | gspo | cispo, or your path/to/file.py:function, see docs/training.md
     name: str = "para_grpo"
-    # of the kind, such as {clip_low: 0.2, clip_high: 0.28}, or of your function; what is left out has its default
+    # the loss's parameters, such as {clip_low: 0.2, clip_high: 0.28}; omitted ones keep their defaults
     params: dict[str, float] = field(default_factory=dict, hash=False, metadata={"entries": PARAM_NAMES})
     behavior_correction: BehaviorCorrection = "mask"  # truncate: min(w, cap); none: w = 1
     behavior_cap: float = 5.0  # published
@@ -116,7 +116,7 @@ class LossConfig:
     kl_in: KlIn = "loss"  # reward: see `kl_penalties`
 
     def __post_init__(self) -> None:
-        _ = self.all_params  # which checks kind and numbers
+        _ = self.all_params  # checks name and parameters
         if not self.behavior_cap >= 1:
             raise ValueError(
                 f"loss.behavior_cap={self.behavior_cap} must be at least 1, the weight of a token on which engine and "
@@ -132,7 +132,7 @@ class LossConfig:
 
     @cached_property
     def all_params(self) -> dict[str, float]:
-        """Those of the kind, the ones left out at their defaults; of one's own function, those that are set."""
+        """All parameters of a shipped loss, with defaults; for your function, the ones that are set."""
         if self.is_own:
             return dict(self.params)
         if self.name not in PARAMS:
@@ -142,7 +142,7 @@ class LossConfig:
 
     @property
     def is_own(self) -> bool:
-        """Is it a function of the user's?"""
+        """Whether `name` is the user's function."""
         return ".py:" in self.name
 
     @property
@@ -150,12 +150,12 @@ class LossConfig:
         return self.name in OF_SEQUENCES or self.is_own
 
     def filled(self) -> "LossConfig":
-        """The same, every number said."""
+        """A copy with every parameter filled in."""
         return replace(self, params=self.all_params)
 
 
 def check_names(loss: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Are these numbers of the loss?"""
+    """Raises ValueError for a name that is not a parameter of the loss."""
     for name in given:
         if name not in known:
             raise ValueError(
@@ -165,8 +165,8 @@ def check_names(loss: str, given: Iterable[str], known: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    # Highest mean KL between engine and learner over a step's tokens: above it the run stops, above a tenth of it the
-    # log warns. Ours: two bf16 programs of the same weights differ by about 1e-3, and staleness adds to it.
+    # Highest mean KL between engine and learner over a step's tokens. Above it the run stops; above a tenth of it the
+    # run logs a warning. Our choice: two bf16 programs of the same weights differ by about 1e-3, and staleness adds.
     max_kl: float = 0.1
 
     def __post_init__(self) -> None:
@@ -180,13 +180,13 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    learning_rate: float = 2e-6  # published; of the schedule, its highest
-    schedule: Schedule = "constant"  # cosine: down to 0 at the last step
-    warmup_frac: float = 0.0  # of the steps, in which the rate rises from 0
-    weight_decay: float = 0.01  # published; AdamW's, apart from the gradient
-    max_grad_norm: float = 1.0  # published; a longer gradient is scaled down to it
-    offload: bool = False  # moments and reference to the host's memory while gradients are made, 10 bytes a parameter
-    train_vision: bool = False  # the published recipe changes language weights only
+    learning_rate: float = 2e-6  # published; the schedule's peak
+    schedule: Schedule = "constant"  # cosine: decays to 0 at the last step
+    warmup_frac: float = 0.0  # fraction of the steps with linear warm-up from 0
+    weight_decay: float = 0.01  # published; decoupled, as in AdamW
+    max_grad_norm: float = 1.0  # published; larger gradients are scaled down to it
+    offload: bool = False  # keep moments and reference in host memory during gradients; saves 10 bytes per parameter
+    train_vision: bool = False  # the published recipe trains the language weights only
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):

@@ -22,7 +22,7 @@ TANGENT_FROM = 10.0  # log-ratios beyond this follow the tangent of exp, so that
 
 
 class StepCounts(NamedTuple):
-    """Denominators of one update, equal for all its micro-batches and hosts."""
+    """An update's denominators, equal for all its micro-batches and hosts."""
 
     num_tokens: Number  # loss tokens, including capped and masked ones
     num_sequences: Number  # sequences that have loss tokens
@@ -31,7 +31,7 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """The tokens of one call, in any shape. Only `policy_logp` is differentiated.
+    """The tokens of a call, in any shape. Only `policy_logp` is differentiated.
 
     A variant sees zeros wherever `loss_mask` is off, and its output there is ignored. A sequence is never split over
     two calls. A sequence id that is out of range makes the loss NaN.
@@ -103,7 +103,7 @@ class TokenLoss(NamedTuple):
 
     loss: Float[Array, "*t"]
     weight: Float[Array, "*t"]
-    clipped_low: Bool[Array, "*t"] | None = None  # tokens that the clip holds because their ratio fell …
+    clipped_low: Bool[Array, "*t"] | None = None  # tokens clipped because their ratio fell …
     clipped_high: Bool[Array, "*t"] | None = None  # … or rose
 
 
@@ -129,7 +129,7 @@ def gspo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> Token
     """GSPO (arXiv 2507.18071): the sequence's geometric mean ratio, and a mean over sequences.
 
     DIFFERS: this is GSPO-token, where the ratio has the value of the sequence and the gradient of the token. With one
-    advantage per sequence, value and gradient equal GSPO's; with token credit, the credit stays on its token.
+    advantage per sequence, value and gradient equal GSPO's; with token credit, each token keeps its credit.
     """
     log_ratio = tokens.policy_logp - tokens.prox_logp
     own = tokens.policy_logp - stop_gradient(tokens.policy_logp)
