@@ -21,8 +21,8 @@ from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
-STEPS_AHEAD = 2  # steps whose batches are prepared while the learner computes
-RENDERED_AHEAD = 32  # traces whose frames are decoded concurrently
+STEPS_AHEAD = 2  # steps to prepare while the learner computes
+RENDERED_AHEAD = 32  # traces to decode concurrently
 
 
 class RenderedTrace(NamedTuple):
@@ -34,7 +34,7 @@ class RenderedTrace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TraceBatch:
-    """The batches of one step. The next step starts with sample `next`."""
+    """The batches of a step. The next step starts with sample `next`."""
 
     batches: list[TrainBatch]
     sample: Rendered  # the first of the traces
@@ -79,7 +79,7 @@ class TraceBatches:
         try:
             await asyncio.wait({taking, self._maker}, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
-                self._maker.result()  # raises why it ended
+                self._maker.result()  # raises the reason why it ended
             return await taking
         finally:
             taking.cancel()

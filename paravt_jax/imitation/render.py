@@ -1,7 +1,7 @@
 """Renders traces with the same ids and pictures that a rollout of the same text would have.
 
-A trace about videos gets an episode's prompt, or a sub-agent's if it shows a part of one video; only the question comes
-from the row. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
+A trace about videos gets an episode's prompt, or a sub-agent's if it shows a part of a single video; only the question
+comes from the row. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
 """
 
 import asyncio

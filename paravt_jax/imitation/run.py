@@ -1,6 +1,6 @@
-"""State of an SFT run and the operations of one step; the counterpart of rl/run.py.
+"""State of an SFT run and the operations of a step; the counterpart of rl/run.py.
 
-Of several hosts each renders and packs all traces, and gives the rows of its own: which traces fit is known no earlier.
+Every host renders and packs all traces, because only packing decides which traces fit; then it contributes its rows.
 """
 
 import time
@@ -76,7 +76,7 @@ class SftRun:
         return metrics | await self._of_hosts()
 
     async def _of_hosts(self) -> dict[str, float]:
-        """What several hosts took for what they did by themselves."""
+        """The times of all hosts for their own work, with several hosts."""
         if self.hosts.num == 1:
             return {}
         devices_s = await in_thread(lambda: self.probe.seconds(self.training.learner.state))

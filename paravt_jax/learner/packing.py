@@ -2,8 +2,8 @@
 
 The episodes of a prompt share thousands of tokens. They become one sequence, `[prompt][branch][branch]…`: a branch
 attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient is
-the same as with separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the first token of a
-branch is predicted at the last token of the prompt.
+the same as with separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the
+first token of a branch is predicted at the last token of the prompt.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Turns the groups of a step into updates of the learner: dialogues, parts, packed batches, old log-probs.
 
-Each host packs the groups that it played. Batch shapes and denominators are global.
+Each host packs the groups that it sampled. Batch shapes and denominators are global.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
-    """The part of the step that each group is in, drawn at random from seed and version; parts differ by one at most.
+    """Assigns each group to a part of the step at random, by seed and version; part sizes differ by at most one.
 
     Groups stay whole because their episodes share a row and its video.
     """
@@ -77,7 +77,7 @@ class PolicyUpdate:
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
 
     def run(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Updates the learner once per part of the step. Without anything to learn from, only the version changes."""
+        """Updates the learner once per part of the step. Without loss tokens, only the version changes."""
         with self.own_time.working():
             return self._run(groups)
 
@@ -164,7 +164,7 @@ class PolicyUpdate:
         return dialogues
 
     def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> StepPart:
-        """KL in the reward: every token of an episode bears the KL of all the episode's dialogues."""
+        """KL in the reward: every token of an episode gets the penalty for the KL of all the episode's dialogues."""
         part, dialogues, last = packed.part, packed.dialogues, packed.first + len(packed.dialogues)
         with self.own_time.waiting():
             penalties = self._learner.kl_penalties(part, self._max_dialogues)[packed.first : last]

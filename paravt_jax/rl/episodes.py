@@ -38,8 +38,8 @@ class Rollout:
     format_reward: float = 0.0  # R_fmt by the default rules, so that runs with different rewards compare
     problem: str = ""  # why it is missing, as a sentence
     reason: Reason = "other"  # the same as a category
-    num_lost: int = 0  # tokens that the main agent had sampled when a missing episode ended
-    left_out: bool = False  # counts in the statistics of its group, but its tokens are no loss tokens
+    num_lost: int = 0  # tokens that the main agent had sampled before a missing episode ended
+    left_out: bool = False  # counts in its group's statistics, but has no loss tokens
 
     @property
     def missing(self) -> bool:
@@ -66,7 +66,7 @@ class RolloutWorker:
         on_done: Callable[[], object] = lambda: None,
         started: list[Episode] | None = None,
     ) -> list[Rollout]:
-        """Episodes of one prompt, which share their first frames.
+        """Runs the episodes of a prompt, which share their first frames.
 
         `on_done` is called after each episode; each is added to `started` when it starts.
         """
@@ -88,7 +88,7 @@ class RolloutWorker:
     async def run_episode(
         self, overview: Overview, prompt: Prompt, number: int, version: int | None, started: list[Episode]
     ) -> Rollout:
-        """One episode. With a `version`, every token must be of that policy version."""
+        """Runs an episode. With a `version`, every token must be of that policy version."""
         name = f"{overview.task.id}/{number}"
         try:
             episode = await await_user_code(self.agent.run(overview, number, self.seed, version, started.append))
@@ -128,7 +128,7 @@ async def evaluate(
     num_samples: int = 1,
     on_done: Callable[[], object] = lambda: None,
 ) -> list[Rollout]:
-    """`num_samples` episodes per prompt, in the order of the prompts; `on_done` is called after each prompt."""
+    """Runs `num_samples` episodes per prompt, in the order of the prompts; `on_done` is called after each prompt."""
 
     async def run_one(prompt: Prompt) -> list[Rollout]:
         task = _task(f"validation-{prompt.id}", prompt, frame_budget)

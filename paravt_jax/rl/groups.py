@@ -1,4 +1,4 @@
-"""Groups: the rollouts of one prompt and their advantages."""
+"""Groups: the rollouts of a prompt and their advantages."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from paravt_jax.rl.episodes import Rollout
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollouts of one prompt sample, which share their first frames."""
+    """The rollouts of a prompt sample, which share their first frames."""
 
     sample: PromptSample[Prompt]
     frame_budget: int
@@ -27,7 +27,7 @@ class Group:
 
     @property
     def keep(self) -> Bool[np.ndarray, " G"]:
-        """True for rollouts whose tokens are loss tokens."""
+        """True for rollouts with loss tokens."""
         return self.advantages.keep & [not rollout.left_out for rollout in self.rollouts]
 
     @property
@@ -51,7 +51,7 @@ def advantages_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: 
 
 
 def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
-    """With `advantage.normalise=batch`, the groups of a step with advantages in the unit of the whole step."""
+    """With `advantage.normalise=batch`, the groups of a step, normalized by the statistics of the whole step."""
     if advantage.normalise != "batch":
         return groups
     step = [_rewards_of(group.rollouts, reward, advantage) for group in groups]

@@ -13,7 +13,7 @@ from rollout.ledger import Ledger
 
 IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also reported by question type and by frame budget
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; above it the run warns that the rest is biased towards short ones
+MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; above it the run warns of a bias towards short episodes
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -144,7 +144,7 @@ class Verdict(Judge):
 
 
 class Replay:
-    """Gives the groups of one step after another, as `RolloutScheduler` does, from a run's log."""
+    """Reads the groups of each step from a run's log; replaces `RolloutScheduler`."""
 
     rollout_s = 0.0
 

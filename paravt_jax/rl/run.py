@@ -1,4 +1,4 @@
-"""State of an RL run and the operations of one step."""
+"""State of an RL run and the operations of a step."""
 
 import time
 from collections import deque
@@ -91,7 +91,7 @@ class Run:
         return time.monotonic() - begun_s
 
     async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
-        """Servers that all hosts share get them of host 0, to which the others give their parts, tensor by tensor."""
+        """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
         shares, leads, begun_s = self.config.engine.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
@@ -164,5 +164,5 @@ class Run:
             copied = self.config.train.max_staleness > 0
             return ModelWeights(sampling_model(model, dtype, copied=copied), np.dtype(jnp.dtype(dtype)))
         weights = ModelWeights(model, np.dtype(jnp.dtype(dtype)))
-        # Files are written before the next update takes the arrays; tensors may be asked for again after it.
+        # Files are written before the next update takes the arrays; tensors may be requested again after it.
         return weights.on_host() if self.config.engine.route == "tensors" else weights

@@ -1,14 +1,14 @@
 """Collects the groups of each step.
 
 With train.max_staleness=0 a step's groups start after the previous step; otherwise they start as many steps early as
-that allows, so that no token is ever too old and nothing has to be discarded. A step ends the run only if most of its
-episodes are missing.
+that allows, so that no token is ever too old and nothing has to be discarded. Missing episodes end the run only above
+train.max_missing_frac.
 
 With train.oversample, more groups start than the step needs, and the slowest are aborted. Which ones depends on
 timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
 comes first in the next step, which waits for it: no prompt is lost for being slow.
 
-Each host runs its part of the samples, whose numbers host 0 hands out, and receives the results of all hosts.
+Host 0 assigns the sample numbers. Each host runs its part of the samples and receives the results of all hosts.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ ABORT_GRACE_S = 1.0  # time for an engine to report the tokens of an aborted req
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group whose episodes are running."""
+    """A group with running episodes."""
 
     sample: PromptSample[Prompt]
     frame_budget: int
@@ -50,7 +50,7 @@ class PendingGroup:
 
 @dataclass(eq=False)
 class StepCost:
-    """What a step cost this host besides its groups."""
+    """This host's cost of a step, besides its groups."""
 
     aborted: list[PendingGroup] = field(default_factory=list)
     seconds: float = 0.0  # spent on rollouts
@@ -156,7 +156,7 @@ class RolloutScheduler:
         return finished, aborted
 
     async def _run_group(self, pending: PendingGroup) -> Group:
-        # A synchronous rollout must be of one version; otherwise it is missing.
+        # A synchronous rollout must have a single policy version; otherwise it is missing.
         version = None if self._train.max_staleness else self.worker.agent.engine.version
         sample, size = pending.sample, self._train.group_size
         task = task_of(sample, pending.frame_budget)
@@ -181,7 +181,7 @@ class RolloutScheduler:
         self._on_progress(f"rollout {self._num_done}/{self._num_started}")
 
     def _check_missing(self, groups: Sequence[Group]) -> None:
-        """A step without most of its episodes would train on noise."""
+        """Raises if too many episodes of a step are missing, because the step would train on noise."""
         missing = [rollout for group in groups for rollout in group.rollouts if rollout.missing]
         num_episodes = sum(len(group.rollouts) for group in groups)
         if len(missing) > self._train.max_missing_frac * num_episodes:
