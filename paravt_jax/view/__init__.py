@@ -1,7 +1,7 @@
 """One offline HTML page of a run or of two: `python -m paravt_jax.view RUN_DIR [OTHER]`.
 
-`figures` reads metrics, `cells` an evaluation's certificates, `records` finds episodes, `episodes` says what is shown
-of one, `pictures` decodes what it looked at, and `page` puts all into one file with the scripts that draw it. What a
-model wrote reaches the page as data only: it is escaped there, shown as text, and a content security policy forbids
-whatever is not ours.
+`figures` reads metrics, `cells` reads an evaluation's certificates, `records` finds episodes, `episodes` converts them
+for the page, `pictures` decodes the frames they used, and `page` writes everything into one file with the scripts that
+draw it. Model output reaches the page as escaped data and is shown as text only. A content security policy blocks all
+other scripts, styles and network access.
 """

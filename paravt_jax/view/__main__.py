@@ -8,7 +8,7 @@ from paravt_jax.view.page import make_page
 from rollout.output_file import OutputFile
 
 DEFAULT_OUT = "report.html"
-MAX_EPISODES = 200  # what a page of a few MB holds in full
+MAX_EPISODES = 200  # a page of a few MB has room for this many complete episodes
 
 
 def main() -> None:

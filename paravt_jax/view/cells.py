@@ -1,4 +1,4 @@
-"""The cells of an evaluation as its page shows them: the figures of their certificates, or how far they are."""
+"""Cells of an evaluation: the results in their certificates, or the progress of unfinished cells."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from paravt_jax.view.records import samples_of
 
-SHARES = ("score", "micro", "missing_as_wrong")  # of a scorer, what the table has beside its interval and its groups
+SHARES = ("score", "micro", "missing_as_wrong")  # columns of a scorer besides its interval and groups
 PROVENANCE = ("data", "model", "engines", "hashes", "seed", "num_samples", "git_commit", "packages")
 
 
@@ -61,7 +61,7 @@ def _begun(name: str, paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def _named(name: str) -> dict[str, Any]:
-    """A cell is called DISPATCH_FRAMES."""
+    """Splits a cell name of the form DISPATCH_FRAMES."""
     dispatch, _, frames = name.rpartition("_")
     return {"dispatch": dispatch or name, "frame_budget": int(frames) if frames.isdecimal() else None}
 

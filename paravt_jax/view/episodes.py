@@ -1,7 +1,7 @@
-"""Records of episodes as a page shows them, without ids and log-probs of tokens.
+"""Converts episode records for the page, without token ids and log-probs.
 
-A turn becomes pieces, each with the credits it earned and the advantage it was learnt with. They are cut here and not
-in the page, because JavaScript counts UTF-16 units where the records count characters.
+A turn becomes pieces, each with its reward credits and its advantage. Python cuts them, not the page, because
+JavaScript counts UTF-16 units while the records count characters.
 """
 
 import itertools
@@ -16,22 +16,23 @@ from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.grammar import TAG
 from rollout.tools import find_calls
 
-PAGE_BYTES = 3_000_000  # of all episodes, unless there are so many
-MIN_EPISODE_BYTES = 6_000  # that each would have less than it takes to read one
-TEXT_LIMITS = (20_000, 4_000, 800)  # characters of one text, the first with which an episode fits its share
-MAX_TURNS = 40  # shown of an episode, and calls of a turn
+PAGE_BYTES = 3_000_000  # for all episodes, except when there are so many
+MIN_EPISODE_BYTES = 6_000  # that each would get less than this
+TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with which an episode fits is used
+MAX_TURNS = 40  # per episode; also the most calls per turn
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
-OWN = ("name", "value", "weight")  # of a term that a plugin gave
-PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # of an episode's id, what names its prompt
-ROW_CHARS = 90  # of a question, in the list
+OWN = ("name", "value", "weight")  # fields of a plugin's reward term
+PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prompt part of an episode id
+ROW_CHARS = 90  # of the question, in the list of episodes
 ADVANTAGE_DIGITS = 4
 
 Shown = dict[str, Any]
 
 
 class Mark(NamedTuple):
-    """Characters of a text that are something: `forced`, a `tag`, a `call`, what earned the credit `number`, or what
-    was learnt with the `advantage` of that number.
+    """A labeled span of a text.
+
+    `kind` is `forced`, `tag`, `call`, `credit` or `advantage`; `number` is the index of the call, credit or advantage.
     """
 
     start: int
@@ -41,12 +42,12 @@ class Mark(NamedTuple):
 
 
 def share_bytes(num_episodes: int) -> int:
-    """What each of so many may take of a page."""
+    """Size limit per episode."""
     return max(MIN_EPISODE_BYTES, PAGE_BYTES // max(1, num_episodes))
 
 
 def shown_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Shown:
-    """An episode in its share of the page, its texts cut as far as that takes."""
+    """Converts an episode, with its texts cut until it fits in `num_bytes`."""
     for limit_chars in TEXT_LIMITS:
         episode = shown(record, forced, limit_chars)
         if len(json.dumps(episode)) <= num_bytes:
@@ -56,7 +57,7 @@ def shown_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Show
 
 
 def row_of(episode: Shown, run: int) -> Shown:
-    """What the list of episodes and its filters have to know; the rest is read when an episode is opened."""
+    """The fields for the episode list and its filters. The page parses the rest when you open an episode."""
     calls = [call["outcome"] for turn in episode["turns"] for call in turn["calls"]]
     reward, outcome = episode["reward"] or {}, episode["finish"]
     if episode["missing"]:
@@ -75,7 +76,7 @@ def row_of(episode: Shown, run: int) -> Shown:
 
 
 def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
-    """`forced` is what every turn of the run was made to begin with."""
+    """Converts one record. `forced` is the prefix forced on every turn of the run."""
     reward, answer = record.get("reward"), str(record.get("answer", ""))
     credits = [] if reward is None else reward.get("credits", [])
     advantage = record.get("advantage") or {}
@@ -118,7 +119,7 @@ def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
 
 
 def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[Shown]:
-    """The text cut wherever a mark begins or ends; of a long one the middle is left out, which a piece says."""
+    """Cuts a text at every start and end of a mark. Long texts lose their middle; a piece has the `left_out` count."""
     length = len(text)
     kept = [(0, length)]
     if length > limit_chars:
@@ -179,7 +180,7 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[Shown], l
     ends = [mark.number for mark in marks if mark.kind == "advantage" and mark.start == mark.end == len(text)]
     return {
         "pieces": pieces(text, marks, limit_chars),
-        "end_advantage": ends[0] if ends else None,  # of the token that ended the turn
+        "end_advantage": ends[0] if ends else None,  # advantage of the end-of-turn token
         "finish": turn.get("finish"),
         "started_s": turn.get("started_s"),
         "latency_s": turn.get("latency_s"),
@@ -207,7 +208,7 @@ def _call(call: Mapping[str, Any], asked: Any, videos: Sequence[Shown], limit_ch
 
 
 def _place(path: Any, asked: Any, videos: Sequence[Shown]) -> int | None:
-    """Which of the videos a call looked at: by its path, or, in a record without, by the name that it asked for."""
+    """Index of the video a call used, by its path, or by the name in the call for records without paths."""
     if len(videos) < 2:
         return 0
     return next((place for place, video in enumerate(videos) if path == video["path"] or asked == video["name"]), None)
@@ -220,7 +221,7 @@ def _video(video: Mapping[str, Any]) -> Shown:
 
 
 def _result(episode: Shown) -> str:
-    """Empty of what is not scored at all: a question that was asked, a trace to imitate."""
+    """Empty for episodes without a score, for example user questions and SFT traces."""
     if episode["missing"]:
         return "missing"
     if episode["reward"] is None:
@@ -230,7 +231,7 @@ def _result(episode: Shown) -> str:
 
 
 def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """Of each turn: how many tokens were sampled, their mean log-prob, and the policies that sampled them."""
+    """Counts each turn's sampled tokens, with their mean log-prob and policy versions."""
     starts = list(itertools.accumulate((len(segment["ids"]) for segment in segments), initial=0))
     spoken = []
     for turn in turns:
@@ -257,7 +258,7 @@ def _prediction(reward: Mapping[str, Any]) -> Shown:
 
 
 def _cut(text: str, limit_chars: int) -> str:
-    """In plain text, the end is what is left out."""
+    """Cuts the end of a long text."""
     if len(text) <= limit_chars:
         return visible(text)
     return f"{visible(text[:limit_chars])} … {len(text) - limit_chars} characters left out"

@@ -1,7 +1,7 @@
-"""The numbers of a run as its page shows them: what a run is, first against last, and charts over its steps.
+"""Metrics of a run for the page: the settings, first and last values, and charts over steps.
 
-Quantities, their names and colours are those of `paravt_jax.run.plots`. A chart is made of the keys there are, so that
-a run of another kind, with keys of its own, shows what it has.
+Quantities, names and colors come from `paravt_jax.run.plots`. Charts only use metrics that the run has logged, so runs
+of other kinds show their own metrics.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from paravt_jax.run.plots import (
     of_types,
 )
 
-HEADLINE_FRAC = 0.1  # of the steps, at either end
+HEADLINE_FRAC = 0.1  # of the steps, at each end
 HEADLINES = (  # symbol, name
     (FORMAT, "f_τ", "format reward"),
     (CALLS, "κ", "tool calls per episode"),
@@ -42,9 +42,9 @@ HEADLINES = (  # symbol, name
     (TOTAL, "R", "reward"),
     (LOSSES["imitation, nats per token"], "L", "imitation, nats per token"),
 )
-HELD_OUT = {"loss/imitation": "validation/loss"}  # of keys under rollout/ it is the same name
-MAX_POINTS = 600  # of a line; a screen shows no more, and more steps are drawn as means
-MAX_OTHER = 80  # charts of keys that nobody here knows
+HELD_OUT = {"loss/imitation": "validation/loss"}  # keys under rollout/ have the same name under validation/
+MAX_POINTS = 600  # per line; with more steps, points are means
+MAX_OTHER = 80  # charts of metrics without a predefined chart, for example from plugins
 COLOURS = {
     plots.INK: "ink",
     plots.NEUTRAL: "neutral",
@@ -59,10 +59,10 @@ TIMES = (
     Quantity("time/rollout_s", "rollout", plots.BLUE),
     Quantity("time/update_s", "update", plots.ORANGE),
     Quantity("time/publish_s", "publish", plots.PINK),
-    Quantity("time/other_s", "other", plots.NEUTRAL),  # derived: the rest of time/step_s
+    Quantity("time/other_s", "other", plots.NEUTRAL),  # derived: time/step_s minus the other parts
 )
 SECTIONS = {"eval": "evaluation", "sft": "imitation"}
-FACTS = {  # of the config: label -> keys, whose values are joined by a multiplication sign
+FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Model": ("model.path",),
     "Activations": ("model.dtype",),
     "Engine": ("engine.kind",),
@@ -84,14 +84,14 @@ FACTS = {  # of the config: label -> keys, whose values are joined by a multipli
     "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),
     "Seed": ("seed",),
 }
-IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # says nothing
+IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # no effect
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
     lines: tuple[Quantity, ...]
-    kind: str = "line"  # or `log`, or `stack`: areas on top of each other
+    kind: str = "line"  # or `log`, or `stack` (stacked areas)
     section: str = "learned"
     from_zero: bool = False
 
@@ -109,13 +109,13 @@ CHARTS = (
     Chart("Time of a step, seconds", TIMES, "stack", "machine", from_zero=True),
     Chart("Tokens per second", (Quantity("perf/tokens_per_s", "", plots.NEUTRAL),), section="machine", from_zero=True),
 )
-OWN_SECTION = ("loss/", "optim/")  # keys under these are charted whatever their name
-LEARNT = (*OWN_SECTION, "mismatch/")  # what only an update gives
+OWN_SECTION = ("loss/", "optim/")  # every key under these prefixes has a chart
+LEARNT = (*OWN_SECTION, "mismatch/")  # logged only after an update
 HIDDEN = ("step", "policy_version", "time/step_s", *(quantity.key for quantity in TIMES))
 
 
 def load_settings(run_dir: Path) -> dict[str, Any]:
-    """What RUN/config.json says; empty where there is none."""
+    """Reads RUN/config.json; empty if it does not exist."""
     path = run_dir / "config.json"
     if not path.exists():
         return {}
@@ -127,7 +127,7 @@ def load_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """What a run is, by the section that only its settings have."""
+    """The kind of run, by the config section that only this kind has."""
     return next((kind for section, kind in SECTIONS.items() if section in config), "training")
 
 
@@ -146,7 +146,7 @@ def about(run: LoggedRun, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set, and what computes."""
+    """Settings, commit and package versions."""
     config = dict(_flat(settings.get("config", {})))
     idle = IDLE.get(kind_of(settings.get("config", {})), ())
     return {
@@ -160,7 +160,7 @@ def told(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def headlines(run: LoggedRun) -> list[dict[str, Any]]:
-    """First against last; of a run without episodes, its losses."""
+    """First and last values; losses if the run has no episodes."""
     known = [headline for headline in HEADLINES if run.metrics.has(headline[0].key)]
     if not known:
         names = sorted(key for key in _keys(run.metrics) if key.startswith("loss/"))[: len(HEADLINES)]
@@ -169,7 +169,7 @@ def headlines(run: LoggedRun) -> list[dict[str, Any]]:
 
 
 def charts(run: LoggedRun) -> dict[str, Any]:
-    """Charts, and the columns they draw."""
+    """Charts and their data columns."""
     table = _with_rest_of_time(run.metrics)
     all_charts = (*CHARTS, *_of_parts(table))
     shown = [(chart, lines) for chart in all_charts if (lines := [line for line in chart.lines if table.has(line.key)])]
@@ -210,7 +210,7 @@ def charts(run: LoggedRun) -> dict[str, Any]:
 
 
 def gaps(table: Table, key: str) -> list[tuple[int, int, str]]:
-    """The steps where a curve has a gap: first, last, and why."""
+    """Gaps of a curve: first step, last step and reason."""
     steps = table.steps.tolist()
     unknown = ~np.isfinite(table.column(key))
     each = [
@@ -238,7 +238,7 @@ def _why(row: Mapping[str, Any], key: str) -> str:
 
 
 def _of_parts(table: Table) -> Iterator[Chart]:
-    """κ and accuracy by frame budget and by question type, whichever there are."""
+    """Charts of κ and accuracy by frame budget and by question type."""
     for name, prefix in PARTS.items():
         for parts, of_parts in (("frame budget K", of_budgets), ("question type", of_types)):
             title = f"{name[0].upper()}{name[1:]} by {parts}"
@@ -268,7 +268,7 @@ def _headline(run: LoggedRun, quantity: Quantity, symbol: str, name: str) -> dic
 
 
 def _with_rest_of_time(table: Table) -> Table:
-    """Adds `time/other_s`, what of a step no other part accounts for."""
+    """Adds `time/other_s`, the step time that no other part accounts for."""
     rows = {}
     for step, row in table.rows.items():
         parts = [row.get(quantity.key) for quantity in TIMES[:-1]]
@@ -281,13 +281,13 @@ def _with_rest_of_time(table: Table) -> Table:
 
 
 def _keys(table: Table) -> list[str]:
-    """Those with a number in some step."""
+    """Keys with a number in at least one step."""
     keys = dict.fromkeys(key for row in table.rows.values() for key in row)
     return [key for key in keys if table.has(key)]
 
 
 def _bins(length: int, max_bins: int = MAX_POINTS) -> list[np.ndarray]:
-    """Of one size, the last may be smaller: means over unequal ones would beat against whatever repeats."""
+    """Bins of equal size, except the last. Means over unequal bins would alias with periodic metrics."""
     size = max(1, -(-length // max_bins))
     return np.split(np.arange(length), range(size, length, size)) if length else []
 
@@ -297,7 +297,7 @@ def _means(values: Float[np.ndarray, " n"], bins: list[np.ndarray]) -> Float[np.
 
 
 def _mean(values: np.ndarray) -> float:
-    """Of the values there are; NaN of none."""
+    """Mean of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else float("nan")
 
@@ -307,12 +307,12 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def _number(value: float) -> float | None:
-    """Short enough to be written thousands of times; JSON has no NaN."""
+    """Rounds a value to keep the page small; None for NaN, which JSON lacks."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as the command line takes them."""
+    """Flattens nested settings to dotted keys, as on the command line."""
     if not isinstance(settings, dict) or (not settings and prefix):
         yield prefix, settings
         return

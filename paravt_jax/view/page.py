@@ -1,8 +1,8 @@
-"""Puts what is known of runs into one file: markup, style, scripts, and the data as JSON.
+"""Writes the report page: one file with markup, style, scripts, and the data as JSON.
 
-The data are escaped so that no text in them can end the script element they are in; the scripts show them with
-textContent alone. The page's own policy allows nothing but this style and these scripts, by their hashes, and pictures
-that are in the page; no network. Episodes stand one a line in an element of their own, and are read when one is opened.
+The data are escaped so that no text in them can close their script element, and the scripts show them with textContent
+only. The content security policy allows this style and these scripts by hash, and pictures embedded in the page, but no
+network. Episodes are in a separate element, one per line; the page parses an episode when you open it.
 """
 
 import base64
@@ -26,11 +26,11 @@ from paravt_jax.view.figures import about, charts, headlines, load_settings, tol
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
-SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # one script, in this order
+SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # concatenated into one script, in this order
 
 
 def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = False) -> bytes:
-    """The page of what one run has logged so far, or of two beside each other; `frames`: with pictures of them."""
+    """Builds the page for one run, or two side by side, finished or not. `frames` adds pictures from the videos."""
     settings = [_settings(run_dir) for run_dir in run_dirs]
     chosen = _chosen(run_dirs, settings, max_episodes)
     num_bytes = share_bytes(sum(len(one.lines) for one in chosen))
@@ -48,7 +48,7 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
 def question_page(
     settings: Mapping[str, Any], record: Mapping[str, Any], answer: Mapping[str, Any], pictures: Mapping[str, str]
 ) -> bytes:
-    """The page of one question: its only episode, the answer to it, and pictures by the keys of their strips."""
+    """Builds the page for a question with its episode and answer. `pictures` maps strip keys to base64 images."""
     episode = shown_within(share_bytes(1), record, _forced(settings))
     album = Album.of(pictures, [episode])
     head = {"kind": "question", "name": episode["question"], "steps_done": 0, "steps_planned": None, **told(settings)}
@@ -59,7 +59,7 @@ def question_page(
 def rendered(
     title: str, runs: Sequence[Any], rows: Sequence[Shown], episodes: Sequence[Shown], album: Album | None
 ) -> bytes:
-    """`rows` are the list of episodes; `album` None: without pictures."""
+    """Fills the page template. `rows` is the episode list; without an `album` the page has no pictures."""
     data = {
         "runs": runs,
         "rows": rows,
@@ -71,7 +71,7 @@ def rendered(
     parts = [source.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
     markup = source.joinpath("page.html").read_text("utf-8")
-    page = Template(markup).substitute(  # in one pass: a text with a placeholder in it stays as it is
+    page = Template(markup).substitute(  # in one pass, so that placeholders inside the data are not replaced
         title=html.escape(visible(title)),
         policy=html.escape(_policy(style, script, pictured=album is not None)),
         style=style,
@@ -83,7 +83,7 @@ def rendered(
 
 
 def embedded(data: Any) -> str:
-    """JSON for a script element: plain ASCII without `<`, `>` and `&`, so that nothing in it is markup."""
+    """JSON for a script element: ASCII without `<`, `>` and `&`, so that it contains no markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -99,7 +99,7 @@ def _settings(run_dir: Path) -> dict[str, Any]:
 
 
 def _chosen(run_dirs: Sequence[Path], settings: Sequence[Mapping[str, Any]], max_episodes: int) -> list[Chosen]:
-    """The same share of every run; of two with steps, those of the steps that both have, if there are any."""
+    """Chooses an equal share of episodes per run. Two training runs use the steps they have in common, if any."""
     share = max_episodes // len(run_dirs)
     steps = [steps_of(run_dir) for run_dir in run_dirs]
     both = set.intersection(*map(set, steps))
@@ -130,12 +130,12 @@ def _run(
 
 
 def _num_samples(settings: Mapping[str, Any]) -> int:
-    """Episodes of one line of an evaluation."""
+    """Episodes per sample of an evaluation."""
     return (settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
 def _split(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The public split of an evaluation, by which its episodes are told from those of another."""
+    """The public split of an evaluation, which distinguishes its episodes from another split's."""
     split = (settings.get("config", {}).get("data") or {}).get("split")
     return {"split": split} if split else {}
 

@@ -1,7 +1,7 @@
-"""Small pictures of the frames that episodes were shown: of the overview and of every crop, each kept once.
+"""Thumbnails of the frames in the prompts: the overview and every crop, each stored once.
 
-They are decoded anew from the videos, at the times in the records. A page has room for so many bytes of them: strips
-are taken whole, those of the fewest frames first, and what is left out is said.
+They are decoded again from the videos, at the times in the records. A page has a size limit for thumbnails: complete
+strips are added, shortest first, and the page shows how many frames are left out.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from model_port.terminal import visible
 from rollout.video.box import Box
 from rollout.video.reader import FrameReader, TimedPicture, VideoError
 
-MAX_BYTES = 6_000_000  # of all pictures, as they stand in the page
-HEIGHT_PX, WIDTH_PX = 72, 128  # at most
+MAX_BYTES = 6_000_000  # of all pictures, as base64
+HEIGHT_PX, WIDTH_PX = 72, 128  # maximum
 QUALITY = 45  # of WebP; a frame has about 2 KB
 DEADLINE_S = 60.0
-AT_ONCE = 16  # strips that are read at the same time
-MAX_PROBLEMS = 5  # that are told
+AT_ONCE = 16  # strips decoded concurrently
+MAX_PROBLEMS = 5  # listed on the page
 
 
 class Strip(NamedTuple):
@@ -43,7 +43,7 @@ class Strip(NamedTuple):
 
 @dataclass(eq=False)
 class Album:
-    """The pictures of a page, as many as it has room for."""
+    """The pictures of a page, up to its size limit."""
 
     pictures: list[str] = field(default_factory=list)  # base64
     num_bytes: int = 0
@@ -53,7 +53,7 @@ class Album:
 
     @classmethod
     def of(cls, pictures: Mapping[str, str], episodes: Sequence[Any]) -> "Album":
-        """Of pictures that are known already, by the keys of their strips."""
+        """Builds an album from existing pictures, by strip key."""
         album = cls()
         for strip in {strip for _, strip in _strips(episodes)}:
             if all(key in pictures for key in strip.keys):
@@ -62,7 +62,7 @@ class Album:
         return album
 
     def add(self, strip: Strip, pictures: Sequence[str]) -> bool:
-        """Whether there was room for those that are new."""
+        """Adds the new pictures of a strip. Returns False if the page has no room for them."""
         new = {key: text for key, text in zip(strip.keys, pictures, strict=True) if key not in self._numbers}
         size = sum(map(len, new.values()))
         if self.num_bytes + size > MAX_BYTES:
@@ -73,12 +73,12 @@ class Album:
         return True
 
     def numbers(self, strip: Strip) -> list[int] | None:
-        """Where each picture of a strip is; None where it has no place here."""
+        """Indices of a strip's pictures; None if the album does not have them all."""
         found = [self._numbers[key] for key in strip.keys if key in self._numbers]
         return found if found and len(found) == len(strip.times_s) else None
 
     def number_all(self, episodes: Iterable[dict[str, Any]]) -> None:
-        """Tells every overview and call of these episodes which pictures are its own."""
+        """Sets the picture indices of every overview and call in these episodes."""
         for holder, strip in _strips(episodes):
             holder["pictures"] = self.numbers(strip)
 
@@ -88,7 +88,7 @@ class Album:
 
 
 def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
-    """Decodes what these episodes were shown."""
+    """Decodes the frames in these episodes' prompts."""
     strips = sorted({strip for _, strip in _strips(episodes)}, key=lambda strip: (len(strip.times_s), strip.path))
     album = Album()
     lost = asyncio.run(_decode(strips, album))
@@ -102,7 +102,7 @@ def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
 
 
 def thumbnail(pixels: UInt8[np.ndarray, "H W 3"]) -> str:
-    """A small picture as base64."""
+    """A thumbnail as base64."""
     image, content = Image.fromarray(pixels), io.BytesIO()
     image.thumbnail((WIDTH_PX, HEIGHT_PX))
     image.save(content, "WEBP", quality=QUALITY)
@@ -115,7 +115,7 @@ def thumbnail_size(height: int, width: int) -> tuple[int, int]:
 
 
 async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
-    """What is wrong with the videos that cannot be read, by path."""
+    """Decodes strips until the album is full. Returns the problems of unreadable videos, by path."""
     lost: dict[str, str] = {}
 
     async def read(strip: Strip) -> list[TimedPicture]:
@@ -140,7 +140,7 @@ async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
 
 
 def _strips(episodes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, Strip]]:
-    """What was shown, and whose it is."""
+    """Yields every video or call of the episodes, with its strip of frames."""
     for episode in episodes:
         videos = episode["videos"]
         for video in videos:

@@ -1,7 +1,7 @@
-"""Which of a run's episodes a page shows, and where they lie: found in one light pass, then read one by one.
+"""Chooses the episodes for the page: one pass indexes the files, then the chosen lines are read one by one.
 
-The files of a run may be larger than memory, so the pass keeps of every line only where it begins and what it is
-called. Names decide which lines are chosen, and nothing else does: of two runs on the same data, the same episodes.
+The files may be larger than memory, so the index only has each line's offset and ids. The choice depends on ids only:
+two runs on the same data show the same episodes.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from model_port.progress import counted
 from paravt_jax.run.log import EPISODES_DIR
 
-EPISODES_A_STEP = 4  # fewer say little about a step: with many steps, rather some of them than one episode of each
-SAMPLES = "samples_"  # what the files of an evaluation's cells begin with
+EPISODES_A_STEP = 4  # with fewer, a step is hard to judge; long runs show only some steps instead
+SAMPLES = "samples_"  # file name prefix of an evaluation's cells
 SHARDS = "shards/*"
-NAME = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*"|\d+)')  # no quote within a string is without a backslash
+NAME = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*"|\d+)')  # quotes inside a JSON string are escaped
 VISIT = re.compile(rb'"visit": ?(\d+)')
 SAMPLE_KEY = re.compile(rb'"key": ?"(\w+)"')
 ASKED, MISSING = b'"question": ', b'"missing": true'
@@ -28,15 +28,15 @@ Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One line of a file, and what a glance tells of it."""
+    """Index entry for a line in a file."""
 
     path: Path
-    number: int  # the first is 1
+    number: int  # from 1
     offset: int
     id: str
     visit: bytes
     key: bytes
-    asked: bool  # it has the question
+    asked: bool  # the line contains the question
     missing: bool
 
     def read(self) -> Record:
@@ -52,15 +52,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a page shows of a run. `parts` are steps or cells."""
+    """The lines of a run that the page shows. `parts` are steps or cells."""
 
     lines: list[Line] = field(default_factory=list)
     num_parts_shown: int = 0
     num_parts: int = 0
-    questions: dict[tuple[Path, bytes], Line] = field(default_factory=dict)  # of a visit, a line that has it
+    questions: dict[tuple[Path, bytes], Line] = field(default_factory=dict)  # (file, visit) -> a line with its question
 
     def records(self) -> Iterator[Record]:
-        """One that never began has the question of its siblings; one of an evaluation, what its sample's line says."""
+        """Yields episodes. Unstarted ones get a sibling's question; evaluation episodes get their sample's fields."""
         for line in counted(self.lines, "reading episodes", "episode"):
             record = line.read()
             if "episodes" in record:
@@ -71,13 +71,13 @@ class Chosen:
 
 
 def steps_of(run_dir: Path) -> dict[int, Path]:
-    """The steps of which there are episodes."""
+    """Episode files by step."""
     paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
     return dict(sorted((int(path.stem), path) for path in paths))
 
 
 def cells_of(run_dir: Path) -> dict[str, list[Path]]:
-    """The cells of an evaluation that have samples: the files of its shards, then its own."""
+    """Sample files by cell of an evaluation: shard files first, then the run's own."""
     paths = [*sorted(run_dir.glob(f"{SHARDS}/{SAMPLES}*.jsonl")), *sorted(run_dir.glob(f"{SAMPLES}*.jsonl"))]
     cells: dict[str, list[Path]] = {}
     for path in paths:
@@ -86,7 +86,7 @@ def cells_of(run_dir: Path) -> dict[str, list[Path]]:
 
 
 def chosen_of_steps(paths: Sequence[Path], max_episodes: int) -> Chosen:
-    """Evenly over the steps, the first and the last included."""
+    """Chooses episodes evenly over the steps, including the first and the last."""
     num_shown = min(len(paths), max(1, max_episodes // EPISODES_A_STEP)) if max_episodes else 0
     lines: list[Line] = []
     questions: dict[tuple[Path, bytes], Line] = {}
@@ -100,7 +100,7 @@ def chosen_of_steps(paths: Sequence[Path], max_episodes: int) -> Chosen:
 
 
 def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
-    """As many of every cell, and of every cell the same samples as far as it has them."""
+    """Chooses equally many samples per cell, and the same samples where cells share them."""
     lines: list[Line] = []
     num_shown = min(len(cells), max_episodes)
     for place, name in counted(list(enumerate(list(cells)[:num_shown])), "finding samples", "cell"):
@@ -110,7 +110,7 @@ def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
 
 
 def samples_of(paths: Iterable[Path]) -> list[Line]:
-    """The newest line of each sample; one that is done is not undone by a later one that is missing."""
+    """The newest line of each sample. A missing sample never replaces a finished one."""
     newest: dict[bytes, Line] = {}
     for line in (line for path in paths for line in lines_of(path)):
         if not line.missing or line.key not in newest or newest[line.key].missing:
@@ -119,7 +119,7 @@ def samples_of(paths: Iterable[Path]) -> list[Line]:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """A last line that a kill cut short, or that is being written, is left out."""
+    """Indexes the lines of a file. Skips an incomplete last line, left by a kill or still being written."""
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -129,7 +129,7 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 def evenly(length: int, count: int) -> list[int]:
-    """`count` of `length` places, the first and the last included; of one, the last."""
+    """`count` evenly spaced indices below `length`, including the first and the last; only the last if `count` is 1."""
     if count < 2:
         return [length - 1] * count
     return [(length - 1) * number // (count - 1) for number in range(count)]
@@ -158,7 +158,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _picked(lines: Sequence[Line], quota: int, salt: str) -> list[Line]:
-    """In their order. `salt` makes it others in another step, or it would always be the same members of a group."""
+    """Picks `quota` lines in file order. `salt` varies the choice, so that steps show different rollout numbers."""
 
     def rank(line: Line) -> bytes:
         return hashlib.blake2b(f"{salt} {line.id}".encode(), digest_size=8).digest()
