@@ -1,6 +1,6 @@
 """python -m paravt_jax.run.plots RUN_DIR
 
-Draws RUN/plots/*.png from what a run has logged so far. A plot without data is left out.
+Draws RUN/plots/*.png from the logs of a run, finished or not. Plots without data are skipped.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from paravt_jax.run.log import (
     whole_file,
 )
 
-MAX_MARKED_STEPS = 40  # with more, the points give way to a running mean
-MEAN_FRAC = 0.04  # of all steps, what the running mean is over
-MAX_EPISODE_STEPS = 100  # the newest ones, which show the policy as it is and are read in seconds
-KL_FLOOR = 1e-9  # below it float32 means nothing, and a log scale has no 0
-LABEL_GAP = 0.07  # of a panel's height, for 3 inches of it; what a line of text takes
+MAX_MARKED_STEPS = 40  # with more steps, a running mean replaces the points
+MEAN_FRAC = 0.04  # window of the running mean, as a fraction of all steps
+MAX_EPISODE_STEPS = 100  # only the newest, which show the current policy and load in seconds
+KL_FLOOR = 1e-9  # below it float32 is noise, and a log scale has no 0
+LABEL_GAP = 0.07  # height of a text line, as a fraction of a 3-inch panel
 
 INK, FAINT, NEUTRAL = "#222222", "#808080", "#4D4D4D"
-# Okabe and Ito's colours, which every kind of colour vision tells apart.
+# The Okabe-Ito palette, which is safe for color blindness.
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 STYLE: Any = {
     "figure.constrained_layout.use": True,
@@ -88,7 +88,7 @@ MISMATCH = (
     Quantity("mismatch/behavior_kl_first_of_turn", "first of turn", ORANGE),
 )
 PARTS = {"accuracy": "rollout/accuracy_mean_", "tool calls per episode κ": "rollout/tool_calls_mean_"}
-BUDGET = re.compile(r"k(\d+)")  # how a part is called that has a frame budget; others are question types
+BUDGET = re.compile(r"k(\d+)")  # key suffix of a frame budget; other suffixes are question types
 PART_COLOURS = (SKY, BLUE, GREEN, ORANGE, RED, PINK)
 TOKENS = (
     Quantity("rollout/sampled_tokens_p90", "90 %", ORANGE),
@@ -101,7 +101,7 @@ ADVANTAGES = (
     Quantity("rollout/advantage_p10", "10 %", SKY),
 )
 TAUGHT = Quantity("rollout/taught_frac", "", NEUTRAL)
-NO_RESULTS = ("num_", "calls_", "missing_", "sampled_tokens_p", "time/", "perf/")  # of a validation
+NO_RESULTS = ("num_", "calls_", "missing_", "sampled_tokens_p", "time/", "perf/")  # validation metrics without a plot
 LOSSES = {
     "imitation, nats per token": Quantity("loss/imitation", "", NEUTRAL),
     "policy loss": Quantity("loss/policy", "", NEUTRAL),
@@ -112,20 +112,20 @@ LOSSES = {
 }
 
 
-MAX_DRAWN = 1e30  # what is larger is no measurement, and sums of it overflow
+MAX_DRAWN = 1e30  # larger values are errors, and their sums overflow
 
 
 class Score(NamedTuple):
-    """Of one episode."""
+    """Score of an episode."""
 
     budget: int
-    group: str  # the episodes of one prompt in one step
+    group: str  # one prompt in one step
     value: float | int
 
 
 @dataclass(frozen=True)
 class Table:
-    """A metrics file by columns; NaN where a step has no value, or one that no axis can show."""
+    """Columns of a metrics file. Missing values and values beyond `MAX_DRAWN` are NaN."""
 
     rows: dict[int, dict[str, Any]]
 
@@ -151,12 +151,12 @@ class LoggedRun:
 
     @property
     def name(self) -> str:
-        """With the directory above, since many runs are called seed0."""
+        """Includes the parent directory, because many runs are called seed0."""
         return "/".join(self.path.resolve().parts[-2:])
 
 
 def make_plots(run_dir: Path) -> list[Path]:
-    """The files written to RUN/plots."""
+    """Writes RUN/plots/*.png and returns their paths."""
     run = load_run(run_dir)
     plots = {
         "reward_terms": _reward_terms,
@@ -170,7 +170,7 @@ def make_plots(run_dir: Path) -> list[Path]:
         "validation": _validation,
     }
     written = []
-    with matplotlib.rc_context(STYLE):  # restored when done, so that other figures of the process stay as they are
+    with matplotlib.rc_context(STYLE):  # restored afterwards, so that it does not affect the process's other figures
         for name, plot in plots.items():
             figure = plot(run)
             if figure is None:
@@ -203,7 +203,7 @@ def _question_type(run: LoggedRun) -> Figure | None:
 
 
 def of_budgets(table: Table, prefix: str) -> list[Quantity]:
-    """A quantity of each frame budget, the smallest first."""
+    """One quantity per frame budget, smallest first."""
     budgets = sorted(int(part[1:]) for part in _parts(table, prefix) if BUDGET.fullmatch(part))
     return _quantities(prefix, {f"k{budget}": f"K={budget}" for budget in budgets})
 
@@ -237,7 +237,7 @@ def _loss(run: LoggedRun) -> Figure | None:
 
 
 def _validation(run: LoggedRun) -> Figure | None:
-    """Whatever was validated, a panel for each; counts and clocks are no results."""
+    """One panel per validation metric, without counts and times."""
     colours = {quantity.key.removeprefix("rollout/"): quantity.colour for quantity in (*REWARD_TERMS, CALLS)}
     keys = {key.removeprefix("validation/"): key for row in run.validation.rows.values() for key in row}
     names = [*(name for name in colours if name in keys), *(name for name in keys if name not in colours)]
@@ -264,7 +264,7 @@ def _reward_by_frame_budget(run: LoggedRun) -> Figure | None:
             budget, reward = episode.get("frame_budget"), episode.get("reward") or {}
             for quantity, of_quantity in scores.items():
                 value = reward.get(quantity.label)
-                if isinstance(budget, int) and isinstance(value, float | int):  # None where the judge gave no score
+                if isinstance(budget, int) and isinstance(value, float | int):  # reward is None without a judge score
                     of_quantity.append(Score(budget, f"{path.stem} {episode.get('task')}", value))
     scores = {quantity: of_quantity for quantity, of_quantity in scores.items() if of_quantity}
     if not scores:
@@ -290,16 +290,16 @@ def _draw_spread(axes: Axes, place: int, scores: Sequence[Score], colour: str) -
     _, groups = np.unique([score.group for score in scores], return_inverse=True)
     mean = float(values.mean())
     for half, linewidth, alpha in ((values.std(), 1, 1.0), (1.96 * mean_error(values, groups), 8, 0.4)):
-        low, high = np.clip([mean - half, mean + half], values.min(), values.max())  # none scored beyond
+        low, high = np.clip([mean - half, mean + half], values.min(), values.max())  # no score is beyond
         axes.vlines(place, low, high, colour, linewidth=linewidth, alpha=alpha)
     axes.plot(place, mean, "o", color=colour, markersize=6, clip_on=False)
     _note(axes, f"{mean:.2f}", (place, mean), (9, 0))
 
 
 def mean_error(values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]) -> float:
-    """Standard error of the mean where only groups are independent: episodes of one prompt resemble each other.
+    """Clustered standard error of the mean: groups are independent, but episodes of the same prompt are correlated.
 
-    NaN of a single group, which says nothing about others.
+    NaN for a single group, because the spread between groups is then unknown.
     """
     num_groups = int(groups.max()) + 1
     if num_groups == 1:
@@ -321,9 +321,10 @@ def _over_steps(
     levels: Mapping[float, str] | None = None,
     shared: bool = False,
 ) -> Figure | None:
-    """Panels of lines against the step, without what there is nothing of.
+    """Panels of lines over steps. Skips lines and panels without data.
 
-    `shared`: a step has values of some lines of a panel only: means are over more steps, and lines go on through gaps.
+    Set `shared` when each step only has values for some lines of a panel: it widens the running mean and draws lines
+    through gaps.
     """
     drawn = {name: [quantity for quantity in panel if table.has(quantity.key)] for name, panel in panels.items()}
     drawn = {name: panel for name, panel in drawn.items() if panel}
@@ -343,7 +344,7 @@ def _over_steps(
     for number, (axes, (name, panel)) in enumerate(zip(all_axes, drawn.items(), strict=False)):
         ends = [_draw_line(axes, table, quantity, window, log, through_gaps=shared) for quantity in panel]
         axes.set_title(name, parse_math=False)
-        if number + num_columns >= len(drawn):  # nothing below it
+        if number + num_columns >= len(drawn):  # bottom row
             axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         if len(steps) == 1:
@@ -362,7 +363,7 @@ def _over_steps(
 def _draw_line(
     axes: Axes, table: Table, quantity: Quantity, window: int, log: bool, through_gaps: bool
 ) -> tuple[float, str, str]:
-    """Where the line ends, how it is called there, and its colour."""
+    """Draws a line. Returns the height of its end, its label and its color."""
     values = table.column(quantity.key)
     smooth = running_mean(values, window)
     last = float(smooth[np.isfinite(smooth)][-1])
@@ -377,18 +378,18 @@ def _draw_line(
 
 
 def _show_zero(axes: Axes) -> None:
-    """What is never below zero has it as its lower end."""
+    """Includes 0 in the y-axis. Values that are never negative start there."""
     low, high = min(0, axes.dataLim.y0), max(0, axes.dataLim.y1)
     margin = 0.08 * (high - low) or 1
     axes.set_ylim(low - margin if low < 0 else 0, high + margin)
 
 
 def _label_ends(axes: Axes, ends: Iterable[tuple[float, str, str]], gap: float) -> None:
-    """Names lines where they end, and moves names that would cover each other apart, by as little as that takes."""
-    axes.get_ylim()  # settles the limits that the transform depends on
+    """Labels lines at their ends and moves overlapping labels apart by least squares."""
+    axes.get_ylim()  # computes the limits that transData uses
     to_panel = axes.transData + axes.transAxes.inverted()
     labels = sorted((float(to_panel.transform((0, y))[1]), text, colour) for y, text, colour in ends)
-    blocks: list[list[float]] = []  # least squares under an order, by pooling adjacent violators
+    blocks: list[list[float]] = []  # isotonic regression by pooling adjacent violators
     for number, (height, *_) in enumerate(labels):
         blocks.append([height - number * gap])
         while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
@@ -400,7 +401,7 @@ def _label_ends(axes: Axes, ends: Iterable[tuple[float, str, str]], gap: float) 
 
 
 def _note(axes: Axes, text: str, at: tuple[float | int, float], shift_points: tuple[int, int]) -> None:
-    """Small text beside a point of the data."""
+    """Small text next to a data point."""
     axes.annotate(text, at, shift_points, textcoords="offset points", va="center", color=FAINT, fontsize=9)
 
 
@@ -408,7 +409,7 @@ def _figure(run: LoggedRun, title: str, steps: str, caption: str, size_inches: t
     figure = Figure(figsize=size_inches)
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold")
     about = " · ".join(part for part in (run.name, steps, caption) if part)
-    figure.supxlabel(about, x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False)  # a run may have any name
+    figure.supxlabel(about, x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False)  # a run name may contain $
     return figure
 
 
@@ -421,7 +422,7 @@ def _span(steps: Sequence[int] | np.ndarray) -> str:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred, over the values there are; NaN where there are none."""
+    """Centered running mean over finite values; NaN where the window has none."""
     known = np.isfinite(values)
     box = np.ones(window)
     sums, counts = (np.convolve(part, box, mode="same") for part in (np.where(known, values, 0.0), known.astype(float)))
@@ -437,7 +438,7 @@ def _table(path: Path) -> Table:
 
 
 def _kl_levels(run_dir: Path) -> dict[float, str]:
-    """The levels of `mismatch.max_kl`, by name."""
+    """The warning and stop levels of `mismatch.max_kl`, with their labels."""
     path = run_dir / "config.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     mismatch = MismatchConfig(record.get("config", record).get("mismatch", {}).get("max_kl", math.inf))
