@@ -1,4 +1,4 @@
-"""A learner's checkpoint: saved, restored with and without comparing checksums, beside a plain read of its files.
+"""A learner's checkpoint: saved, restored with and without comparing checksums, compared with a plain read.
 
 Cold is from the disk: the files are dropped from the page cache before each turn (as root only). All turns alternate.
 """
@@ -110,7 +110,7 @@ def _read(directory: Path) -> None:
 
 
 def sized_model(num_params: float) -> ModelConfig:
-    """One of about so many, but at least of a vocabulary and a layer."""
+    """A model of about this many parameters; at least a vocabulary and a layer."""
     fixed = 2 * VOCABULARY * WIDTH
     num_layers = max(1, round((num_params - fixed) / LAYER_PARAMS))
     text = TextConfig(

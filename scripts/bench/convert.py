@@ -1,9 +1,8 @@
-"""Conversion and export against a plain copy of the same bytes on the same disk, in one run.
+"""Conversion and export, compared with a plain copy of the same bytes on the same disk.
 
-The model has random weights in a published shape. Each step is a process of its own; its files are dropped from the
-page cache before it starts, and it syncs what it writes. Disks drift, so the copy is timed before and after. At the end
-every tensor that came back is compared with the one that went in, by checksum. Peak memory is the process's VmHWM,
-sampled while it runs.
+The model has random weights in a published shape. Each step is its own process; its files are dropped from the page
+cache first, and it syncs its output. Disk speed varies, so the copy is timed before and after. Finally every exported
+tensor is compared with the original by checksum. Peak memory is the process's VmHWM, sampled while it runs.
 """
 
 import argparse
@@ -30,11 +29,11 @@ from paravt_jax.plan.tables import aligned
 MODELS = ("2b", "4b", "8b", "32b")
 BFLOAT16 = DTYPES["BF16"]
 PUBLISHED_SHARD_BYTES = 5 * 10**9
-MODELS_ON_DISK = 3  # at most at a time: source, checkpoint, and a copy or the export
+MODELS_ON_DISK = 3  # at the same time: source, checkpoint, and a copy or the export
 SPARE_BYTES = 2**30
 BLOCK_VALUES = 2**25
 SAMPLE_EVERY_S = 0.02
-SETTLE_S = 10.0  # virtual machines hand freed memory back to their host after a moment; then every step starts alike
+SETTLE_S = 10.0  # virtual machines return freed memory to their host with a delay
 COPY = """
 import os, shutil, sys
 src, dst = sys.argv[1:]
@@ -117,7 +116,7 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     values = np.random.default_rng(0).integers(0, 2**16, 2 * BLOCK_VALUES, np.uint16) & np.uint16(0xBFFF)
     offsets = np.random.default_rng(1)
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
-    # By name, as in published files: layer by layer, where a stacked parameter wants one kernel of all layers.
+    # By name, as in published files, which is layer by layer; a stacked parameter needs one kernel of all layers.
     shards = plan_shards(dict(sorted(shapes.items())), BFLOAT16, PUBLISHED_SHARD_BYTES)
     checksums: dict[str, int] = {}
     total_bytes = sum(shard.num_bytes for shard in shards)
@@ -157,8 +156,8 @@ def _check(directory: Path, checksums: dict[str, int]) -> None:
 
 
 def _block_sizes(num_values: int) -> list[int]:
-    whole, rest = divmod(num_values, BLOCK_VALUES)
-    return [BLOCK_VALUES] * whole + [rest] * (rest > 0)
+    num_full, last = divmod(num_values, BLOCK_VALUES)
+    return [BLOCK_VALUES] * num_full + [last] * (last > 0)
 
 
 def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
@@ -181,11 +180,11 @@ def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Not getrusage: its figure for a child begins with the memory of this process, from between fork and exec."""
+    """Unlike getrusage, without this process's memory, which a child has between fork and exec."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has just ended
+        return 0  # the process has ended
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 

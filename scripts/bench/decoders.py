@@ -1,9 +1,9 @@
-"""PyAV beside decord: whose frames are right in which container, and how fast each is.
+"""PyAV and decord: correct frames per container, and speed.
 
-Every clip shows another picture in every frame and is asked for all of them in a random order, so that each needs a
-seek. Right is a frame that equals, pixel for pixel, the one that decoding from the start gives at its place. decord is
-also tried on what `video.decoder=decord` refuses. The speeds are of frames that nobody has read before, decoders up,
-the file in the page cache, the two decoders in turns.
+Every frame of a clip is different. All frames are read in random order, so that each needs a seek, and a right frame
+equals the frame from decoding the whole clip, pixel for pixel. decord is also tested on clips that
+`video.decoder=decord` rejects. Speed is measured on cold frames in turns, with running decoders and the file in the page
+cache.
 """
 
 import argparse
@@ -79,16 +79,16 @@ def table(result: dict[str, Any]) -> str:
 def _exactness(path: Path) -> dict[str, Any]:
     with av.open(str(path)) as container:
         expected = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    known, raw = probe(str(path))
-    ticks, keys = np.split(np.frombuffer(raw, np.int64), [known["num_frames"]])
-    identity, size_px = known["identity"], (known["height"], known["width"])
+    info, raw = probe(str(path))
+    ticks, keys = np.split(np.frombuffer(raw, np.int64), [info["num_frames"]])
+    identity, size_px = info["identity"], (info["height"], info["width"])
 
     def by_pyav(frame: int, emit: Callable[[int, np.ndarray], None]) -> None:
         key = int(keys[keys <= ticks[frame]][-1])
         decode(str(path), identity, [(key, [int(ticks[frame])])], size_px, emit)
 
     def with_decord(frame: int, emit: Callable[[int, np.ndarray], None]) -> None:
-        time_s = float(int(ticks[frame] - ticks[0]) * Fraction(*known["time_base"]))
+        time_s = float(int(ticks[frame] - ticks[0]) * Fraction(*info["time_base"]))
         by_decord.decode(str(path), identity, [(frame, int(ticks[frame]), time_s)], len(ticks), size_px, emit)
 
     try:
@@ -103,12 +103,12 @@ def _exactness(path: Path) -> dict[str, Any]:
 def _num_right(way: Callable[[int, Callable[[int, np.ndarray], None]], None], expected: list[np.ndarray]) -> int:
     num = 0
     for frame in np.random.default_rng(0).permutation(len(expected)).tolist():
-        found: list[np.ndarray] = []
+        frames: list[np.ndarray] = []
         try:
-            way(frame, lambda _, pixels, found=found: found.append(pixels))
+            way(frame, lambda _, pixels, frames=frames: frames.append(pixels))
         except VideoError:
             continue
-        num += len(found) == 1 and np.array_equal(found[0], expected[frame])
+        num += len(frames) == 1 and np.array_equal(frames[0], expected[frame])
     return num
 
 
@@ -120,7 +120,7 @@ def _speeds(path: Path, size: str, args: argparse.Namespace) -> list[dict[str, A
         for turn in range(args.repeats + 1):
             for decoder, took in seconds.items():
                 cold_s = asyncio.run(read_cold(path, steps, decoder=decoder))
-                took += [cold_s] if turn else []  # the first warms up
+                took += [cold_s] if turn else []  # the first turn warms up
         frames = sum(count for windows in steps for _, _, count in windows)
         medians = {f"{decoder}_s": statistics.median(took) for decoder, took in seconds.items()}
         rows.append({"video": size, "read": name, "frames": frames, **medians})

@@ -1,10 +1,9 @@
-"""One run on 1, 2 and 4 processes of this machine, and a checkpoint by as many; new weights to servers, beside a copy.
+"""A run and a checkpoint on 1, 2 and 4 processes of this machine; publishing to servers, compared with a copy.
 
-All runs have the same settings, seed and devices: what differs is how many processes hold these devices. With --engine
-jax the learner samples, so every run plays the same episodes, and is compared with the first. With --engine sglang real
-servers, which all processes share, sample at random, so every run is compared with one process that replays its
-episodes. Then a learner's state is saved and restored by all processes, and weights go to those that merely receive
-them, or to real servers.
+All runs have the same settings, seed and devices, but the devices belong to a different number of processes. With
+--engine jax the learner samples, so every run has the same episodes and is compared with the first run. With --engine
+sglang all processes share real servers, which sample at random, so every run is compared with its replay on one
+process. Then all processes save and restore a learner's state, and weights go to receivers or to real servers.
 """
 
 import argparse
@@ -51,13 +50,13 @@ SETTINGS = (  # short rows: an update of the smoke run takes ten times as long a
     "train.prompts_per_step=4",
     "train.group_size=4",
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
-    "optim.learning_rate=1e-5",  # Adam makes steps of it in the direction of noise, where no reward differs
+    "optim.learning_rate=1e-5",  # without differing rewards, Adam follows noise
     "data.validation=",
-    "checkpoint.every_steps=1000000",  # but the last one
+    "checkpoint.every_steps=1000000",  # only the last one
 )
 TRAIN = (sys.executable, "-m", "paravt_jax.train")
 ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
-FIRST_STEPS = 2  # of a run, which do not count: they compile
+FIRST_STEPS = 2  # of a run; they compile, and are not counted
 TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
 SMALL = 1e-3  # metrics below it are compared absolutely
 LOOK_EVERY_S = 0.2
@@ -70,13 +69,16 @@ MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "--engine", choices=["jax", "sglang"], default="jax", help="what samples, and real servers or not (default jax)"
+        "--engine",
+        choices=["jax", "sglang"],
+        default="jax",
+        help="engine of the runs; sglang starts real servers (default jax)",
     )
-    add("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="of a run each (default 1 2 4)")
-    add("--steps", type=int, default=4, help=f"of each run, after {FIRST_STEPS} that compile (default 4)")
-    add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="that get weights (default 1 2 4)")
-    add("--mib", type=int, default=320, help="of weights that are saved or published, about (default 320)")
-    add("--repeats", type=int, default=5, help="of each publish; the median counts")
+    add("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="processes per run (default 1 2 4)")
+    add("--steps", type=int, default=4, help=f"steps per run, after {FIRST_STEPS} that compile (default 4)")
+    add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="servers to publish to (default 1 2 4)")
+    add("--mib", type=int, default=320, help="approximate size of saved and published weights (default 320)")
+    add("--repeats", type=int, default=5, help="publishes; the median counts")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,9 +96,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as three Markdown tables."""
-    head = "| processes | step s | rollout s | update s | publish s | most memory of each, MiB | metrics differ by |"
+    head = "| processes | step s | rollout s | update s | publish s | peak MiB | largest difference |"
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
-    lines += ["| processes | share, MiB | most while saving | most while restoring | seconds to save, to restore |"]
+    lines += ["| processes | share, MiB | peak while saving | peak while restoring | seconds to save, to restore |"]
     lines += ["|---" * 5 + "|", *map(_checkpoint_line, result["checkpoints"]), ""]
     lines += ["| servers | MiB | publish s | copy s | publish / copy |", "|---" * 5 + "|"]
     return "\n".join([*lines, *map(_publish_line, result["publishes"])])
@@ -120,7 +122,7 @@ def _publish_line(row: Mapping[str, Any]) -> str:
 
 
 def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Every number of processes in turn, with as many devices in all as can be dealt out to each number."""
+    """Runs with each number of processes; the total number of devices is divisible by all of them."""
     num_devices, rows = math.lcm(*args.processes), []
     settings = [*SETTINGS, f"mesh.fsdp={num_devices}", f"pack.num_rows={num_devices}"]
     settings.append(f"train.num_steps={FIRST_STEPS + args.steps}")
@@ -136,37 +138,37 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 say("its replay on one")
                 trained(replay_command(run_dir, replay_dir), replay_dir, 1, num_devices)
             reference = replay_dir if real else folder / f"of{args.processes[0]}"
-            rows.append({"processes": num, "peaks_mib": peaks_mib, **found_in(run_dir, reference)})
+            rows.append({"processes": num, "peaks_mib": peaks_mib, **measured_in(run_dir, reference)})
             say(_run_line(rows[-1]))
     return rows
 
 
 def _checkpoints(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A learner's state saved and restored by every number of processes in turn, of each the most of any process."""
+    """Saves and restores a learner's state with each number of processes; the maximum over processes."""
     num_devices, rows = math.lcm(*args.processes), []
     for num in args.processes:
-        place = folder / f"saved{num}"
-        make_tiny(place / HF_DIR)
-        command = [sys.executable, "-m", shared_checkpoint.__name__, str(place), str(args.mib), str(num_devices)]
+        directory = folder / f"saved{num}"
+        make_tiny(directory / HF_DIR)
+        command = [sys.executable, "-m", shared_checkpoint.__name__, str(directory), str(args.mib), str(num_devices)]
         address = f"127.0.0.1:{free_port()}" if num > 1 else ""
         each = [[*command, address, str(num), str(index)] for index in range(num)]
-        log = place.with_suffix(".log")
+        log = directory.with_suffix(".log")
         run_all(each, log, num_devices)
-        found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-        rows.append({"processes": num, **{name: max(of_one[name] for of_one in found) for name in found[0]}})
-        shutil.rmtree(place)
+        results = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        rows.append({"processes": num, **{name: max(result[name] for result in results) for name in results[0]}})
+        shutil.rmtree(directory)
         say(_checkpoint_line(rows[-1]))
     return rows
 
 
 def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The weights of one model to every number of servers in turn."""
+    """Publishes one model's weights to each number of servers."""
     config = sized_model(args.mib * MIB / FLOAT32.itemsize)
     real = args.engine == "sglang"
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
         weights = ModelWeights(model_port.load(folder / "large", "float32"), FLOAT32)
-        for num in sorted(args.servers, reverse=True):  # an engine's servers begin with the same version
+        for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
             times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
             rows.append({"servers": num, "mib": weights.num_bytes // MIB, **times})
             say(_publish_line(rows[-1]))
@@ -182,12 +184,12 @@ async def _publish(urls: Sequence[str], num: int, weights: ModelWeights, repeats
 
 @contextmanager
 def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
-    """The URLs of so many real servers on the CPU, of a model that is made there."""
+    """Builds a model in a directory and yields the URLs of `num` real CPU servers."""
     make_tiny(model, config=config)
     if num:
         say(f"starting {num} real servers")
     settings = [ServerSettings(model, context_length=2048)] * num
-    servers = asyncio.run(_all(Server.start(one, deadline_s=START_S) for one in settings))
+    servers = asyncio.run(_all(Server.start(server, deadline_s=START_S) for server in settings))
     try:
         yield [server.url for server in servers]
     finally:
@@ -199,28 +201,28 @@ async def _all(work: Iterator[Any]) -> list[Any]:
 
 
 def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -> list[float]:
-    """A run on so many processes, to its end; the most memory that each of them had, MiB."""
+    """Runs a trainer on `num` processes to its end; their peak memory in MiB."""
     joint = [f"hosts.coordinator=127.0.0.1:{free_port()}", f"hosts.num={num}"] if num > 1 else []
     each = [[*command, *joint, *([f"hosts.index={index}"] * (num > 1))] for index in range(num)]
     return run_all(each, run_dir.with_suffix(".log"), num_devices)
 
 
 def run_all(commands: Sequence[Sequence[str]], log: Path, num_devices: int) -> list[float]:
-    """Processes that have so many devices together, to their end; the most memory that each of them had, MiB."""
+    """Runs processes, which share the devices, to their end; their peak memory in MiB."""
     num = len(commands)
     flags = with_devices(os.environ.get("XLA_FLAGS", ""), num_devices // num)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     peaks_mib = [0.0] * num
     with log.open("wb") as output:
         processes = [
-            subprocess.Popen(one, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            for one in commands
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            for command in commands
         ]
     try:
         while (codes := [process.poll() for process in processes]) != [0] * num:
             if any(codes):
-                said = " | ".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-                raise RuntimeError(f"{log.stem}: processes ended with exit codes {codes}: {said}")
+                lines = " | ".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+                raise RuntimeError(f"{log.stem}: processes ended with exit codes {codes}: {lines}")
             now_mib = (peak_rss_bytes(process.pid) / MIB for process in processes)
             peaks_mib = [max(*both) for both in zip(peaks_mib, now_mib, strict=True)]
             time.sleep(LOOK_EVERY_S)
@@ -236,36 +238,36 @@ def train_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
 
 
 def replay_command(run_dir: Path, replay_dir: Path) -> list[str]:
-    """The episodes of a run, learnt from once more by one process."""
+    """Replays a run's log on one process."""
     return [*TRAIN, "--replay", str(run_dir), f"run_dir={replay_dir}", *ALONE]
 
 
-def found_in(run_dir: Path, reference: Path) -> dict[str, Any]:
-    """Median times of the steps of a run, and how far its metrics are from those of another one."""
-    steps, others = (list(load_jsonl(directory / METRICS_FILE)) for directory in (run_dir, reference))
+def measured_in(run_dir: Path, reference: Path) -> dict[str, Any]:
+    """Median step times of a run, and the largest difference of its metrics from a reference run."""
+    steps, reference_steps = (list(load_jsonl(directory / METRICS_FILE)) for directory in (run_dir, reference))
     times = {name: statistics.median(step[f"time/{name}"] for step in steps[FIRST_STEPS:]) for name in TIMES}
-    differ_by, differ_in = largest_difference(steps, others)
+    differ_by, differ_in = largest_difference(steps, reference_steps)
     return {**times, "differ_by": differ_by, "differ_in": differ_in}
 
 
-def largest_difference(steps: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
-    """Between the metrics of two runs, relative to the larger, and which it is."""
-    found = (0.0, "none")
-    for ours, theirs in zip(steps, others, strict=True):
+def largest_difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """The largest relative difference between the metrics of two runs, and its metric."""
+    largest = (0.0, "none")
+    for ours, theirs in zip(steps, reference, strict=True):
         for key in sorted({*ours, *theirs}):
             if not key.startswith(OF_THE_MACHINE):
-                found = max(found, (difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
-    return found
+                largest = max(largest, (difference(ours.get(key), theirs.get(key)), key), key=lambda pair: pair[0])
+    return largest
 
 
-def difference(one: float | None, other: float | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else math.inf
-    return abs(one - other) / max(abs(one), abs(other), SMALL)
+def difference(ours: float | None, theirs: float | None) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return abs(ours - theirs) / max(abs(ours), abs(theirs), SMALL)
 
 
 def with_devices(flags: str, num: int) -> str:
-    """XLA's flags, with so many devices of a CPU."""
+    """XLA's flags with `num` CPU devices."""
     own = [flag for flag in flags.split() if "device_count" not in flag]
     return " ".join([*own, f"--xla_force_host_platform_device_count={num}"])
 

@@ -1,9 +1,9 @@
-"""The policy's passes and the learner's update beside transformers in torch: same weights, inputs and CPU.
+"""The policy's passes and the learner's update, compared with transformers in torch on the same weights and inputs.
 
-Passes are forward and forward+backward, in one process. Two batches. One sequence: the same tokens on both sides.
-Unequal sequences: transformers pads them to the longest, we pack them into one row. Both compute the mean cross-entropy
-of every next token, and the two losses must agree before anything is timed. Turns alternate, so that a slow minute of
-the machine hits both. The update has a module of its own.
+Passes are forward and forward+backward, in one process. Batches are one sequence, with the same tokens on both sides,
+and unequal sequences, which transformers pads and we pack into one row. Both sides compute the mean cross-entropy of
+the next token, and their losses must agree before the measurement. Turns alternate, so that a slow minute of the
+machine affects both. `ways` has the update.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WORKLOADS = {
     "one sequence": [(8, 220)],
     "unequal batch": [(8, 220), (4, 120), (2, 60), (0, 90)],
 }  # (frames, text tokens)
-# Of an update: a prompt eight times as long as a response, most of it frames, small ones.
+# For an update: a prompt eight times as long as a response, most of it small frames.
 PROMPT, RESPONSE, NUM_EPISODES = (64, 104), (0, 96), 8
 SMALL_GRID = (6, 6)
 TOKEN_BUCKET = 32
@@ -100,7 +100,7 @@ def _update_line(row: dict[str, Any]) -> str:
 
 
 def _with_huge_pages() -> None:
-    """Restarts with glibc asking for huge pages: fresh gigabytes a step cost JAX a third in page faults otherwise."""
+    """Restarts with huge pages in glibc; without them JAX spends a third of a step in page faults."""
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -137,7 +137,7 @@ def _compare(
             for side, call in (("torch_s", theirs[mode]), ("jax_s", ours[mode])):
                 start = time.perf_counter()
                 call()
-                if turn:  # the first warms up
+                if turn:  # the first turn warms up
                     seconds[side].append(time.perf_counter() - start)
         rows[mode] = {side: statistics.median(values) for side, values in seconds.items()} | {
             "compile_s": compile_s[mode]

@@ -1,8 +1,7 @@
-"""New weights to a number of servers, beside a plain copy of as many bytes.
+"""Publishing weights to servers, compared with a plain copy of the same bytes.
 
-The copy is what nobody can do without: bytes are written once to memory that processes share, and read from there by as
-many readers at the same time. Receivers stand in for servers. They read what they are told to into memory, as a server
-does, and nothing else; what a server does with it is in the figures of real ones.
+The copy is the lower bound: bytes are written once to shared memory and read by as many readers at the same time.
+Receivers stand in for servers: they only read the files into memory. Real servers also load them.
 """
 
 import asyncio
@@ -25,14 +24,14 @@ from rollout.supervisor import SHARED_MEMORY
 
 UP_DEADLINE_S = 60.0
 LOOK_EVERY_S = 0.05
-SCORED = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}  # by which a model is recognised
+SCORED = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}  # the answer to a probe
 
 
 class Receiver:
-    """As much of SGLang's HTTP as a publish asks for."""
+    """The part of SGLang's HTTP interface that a publish uses."""
 
     def __init__(self, num_bytes: int):
-        self._memory = np.ones(num_bytes, np.uint8)  # not zeros, which would be memory only when written
+        self._memory = np.ones(num_bytes, np.uint8)  # zeros would allocate memory only when written
         self._label = "default"
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -49,7 +48,7 @@ class Receiver:
 
 @asynccontextmanager
 async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
-    """The URLs of so many."""
+    """The URLs of `num` receivers."""
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(num):
@@ -64,7 +63,7 @@ async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
 
 
 async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> dict[str, float]:
-    """Seconds until all servers have new weights, and of a copy to as many, in turns; medians."""
+    """Median seconds of a publish to all servers and of a copy to as many readers, in turns."""
     memory = [np.ones(weights.num_bytes, np.uint8) for _ in range(1 + len(urls))]
     seconds: dict[str, list[float]] = {"publish_s": [], "copy_s": []}
     engine = await SGLangEngine.connect(urls, SGLangSettings("bench", device="cpu"))
@@ -78,11 +77,11 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
         await _all_up(engine)
     finally:
         await engine.close()
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first turn warms up
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
-    """Seconds of the copy."""
+    """Seconds of one copy."""
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file, ThreadPoolExecutor(len(targets)) as readers:
         begun_s = time.perf_counter()
         file.write(source.data)
@@ -97,14 +96,14 @@ def _read_file(path: Path, target: np.ndarray) -> None:
 
 
 def _read(number: int, target: np.ndarray) -> None:
-    """As many bytes as there is place for; Python's lock is free meanwhile."""
+    """Fills `target`; releases the GIL while it reads."""
     done = 0
     while done < target.nbytes and (got := os.preadv(number, [target[done:].data], done)):
         done += got
 
 
 async def _all_up(engine: SGLangEngine) -> None:
-    """Raises where a server has failed: the figures would be of fewer."""
+    """Raises if a server has failed, because the times would be for fewer servers."""
     give_up_s = time.monotonic() + UP_DEADLINE_S
     while down := [server for server in (await engine.health()).servers if not server.alive]:
         if time.monotonic() > give_up_s:

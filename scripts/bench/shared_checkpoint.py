@@ -1,9 +1,9 @@
-"""One of the processes that save a learner's state together and read it again: what it holds, and for how long.
+"""One of several processes that save and restore a learner's state together: peak memory and time.
 
     python -m scripts.bench.shared_checkpoint FOLDER MIB NUM_DEVICES COORDINATOR NUM INDEX     started by bench hosts
 
-What a device of a CPU holds is in the process's memory. So the most that a process had, beyond what it had before the
-learner was made, is its share of the state and what writing or reading adds.
+A CPU device's arrays are in the process's memory. So the peak, minus the memory before the learner was built, is the
+process's share of the state plus the buffers of saving or restoring.
 """
 
 import json
@@ -26,8 +26,8 @@ from paravt_jax.run.policy import meet
 from scripts.bench.checkpoint import sized_model
 from scripts.bench.convert import peak_rss_bytes
 
-MIB, BYTES_PER_WEIGHT = 2**20, 4  # masters; the moments of Adam are as many again, twice
-PEAK_RESET = Path("/proc/self/clear_refs"), "5"  # the kernel then counts the most memory from what there is now
+MIB, BYTES_PER_WEIGHT = 2**20, 4  # master weights; Adam's two moments are twice as much
+PEAK_RESET = Path("/proc/self/clear_refs"), "5"  # resets the peak to the current memory
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -> dict[str, float]:
     mesh = make_mesh(fsdp=num_devices)
     meet(hosts, mesh)
-    before_mib, _ = most_mib(lambda: None)
+    before_mib, _ = peak_mib(lambda: None)
     model = sized_model(mib * MIB / BYTES_PER_WEIGHT)
     learner = make_learner(config_of((1, num_devices, 1), rows=1, row_tokens=256), model, mesh)
     leaves = jax.tree.leaves(jax.block_until_ready(learner.state))
@@ -54,9 +54,9 @@ def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -
         checkpoints.restore(learner)
         jax.block_until_ready(learner.state)
 
-    del leaves  # a restore gives the state up array by array
-    saving_mib, save_s = most_mib(save)
-    restoring_mib, restore_s = most_mib(restore)
+    del leaves  # a restore frees the state array by array
+    saving_mib, save_s = peak_mib(save)
+    restoring_mib, restore_s = peak_mib(restore)
     checkpoints.close()
     return {
         "share_mib": share_bytes / MIB,
@@ -67,10 +67,10 @@ def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -
     }
 
 
-def most_mib(work: Callable[[], object]) -> tuple[float, float]:
-    """The most memory that this process has meanwhile, and how long it takes."""
-    file, what = PEAK_RESET
-    file.write_text(what)
+def peak_mib(work: Callable[[], object]) -> tuple[float, float]:
+    """This process's peak memory during `work`, and seconds."""
+    file, reset = PEAK_RESET
+    file.write_text(reset)
     begun_s = time.monotonic()
     work()
     return peak_rss_bytes(os.getpid()) / MIB, time.monotonic() - begun_s

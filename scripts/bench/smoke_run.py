@@ -1,7 +1,7 @@
-"""The smoke run as long benches start it, and what its processes take.
+"""The smoke run as the long benchmarks start it, and the resources that its processes use.
 
-A random model calls no tools. So every turn begins with calls that are forced on it: crops, sub-agents and reports are
-real, and the policy samples what follows.
+A random model calls no tools, so every turn starts with forced calls. Crops, sub-agents and reports are real, and the
+policy samples the rest of the turn.
 """
 
 import os
@@ -26,45 +26,45 @@ SETTINGS = (
     "rollout.max_turns=1",
     "train.group_size=4",
     "video.frame_budgets=[3,4]",
-    "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "advantage.filter_zero_variance=false",  # a random model's rewards rarely differ
     "data.validation=",
 )
 
 
-class Taken(NamedTuple):
-    """What a process takes, or some together."""
+class Usage(NamedTuple):
+    """Resources of one or several processes."""
 
-    memory_mib: float = 0.0  # what several share counts in parts that add up
+    memory_mib: float = 0.0  # shared pages count in proportion (PSS)
     files: int = 0
     threads: int = 0
-    cpu_s: float = 0.0  # with that of its children that ended
+    cpu_s: float = 0.0  # including children that ended
 
-    def plus(self, other: "Taken") -> "Taken":
-        both = zip(self, other, strict=True)
-        return Taken(*(one + two for one, two in both))  # type: ignore[arg-type]
+    def plus(self, other: "Usage") -> "Usage":
+        pairs = zip(self, other, strict=True)
+        return Usage(*map(sum, pairs))  # type: ignore[arg-type]
 
 
 def check_clone() -> None:
-    """Before anything that takes long is begun."""
+    """Raises before any long work if this is not a clone."""
     if not CONFIG.is_file():
         raise RuntimeError(f"{CONFIG} is not there: this bench runs from a clone of the repository")
 
 
 def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
-    """As a user starts it."""
+    """The command that a user would run."""
     check_clone()
     command = [sys.executable, "-m", "paravt_jax.train", "--config", str(CONFIG), f"run_dir={run_dir}"]
     return [*command, *SETTINGS, *settings]
 
 
 def num_steps(run_dir: Path) -> int:
-    """Logged so far."""
+    """Steps in the log."""
     path = run_dir / METRICS_FILE
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def family(pid: int) -> list[int]:
-    """A process and everything below it."""
+    """A process and all its descendants."""
     return [pid, *descendants(pid)]
 
 
@@ -72,21 +72,21 @@ def is_decoder(pid: int) -> bool:
     return b"rollout.video.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def taken_by_role(trainer: int) -> dict[str, Taken]:
-    """Of the trainer, its decoders, and the servers that it started."""
-    roles = {"trainer": Taken(), "decoders": Taken(), "servers": Taken()}
+def usage_by_role(trainer: int) -> dict[str, Usage]:
+    """Usage of the trainer, its decoders and its own servers."""
+    roles = {"trainer": Usage(), "decoders": Usage(), "servers": Usage()}
     for pid in family(trainer):
-        with suppress(OSError):  # it ended since it was listed
+        with suppress(OSError):  # it has ended
             role = "trainer" if pid == trainer else "decoders" if is_decoder(pid) else "servers"
-            roles[role] = roles[role].plus(taken_by(pid))
-    return {role: taken for role, taken in roles.items() if taken.threads}
+            roles[role] = roles[role].plus(usage_of(pid))
+    return {role: usage for role, usage in roles.items() if usage.threads}
 
 
-def taken_by(pid: int) -> Taken:
+def usage_of(pid: int) -> Usage:
     process = Path(f"/proc/{pid}")
     lines = (process / "smaps_rollup").read_text().splitlines()
     memory_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     fields = (process / "stat").read_text().rpartition(")")[2].split()  # from the third on, see man proc
     ticks = sum(map(int, fields[11:15]))
     cpu_s = ticks / os.sysconf("SC_CLK_TCK")
-    return Taken(memory_kib / 1024, len(list((process / "fd").iterdir())), int(fields[17]), cpu_s)
+    return Usage(memory_kib / 1024, len(list((process / "fd").iterdir())), int(fields[17]), cpu_s)

@@ -1,8 +1,8 @@
-"""The smoke run for hours, or a service of its model: whether memory, files, threads and seconds stay where they were.
+"""Runs the smoke run or a service for hours, to check that memory, files, threads and step time do not grow.
 
-Calls are forced on the random model, so every episode has sub-agents; updates, publishes and checkpoints are those of
-any run. A service answers some clients at a time, of whom some leave before their answer. What the processes take is
-written to OUT/samples.jsonl and drawn in the end; what grows beyond its bound or stays behind is a violation.
+The random model's calls are forced, so every episode has sub-agents; updates, publishes and checkpoints are real. A
+service answers several clients, some of which disconnect early. Resource usage goes to OUT/samples.jsonl and a plot.
+Growth beyond a bound, and anything left behind, is a violation.
 """
 
 import argparse
@@ -33,29 +33,29 @@ from paravt_jax.run.log import METRICS_FILE, load_jsonl, whole_file
 from paravt_jax.run.plots import BLUE, GREEN, NEUTRAL, ORANGE, STYLE
 from rollout.supervisor import SHARED_MEMORY
 from scripts.bench.chaos import left_in_memory
-from scripts.bench.smoke_run import ROOT, family, num_steps, taken_by_role, trainer_command
+from scripts.bench.smoke_run import ROOT, family, num_steps, trainer_command, usage_by_role
 
 SAMPLE_EVERY_S = 5.0
-WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # of all samples: left out at the beginning, compared at each end of the rest
-STOP_S = 180.0  # for the step to end and its checkpoint to be written
-GONE_S = 30.0  # for what belonged to the run to end after it
-SHOWN_LINES, SHOWN_BYTES = 15, 300  # of what failed
-BUSY = (429, 503)  # too many questions, or stopping
+WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # of all samples: dropped at the start; compared at both ends of the rest
+STOP_S = 180.0  # the step ends and its checkpoint is written
+GONE_S = 30.0  # all processes of the run end
+SHOWN_LINES, SHOWN_BYTES = 15, 300  # of the output of a failed command
+BUSY = (429, 503)  # too many requests, or stopping
 STOPPED = (0, 128 + signal.SIGTERM)
-# What each may grow to from the first window to the last: a factor, and so much more. In two hours medians grew by 7 %
-# at most; a leak of 1 MiB a step would be 360 MiB.
+# Maximum growth from the first to the last window: a factor and an offset. In two hours medians grew by at most 7 %; a
+# leak of 1 MiB a step would be 360 MiB.
 GROWTH = {"memory_mib": (1.15, 32.0), "files": (1.0, 8.0), "threads": (1.0, 8.0)}
-CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # of a service
-STEPS_TOGETHER = 10  # whose CPU seconds are measured as one, since samples are seconds apart
-COLOURS = {"trainer": BLUE, "servers": ORANGE, "decoders": GREEN}
+CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # for a service
+STEPS_TOGETHER = 10  # CPU seconds are averaged over, because samples are seconds apart
+COLORS = {"trainer": BLUE, "servers": ORANGE, "decoders": GREEN}
 STEP_S, CPU_S = "seconds of a step", "CPU seconds of a step"
 LABELS = {"memory_mib": "memory, MiB", "files": "open files", "threads": "threads"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=120, help="default 120")
-    parser.add_argument("--engine", choices=["jax", "sglang"], default="jax", help="what samples (default jax)")
-    parser.add_argument("--serve", action="store_true", help="a service under load in place of a run, by --engine jax")
+    parser.add_argument("--engine", choices=["jax", "sglang"], default="jax", help="default jax")
+    parser.add_argument("--serve", action="store_true", help="test a service instead of a run (--engine jax only)")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"), metavar="DIR", help="default runs/soak")
 
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{run_dir} is there already; move it away, or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     if args.serve and args.engine != "jax":
-        raise ValueError(f"--serve samples by --engine jax, got --engine {args.engine}")
+        raise ValueError(f"--serve needs --engine jax, got --engine {args.engine}")
     samples, violations = _serving(args, out, run_dir) if args.serve else _training(args, out, run_dir)
     rows = load_jsonl(run_dir / METRICS_FILE)
     series = _series(samples, _seconds_each(samples) if args.serve else [step["time/step_s"] for step in rows])
@@ -100,8 +100,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What takes more at the end than its bound allows."""
-    bounds = {f"{LABELS[name]}, {role}": bound for name, bound in GROWTH.items() for role in COLOURS}
+    """Quantities that grew beyond their bound."""
+    bounds = {f"{LABELS[name]}, {role}": bound for name, bound in GROWTH.items() for role in COLORS}
     return [
         f"{row['of']} grew from {row['begin']:.4g} to {row['end']:.4g}"
         for row in rows
@@ -115,12 +115,12 @@ def _training(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[
 
 
 def _serving(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The policy of one step of the smoke run, asked by some clients at a time."""
+    """Serves the policy after one step of the smoke run to several clients."""
     settings = ("engine.kind=jax", "train.num_steps=1")
     subprocess.run(trainer_command(run_dir, settings), cwd=ROOT, check=True)
     video = json.loads(make_synthetic(out / "data").read_text().splitlines()[0])["videos"][0]["video"]
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        port = place.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     model, over = run_dir / CHECKPOINTS_DIR / "1", threading.Event()
     answered, failed = list[float](), list[str]()
     command = [sys.executable, "-m", "paravt_jax.serve", "--model", str(model), "--port", str(port)]
@@ -143,8 +143,8 @@ def _serving(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[d
 
 
 def _ask(url: str, video: str, number: int, answered: list[float], failed: list[str], over: threading.Event) -> None:
-    """Asks again and again, once the service listens; every few questions it leaves before the answer."""
-    question = {"type": "text", "text": "What colour is it? A. red B. blue"}
+    """Asks repeatedly once the service listens; disconnects early from every few requests."""
+    question = {"type": "text", "text": "What color is it? A. red B. blue"}
     parts = [{"type": "video_url", "video_url": {"url": video}}, question]
     for turn in itertools.count(number):
         if over.is_set():
@@ -157,7 +157,7 @@ def _ask(url: str, video: str, number: int, answered: list[float], failed: list[
             with urllib.request.urlopen(request, timeout=ANSWER_S if turn % LEAVES_EVERY else LEAVES_AFTER_S) as answer:
                 json.load(answer)
             answered.append(time.monotonic())
-        except OSError as problem:  # it has left, or the service does not listen yet, or is busy
+        except OSError as problem:  # disconnected, not listening yet, or busy
             if isinstance(problem, urllib.error.HTTPError) and problem.code not in BUSY:
                 failed.append(f"the service answered {problem.code}: {problem.read()[:SHOWN_BYTES]!r}")
             over.wait(LEAVES_AFTER_S)
@@ -166,9 +166,9 @@ def _ask(url: str, video: str, number: int, answered: list[float], failed: list[
 def soak(
     command: Sequence[str], out: Path, seconds: float, count: Callable[[], int]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What a command takes, every few seconds from the first that it counts on, until it is stopped; what it leaves.
+    """Samples a command's resource usage once `count` is positive, stops it, and lists what it leaves behind.
 
-    It works in a directory of its own, where it has nothing to write, like in the one for temporary files.
+    Its working directory and temporary directory are empty, and must stay so.
     """
     log, samples, outside, in_memory = out / "soak.log", [], out / "outside", set(SHARED_MEMORY.iterdir())
     (outside / "tmp").mkdir(parents=True)
@@ -184,7 +184,7 @@ def soak(
                 if process.poll() is not None:
                     raise RuntimeError(f"{_called(command)} ended with {process.returncode}: {_last_lines(log)}")
                 if steps := count():
-                    usage = {role: taken._asdict() for role, taken in taken_by_role(process.pid).items()}
+                    usage = {role: used._asdict() for role, used in usage_by_role(process.pid).items()}
                     samples.append({"seconds": now_s, "steps": steps, **usage})
                     file.write(json.dumps(samples[-1]) + "\n")
                     file.flush()
@@ -192,7 +192,7 @@ def soak(
                 time.sleep(SAMPLE_EVERY_S)
         violations = _stop(process, _called(command), log)
     finally:
-        process.kill()  # its servers and decoders end with it
+        process.kill()  # ends its servers and decoders
         process.wait()
     stray = [path.relative_to(outside) for path in outside.rglob("*") if path != outside / "tmp"]
     violations += [f"left outside of its directory: {path}" for path in sorted(stray)]
@@ -200,15 +200,15 @@ def soak(
 
 
 def _stop(process: subprocess.Popen[bytes], name: str, log: Path) -> list[str]:
-    """As a user does, and nothing of it may stay."""
+    """Stops it as a user does; no process may remain."""
     processes = family(process.pid)
     process.send_signal(signal.SIGTERM)
     code = process.wait(STOP_S)
     violations = [] if code in STOPPED else [f"{name} ended with exit code {code}: {_last_lines(log)}"]
     give_up_s = time.monotonic() + GONE_S
-    while left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
+    while remaining := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > give_up_s:
-            return [*violations, f"processes {left} are still there {GONE_S:g} s after it ended"]
+            return [*violations, f"processes {remaining} are still there {GONE_S:g} s after it ended"]
         time.sleep(0.1)
     return violations
 
@@ -218,17 +218,17 @@ def _called(command: Sequence[str]) -> str:
 
 
 def _series(samples: Sequence[dict[str, Any]], step_s: Sequence[float]) -> dict[str, list[float]]:
-    of_roles = {
+    by_role = {
         f"{label}, {role}": [sample[role][name] for sample in samples if role in sample]
         for name, label in LABELS.items()
-        for role in COLOURS
+        for role in COLORS
     }
-    series = of_roles | {STEP_S: list(step_s), CPU_S: _cpu_s(samples)}
+    series = by_role | {STEP_S: list(step_s), CPU_S: _cpu_s(samples)}
     return {name: values for name, values in series.items() if values}
 
 
 def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """Of an answer, between two samples."""
+    """Seconds per answer between samples."""
     pairs = itertools.pairwise(samples)
     return [
         (after["seconds"] - before["seconds"]) / steps
@@ -238,18 +238,18 @@ def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _cpu_s(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """Of a step, whichever process took them: unlike seconds they hardly change beside other work."""
-    taken, begin = [], samples[0] if samples else {}
+    """CPU seconds per step over all processes; unlike seconds, they hardly depend on other load."""
+    per_step, begin = [], samples[0] if samples else {}
     for sample in samples:
         if (steps := sample["steps"] - begin["steps"]) >= STEPS_TOGETHER:
-            cpu_s = [sum(at[role]["cpu_s"] for role in COLOURS if role in at) for at in (begin, sample)]
-            taken.append((cpu_s[1] - cpu_s[0]) / steps)
+            cpu_s = [sum(at[role]["cpu_s"] for role in COLORS if role in at) for at in (begin, sample)]
+            per_step.append((cpu_s[1] - cpu_s[0]) / steps)
             begin = sample
-    return taken
+    return per_step
 
 
 def _ends(values: Sequence[float]) -> dict[str, float]:
-    """Medians at both ends, once the beginning is over: programs are compiled and caches filled."""
+    """Medians at both ends, without the start, when programs compile and caches fill."""
     warm = values[int(WARM_FRAC * len(values)) :]
     window = max(1, int(WINDOW_FRAC * len(values)))
     return {"begin": statistics.median(warm[:window]), "end": statistics.median(warm[-window:]), "most": max(warm)}
@@ -262,16 +262,16 @@ def _draw(
         figure = Figure(figsize=(11, 7))
         panels = figure.subplots(2, 2).ravel()
         for panel, (name, label) in zip(panels, LABELS.items(), strict=False):
-            for role, colour in COLOURS.items():
+            for role, color in COLORS.items():
                 if present := [sample for sample in samples if role in sample]:
                     minutes = [sample["seconds"] / 60 for sample in present]
-                    panel.plot(minutes, [sample[role][name] for sample in present], color=colour, label=role)
+                    panel.plot(minutes, [sample[role][name] for sample in present], color=color, label=role)
             panel.set(title=label, xlabel="minutes", ylim=(0, None))
         panels[0].legend(frameon=False)
         panels[-1].plot(series[STEP_S], color=NEUTRAL, linewidth=0.6)
         panels[-1].set(title=STEP_S, xlabel="step", ylim=(0, None))
-        what = "A service of the smoke run's model" if args.serve else "The smoke run"
-        figure.suptitle(f"{what} with the {args.engine} engine for {args.minutes:g} minutes", x=0.01, ha="left")
+        name = "A service of the smoke run's model" if args.serve else "The smoke run"
+        figure.suptitle(f"{name} with the {args.engine} engine for {args.minutes:g} minutes", x=0.01, ha="left")
         with whole_file(path) as file:
             figure.savefig(file, format="png")
 

@@ -1,9 +1,9 @@
-"""Frames of a video for a rollout, beside the way of the original: qwen_vl_utils with decord, then the HF processor.
+"""Reading frames for a rollout, compared with the original: qwen_vl_utils with decord, then the HF processor.
 
-What a member of a group reads: an overview, then crops, patches included. The original decodes them anew for every
-member and one after another; we decode them once (cold) and the other members find them (warm). Both sides read the
-same frames of the same file, which is in the page cache, and must agree on the pixels. Workers are up before the clock
-starts.
+A rollout reads an overview, then crops, including patches. The original decodes them again for every rollout, one after
+the other; we decode them once (cold), and the other rollouts of the group read them from memory (warm). Both sides read
+the same frames of the same file, which is in the page cache, and must agree on the pixels. Workers start before the
+measurement.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: in
             pixels = [theirs(path, window) for windows in steps for window in windows]
             took["original"] = time.perf_counter() - start
             _require_same(took.pop("pixels"), pixels)
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 for side, value in took.items():
                     seconds[side].append(value)
         median = {side: statistics.median(values) for side, values in seconds.items()}
@@ -102,7 +102,7 @@ def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: in
 
 
 def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
-    """What a member of a group reads; each list of windows is waited for before the next."""
+    """The windows that a rollout reads; each list is read at once, one list after the other."""
     last = num_frames - 1
     starts = np.linspace(0, num_frames - CROP_S * FPS, NUM_CROPS).round().astype(int).tolist()
     crops = [(start, start + CROP_S * FPS - 1, CROP_S) for start in starts]
@@ -113,7 +113,7 @@ def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
 
 
 async def read_cold(path: Path, steps: list[list[Window]], decoder: Decoder) -> float:
-    """Seconds for frames that nobody has read before."""
+    """Seconds for frames that are in no cache."""
     return (await _ours(path, steps, None, decoder))["cold"]
 
 
@@ -141,7 +141,7 @@ async def _ours(
 
 
 async def _read(reader: FrameReader, path: Path, window: Window) -> np.ndarray:
-    # Half a frame in, where no rounding makes it another one.
+    # The middle of a frame, so that rounding cannot select another one.
     times_s = [(frame + 0.5) / FPS for frame in np.linspace(*window).round().tolist()]
     frames = await reader.frames(path, times_s, DEADLINE_S)
     pixels = [frame.picture.pixels for frame in frames]
@@ -150,7 +150,7 @@ async def _read(reader: FrameReader, path: Path, window: Window) -> np.ndarray:
 
 
 def _make_original(directory: str | None) -> Callable[[Path, Window], np.ndarray]:
-    """Reads a window as the original does, patches included, and gives the frames for comparison."""
+    """Reads a window as the original does, including patches, and returns the frames for comparison."""
     os.environ["FORCE_QWENVL_VIDEO_READER"] = "decord"
     sys.path += [] if directory is None else [directory]
     try:
@@ -187,7 +187,7 @@ def _make_original(directory: str | None) -> Callable[[Path, Window], np.ndarray
 
 
 def _import_torchvision() -> None:
-    """Its wheel is of a CUDA torch, and beside a CPU torch lacks two operators that nothing here calls."""
+    """Its wheel is built for CUDA; with a CPU torch it lacks two operators, which are not called here."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
@@ -198,7 +198,7 @@ def _import_torchvision() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)  # the declarations last as long as it does
+        _KEPT.append(library)  # keeps the declarations registered
         importlib.import_module("torchvision")
 
 

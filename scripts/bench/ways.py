@@ -52,19 +52,19 @@ def _alternating(
         for turn in range(repeats + 1):
             for way, pool in pools.items():
                 turns[way].append(pool.submit(_turn).result())
-                print(f"{dtype} update {turn}: {way} {_shown(turns[way][-1])}", file=sys.stderr, flush=True)
+                print(f"{dtype} update {turn}: {way} {_formatted(turns[way][-1])}", file=sys.stderr, flush=True)
             check_agreement({way: done[-1] for way, done in turns.items()}, TOLERANCES[dtype])
     finally:
         for pool in pools.values():
             pool.shutdown(cancel_futures=True)
-    return {way: {"way": way, **_medians(done[1:])} for way, done in turns.items()}  # the first warms up
+    return {way: {"way": way, **_medians(done[1:])} for way, done in turns.items()}  # the first turn warms up
 
 
 def _medians(turns: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0] if name not in AGREED}
 
 
-def _shown(turn: dict[str, float]) -> str:
+def _formatted(turn: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in turn.items())
 
 

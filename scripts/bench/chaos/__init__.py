@@ -1,4 +1,4 @@
-"""Fault injection: the smoke run, or a service, on two real SGLang servers, under a schedule that follows from a seed.
+"""Fault injection: the smoke run or a service on two real SGLang servers, with a schedule that follows from a seed.
 
 Servers, decoders, the trainer's hosts and the service are killed, stopped, slowed down, restarted and left without
 memory, disk or open files; a server comes back with older weights; two videos are broken, sometimes all are missing;
@@ -132,7 +132,7 @@ async def _service(seed: int, seconds: float, directory: Path) -> dict[str, Any]
 async def _under_faults(
     stage: Stage, seed: int, faults: Sequence[Fault], seconds: float
 ) -> tuple[Counter[str], list[str]]:
-    """Runs a stage from start to end. Returns the faults that had a target, and what is wrong afterwards."""
+    """Runs a stage from start to end. Returns the faults that had a target, and violations."""
     in_memory = set(SHARED_MEMORY.iterdir())
     injected = Counter[str]()
     try:
@@ -169,7 +169,7 @@ async def _inject_all(faults: Sequence[Fault], stage: Stage, injected: Counter[s
 
 
 class Open(NamedTuple):
-    """What a process has open at one time."""
+    """Files and connections that a process has open."""
 
     files: int
     connections: int
@@ -207,7 +207,7 @@ async def _fewest_open(stage: Stage) -> Open:
 
 
 def unexplained(role: str, exits: Sequence[Exit], faults: Counter[str]) -> list[str]:
-    """Ends that no fault explains and whose last line is not an error message; without memory none can be promised."""
+    """Exits without a fault or an error message; a process without memory may print none."""
     return [
         f"the {role} ended with {exit.code}: {exit.error or 'no error message'}"
         for exit in exits
@@ -220,10 +220,10 @@ def _has_message(exit: Exit) -> bool:
     return exit.code == 1 and bool(exit.error) and "not expected" not in exit.error
 
 
-def left_in_memory(before: set[Path]) -> set[str]:
+def left_in_memory(at_start: set[Path]) -> set[str]:
     """New segments and weights that no living process uses; the others belong to another run."""
-    new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - before
-    in_use, unused = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - before
+    new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - at_start
+    in_use, unused = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - at_start
     for path in new:
         with suppress(FileNotFoundError):  # another run has removed it
             unused |= {path} if path.lstat().st_ino not in in_use else set()

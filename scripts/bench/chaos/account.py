@@ -10,7 +10,7 @@ from paravt_jax.learner.learner import StepPart
 
 
 class UsedTokens(NamedTuple):
-    """The sampled tokens of one dialogue, in a batch or in the log."""
+    """A dialogue's sampled tokens, in a batch or in the log."""
 
     ids: bytes  # int32
     logps: bytes  # float32, under the policy that sampled them
@@ -32,16 +32,16 @@ def accounting_problems(
     The learner cuts a dialogue after the first sampled token of `visual_ids`, which has no image.
     """
     names: dict[UsedTokens, str] = {}
-    wanted: Counter[UsedTokens] = Counter()
+    expected: Counter[UsedTokens] = Counter()
     for name, tokens in _in_log(episodes, visual_ids, subagents):
         names[tokens] = name
-        wanted[tokens] += 1
+        expected[tokens] += 1
     used = Counter(tokens for part in parts for tokens in _in_batches(part))
     return [
         f"step {step}: the update used {used[tokens]} times the {tokens.num_tokens} tokens of "
-        f"{names.get(tokens, 'a dialogue that is not in the log')}, expected {wanted[tokens]}"
-        for tokens in {**wanted, **used}
-        if used[tokens] != wanted[tokens]
+        f"{names.get(tokens, 'a dialogue that is not in the log')}, expected {expected[tokens]}"
+        for tokens in {**expected, **used}
+        if used[tokens] != expected[tokens]
     ]
 
 

@@ -57,7 +57,7 @@ class Fault(NamedTuple):
     role: str
     lasts_s: float
     target: float  # which server, decoder or host: a fraction in [0, 1)
-    process: float  # which process of that target, likewise
+    process: float  # which process of that target, also a fraction
 
     @property
     def name(self) -> str:

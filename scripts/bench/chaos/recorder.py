@@ -132,10 +132,10 @@ class Recorder:
         label = Label.of(sent["weight_version"])
         path = self._directory / str(next(self._numbers))
         await asyncio.to_thread(shutil.copytree, sent["model_path"], path)
-        older = [one for one in self._published if (one.label.version or 0) < (label.version or 0)]
+        older = [published for published in self._published if (published.label.version or 0) < (label.version or 0)]
         self._published = [*older, Published(label, path)][-NUM_KEPT:]
         self._copies.append(path)
         for copy in self._copies[:-NUM_COPIES]:
             await asyncio.to_thread(shutil.rmtree, copy)
-            self._published = [one for one in self._published if one.path != copy]
+            self._published = [published for published in self._published if published.path != copy]
         self._copies = self._copies[-NUM_COPIES:]

@@ -84,20 +84,20 @@ def _sampled(groups: Sequence[Group], image_id: int) -> Iterator[Sampled]:
         for ledger in rollout.episode.ledgers
     )
     for ledger in ledgers:
-        before: list[Segment] = []
+        prompt: list[Segment] = []
         for sampled, run in itertools.groupby(ledger.segments, lambda segment: segment.kind == "sampled"):
             segments = list(run)
             if sampled:
                 yield Sampled.of(
-                    np.concatenate([segment.ids for segment in before]),
-                    [picture.png_base64 for segment in before for picture in segment.pictures],
+                    np.concatenate([segment.ids for segment in prompt]),
+                    [picture.png_base64 for segment in prompt for picture in segment.pictures],
                     np.concatenate([segment.ids for segment in segments]),
                     np.concatenate(
                         [segment.behavior_logp for segment in segments if segment.behavior_logp is not None]
                     ),
                     [segment.version for segment in segments for _ in segment.ids if segment.version is not None],
                 )
-            before += segments
+            prompt += segments
 
 
 def _differing(checkpoint: Path, other: Path) -> list[str]:

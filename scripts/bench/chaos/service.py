@@ -30,6 +30,7 @@ LATE_S = 45.0  # a service that is stopped or slowed down answers later by as mu
 LEAVES_EVERY, LEAVES_AFTER_S, PAUSE_S = 5, 0.3, 0.5
 RESTART_S = 15.0  # a service that ends closes its connections before; it has ended after this time
 END_CHARS, SHOWN_CHARS = 12, 200
+END_OF_TURN = re.compile(r"<\|(im_end|endoftext)\|>$")  # not part of a turn's text
 REFUSALS = {429: "busy", 503: "unavailable", 504: "deadline"}
 
 
@@ -62,8 +63,8 @@ class ServiceStage(Stage):
     def record(self, sent: dict[str, Any], answer: dict[str, Any]) -> None:
         assert self._chat is not None
         question = question_in(self._chat.decode(sent["input_ids"]))
-        text = self._chat.decode(answer["output_ids"]).removesuffix("<|im_end|>")
-        self.samples.setdefault(question, []).append(text)
+        text = self._chat.decode(answer["output_ids"])
+        self.samples.setdefault(question, []).append(END_OF_TURN.sub("", text))
 
     async def start(self, seed: int) -> None:
         """Returns after the first answers."""
@@ -82,8 +83,8 @@ class ServiceStage(Stage):
 
     async def steps_more(self, number: int) -> None:
         """A step is an answer for each client."""
-        wanted = self.outcomes["answered"] + number * NUM_CLIENTS
-        await self.until(lambda: self.outcomes["answered"] >= wanted, "the service did not answer")
+        goal = self.outcomes["answered"] + number * NUM_CLIENTS
+        await self.until(lambda: self.outcomes["answered"] >= goal, "the service did not answer")
 
     async def inject(self, fault: Fault) -> bool:
         begin_s = time.monotonic()

@@ -43,7 +43,7 @@ STALE = ("optim.learning_rate=1e-5", "train.max_staleness=1")
 ADAPTERS = ("lora.rank=4",)
 TWO_HOSTS = ("mesh.fsdp=2", "pack.num_rows=2")
 START_S, STOP_S = 450.0, 180.0
-LAST_HOST_S = 100.0  # after the end of one host, all others must have ended
+LAST_HOST_S = 100.0  # after one host ended, the others must have ended too
 MARK_VARIABLE = "PARAVT_CHAOS"  # in the environment of every process of a stage
 POLL_S = 0.2
 
@@ -214,7 +214,7 @@ class Stage:
 
 
 class TrainerStage(Stage):
-    """The servers and a trainer, whose hosts are processes of this machine."""
+    """The servers and a trainer; its hosts are processes on this machine."""
 
     def __init__(self, directory: Path, settings: Sequence[str], num_hosts: int = 1):
         super().__init__(directory)
@@ -244,8 +244,8 @@ class TrainerStage(Stage):
         return self._hosts
 
     async def steps_more(self, number: int) -> None:
-        wanted = num_steps(self.run_dir) + number
-        await self.until(lambda: num_steps(self.run_dir) >= wanted, f"the trainer did not make {number} more steps")
+        goal = num_steps(self.run_dir) + number
+        await self.until(lambda: num_steps(self.run_dir) >= goal, f"the trainer did not make {number} more steps")
 
     async def inject(self, fault: Fault) -> bool:
         if fault.role == SECOND:
@@ -297,9 +297,9 @@ class TrainerStage(Stage):
         """
         ends = [asyncio.create_task(self._end_of(number, host)) for number, host in enumerate(self._hosts)]
         first, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        _, late = await asyncio.wait(ends, timeout=LAST_HOST_S)
+        _, running = await asyncio.wait(ends, timeout=LAST_HOST_S)
         for number, host in enumerate(self._hosts):
-            if ends[number] in late:
+            if ends[number] in running:
                 await kill(host)
                 if num_steps(self.run_dir) > num_before:
                     self.violations.append(f"host {number} ran {LAST_HOST_S:g} s longer than another one")
@@ -329,8 +329,8 @@ async def kill(process: asyncio.subprocess.Process) -> None:
 def break_videos(train: Path) -> None:
     """Adds two questions: one about a truncated video, one about a file that is not a video."""
     rows = [json.loads(line) for line in train.read_text().splitlines()]
-    whole = (train.parent / rows[0]["videos"][0]["video"]).read_bytes()
-    for name, content in (("cut", whole[: len(whole) // 2]), ("noise", bytes(range(256)) * 64)):
+    content_of_first = (train.parent / rows[0]["videos"][0]["video"]).read_bytes()
+    for name, content in (("cut", content_of_first[: len(content_of_first) // 2]), ("noise", bytes(range(256)) * 64)):
         path = train.parent / "videos" / f"{name}.mp4"
         path.write_bytes(content)
         rows.append({**rows[0], "videos": [{"video": f"videos/{path.name}"}]})
