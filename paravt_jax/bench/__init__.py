@@ -10,7 +10,7 @@ VERSIONED = ("jax", "flax", "orbax-checkpoint", "tensorstore", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code. Accelerators are named by the benches that use them."""
+    """The machine and versions that results depend on. Benchmarks that use accelerators report them."""
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -14,8 +14,8 @@ def camera(height: int, width: int, num_s: int) -> Iterator[np.ndarray]:
     """FPS frames a second, with a cut every few seconds."""
     for number in range(num_s * FPS):
         scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
-        top, left = (round(MARGIN_PX * (1 + np.sin(number / slow))) for slow in (70, 43))
-        yield np.ascontiguousarray(scene[top : top + height, left : left + width])
+        y, x = (round(MARGIN_PX * (1 + np.sin(number / period))) for period in (70, 43))
+        yield np.ascontiguousarray(scene[y : y + height, x : x + width])
 
 
 @functools.lru_cache(1)

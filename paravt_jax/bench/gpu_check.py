@@ -1,9 +1,9 @@
-"""One NVIDIA GPU, checked and measured in less than ten minutes: what docs/results/README.md cannot say without one.
+"""Checks and measures one NVIDIA GPU in less than ten minutes.
 
-Attention of every form against the oracle, with gradients; the update at the 8B's width over 4k to 32k tokens; a prompt
-computed once for its group, beside a row for each episode and beside torch with transformers; weights written for
-servers. Each part is a process of its own with a deadline: the memory of a GPU is given back only so, and a part that
-fails is said at the end and stops no other.
+It compares all forms of attention with the oracle, including gradients. It times the update at the 8B's width for 4k
+to 32k tokens, a group's update with a shared prompt, with a row per episode and in torch, and writing weights for
+servers. Each part runs in its own process with a timeout, because only that frees GPU memory; one that fails does not
+stop the others.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from paravt_jax.bench.update import TOLERANCES, check_agreement
 from paravt_jax.run.process import claim_memory
 
 Row = dict[str, Any]
-DEADLINES_S = {  # of each part; together less than ten minutes
+DEADLINES_S = {  # per part; less than ten minutes in total
     "device": 20,
     "attention": 80,
     "attention_time": 40,
@@ -33,31 +33,31 @@ DEADLINES_S = {  # of each part; together less than ten minutes
     "torch": 60,
     "publish": 30,
 }
-PATIENCE = 4  # times as long, where a CPU that others use too tries it
+PATIENCE = 4  # times as long on a CPU, which may be shared
 TITLES = {
     "device": "The device",
-    "attention": "Attention against the oracle, forward and gradients",
+    "attention": "Attention compared with the oracle, forward and gradients",
     "attention_time": "Attention of one layer, forward and backward",
     "update": "The update at the 8B's width",
-    "weights": "The model of the next three",
-    "branches": "One update of a group: its prompt once",
-    "rows": "The same, a row for each episode",
+    "weights": "The model for the next three parts",
+    "branches": "One update of a group with a shared prompt",
+    "rows": "The same with a row per episode",
     "torch": "The same in torch and transformers",
     "publish": "Weights written for servers",
 }
 CONVENTION = """\
-Errors are the largest difference over the largest value; in bfloat16 as a multiple of the oracle's own error. FLOPs of
-the model are 6·N a token (N: the layers' products; the head's for scored tokens, an eighth) and causal attention, half
-of 12·heads·head_dim a pair and layer; nothing computed again and no frame counts. MFU is of the dense bfloat16 peak.
-Float32 masters, moments and gradients; where those of all layers do not fit, fewer, as the column says, and tokens/s of
-the whole depth are scaled by FLOPs. Seconds are medians of three."""
-WAYS = ("branches", "rows", "torch")  # of the same update
+Errors are the largest difference divided by the largest value; in bfloat16 divided by the oracle's own error. Model
+FLOPs are 6·N per token (N: parameters of the layers' products; the head counts for scored tokens, an eighth) plus
+causal attention, half of 12·heads·head_dim per pair and layer; recomputation and frames do not count. MFU is relative
+to the dense bfloat16 peak. Master weights, moments and gradients are float32; if all layers do not fit, the column
+shows how many do, and tokens/s of the full depth are scaled by FLOPs. Seconds are medians of three."""
+WAYS = ("branches", "rows", "torch")  # compared with each other
 SHOWN_CHARS = 300
-ROOM_BYTES = 16 * 2**30  # for the models that the parts write
+ROOM_BYTES = 16 * 2**30  # for the models of all parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tiny", action="store_true", help="try the check itself: tiny models, on a CPU too")
+    parser.add_argument("--tiny", action="store_true", help="test this check with tiny models, also on a CPU")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -77,12 +77,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_gpu(part: dict[str, Any]) -> None:
     if not any(row["platform"] == "gpu" for row in part["rows"]):
-        seen = ", ".join(row["device"] for row in part["rows"]) or part["problem"] or "nothing"
-        raise RuntimeError(f"jax sees no GPU here but {seen}, so nothing was measured; --tiny tries the check itself")
+        devices = ", ".join(row["device"] for row in part["rows"]) or part["problem"] or "nothing"
+        raise RuntimeError(
+            f"jax sees no GPU here but {devices}, so nothing was measured; --tiny tests the check itself"
+        )
 
 
 def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """What a part printed until it ended or had to, and what was wrong with it."""
+    """The rows that a part printed before it ended or timed out, and its problem."""
     command = [sys.executable, "-m", "paravt_jax.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
     print(f"{name} …", file=sys.stderr, flush=True)
     start, deadline_s = time.monotonic(), DEADLINES_S[name] * (PATIENCE if tiny else 1)
@@ -90,7 +92,7 @@ def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
 
 
 def part_of(command: list[str], deadline_s: float, folder: Path) -> dict[str, Any]:
-    """The rows of a command, and its problem: how it ended, with the last line that it said."""
+    """The rows of a command, and its exit code with its last line if it failed."""
     problem = None
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         try:
@@ -98,8 +100,8 @@ def part_of(command: list[str], deadline_s: float, folder: Path) -> dict[str, An
         except subprocess.TimeoutExpired:
             problem = f"not done within {deadline_s:g} s"
         else:
-            said = (_text(err).strip().splitlines() or ["nothing"])[-1]
-            problem = f"ended with exit code {code}: {said[:SHOWN_CHARS]}" if code else None
+            last_line = (_text(err).strip().splitlines() or ["nothing"])[-1]
+            problem = f"ended with exit code {code}: {last_line[:SHOWN_CHARS]}" if code else None
         rows = [json.loads(line) for line in _text(out).splitlines() if line.startswith("{") and line.endswith("}")]
     return {"rows": rows, "problem": problem}
 
@@ -110,10 +112,10 @@ def _text(file: Any) -> str:
 
 
 def _memory() -> Path | None:
-    """Where files are memory, as those that servers read, if there is room."""
+    """/dev/shm, where servers read weights too, if it has room."""
     shared = Path("/dev/shm")
-    roomy = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > ROOM_BYTES
-    return shared if roomy else None
+    has_room = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > ROOM_BYTES
+    return shared if has_room else None
 
 
 def problems_of(parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -126,39 +128,39 @@ def problems_of(parts: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _disagreement(ways: list[Row]) -> list[str]:
-    """Ways that compute something else are not compared."""
+    """A violation if the ways compute different things."""
     done = [row for row in ways if "loss" in row]
-    found = {row["way"]: {"loss/total": row["loss"], "optim/grad_norm": row["grad_norm"]} for row in done}
+    by_way = {row["way"]: {"loss/total": row["loss"], "optim/grad_norm": row["grad_norm"]} for row in done}
     try:
-        if found:
-            check_agreement(found, TOLERANCES["bfloat16"])
+        if by_way:
+            check_agreement(by_way, TOLERANCES["bfloat16"])
     except RuntimeError as problem:
         return [str(problem)]
     return []
 
 
-def table(found: dict[str, Any]) -> str:
-    """A page of Markdown: what fell short, then every part."""
-    violations = found["violations"]
-    size = ", tiny models: to try the check, not to measure" if found["tiny"] else ""
-    lines = [f"# GPU check{size}", "", f"{found['date']}, `python -m paravt_jax.bench gpu_check`", "", CONVENTION, ""]
+def table(result: dict[str, Any]) -> str:
+    """A Markdown page: problems first, then every part."""
+    violations = result["violations"]
+    size = ", tiny models: tests the check, measures nothing" if result["tiny"] else ""
+    lines = [f"# GPU check{size}", "", f"{result['date']}, `python -m paravt_jax.bench gpu_check`", "", CONVENTION, ""]
     lines += [f"Problems: {len(violations)}", "", *(f"- {problem}" for problem in violations), ""] * bool(violations)
-    lines += _ratios(found["parts"])
-    for name, part in found["parts"].items():
+    lines += _ratios(result["parts"])
+    for name, part in result["parts"].items():
         lines += [f"## {TITLES[name]}", "", *_table(part["rows"]), ""]
         lines += [f"Failed: {part['problem']}", ""] * bool(part["problem"])
     return "\n".join(lines).rstrip()
 
 
 def _ratios(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """The three ways beside each other, as far as they were done."""
+    """Compares the ways that were measured."""
     done = [row for name in WAYS for row in parts.get(name, {"rows": []})["rows"] if "update_s" in row]
     seconds = {row["way"]: row["update_s"] for row in done}
     if "branches" not in seconds:
         return []
     own_s = seconds.pop("branches")
-    others = [f"{way} takes {other_s / own_s:.2f} x as long" for way, other_s in seconds.items()]
-    return [f"One update of a group, its prompt computed once: {'; '.join([f'{own_s:.3g} s', *others])}.", ""]
+    ratios = [f"{way} takes {way_s / own_s:.2f} x as long" for way, way_s in seconds.items()]
+    return [f"One update of a group, its prompt computed once: {'; '.join([f'{own_s:.3g} s', *ratios])}.", ""]
 
 
 def _table(rows: list[Row]) -> list[str]:

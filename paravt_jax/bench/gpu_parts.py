@@ -1,9 +1,9 @@
-"""What `bench gpu_check` measures, part by part, each in a process of its own.
+"""The parts of `bench gpu_check`; each runs in its own process.
 
     python -m paravt_jax.bench.gpu_parts PART FOLDER [--tiny]
 
-A part prints one JSON object for each row as soon as it is known, so that what is done stays when its time is over.
-Nothing here reads a config or shows a video: jax, flax, and for the comparison torch and transformers, are enough.
+A part prints each row as a JSON object as soon as it is measured, so that a timeout keeps the finished rows. It needs
+only jax and flax, and torch with transformers for the comparison.
 """
 
 import argparse
@@ -29,28 +29,28 @@ from paravt_jax.bench.update import EpisodeGroup, Update, our_update, torch_upda
 
 Row = dict[str, Any]
 GIB = 2**30
-STATE_BYTES = 20  # of a parameter while it trains in float32: itself, two moments, gradients of the step and of a batch
-STATE_FRAC = 0.8  # of the device's memory, the rest for activations
-DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # of the 8B's layers, to choose from
+STATE_BYTES = 20  # per float32 parameter: itself, two moments, gradients of the step and of a batch
+STATE_FRAC = 0.8  # of the device's memory; activations get the rest
+DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # numbers of the 8B's layers
 FP32_BOUND, BF16_BOUND = 1e-5, 2.0
 FRAME_PATCHES = 196  # as in the recipe
 MODEL_DIR = "model"
-SQUARE_FORMS = ("xla", "blocked")  # keep scores of all pairs, for which long rows may have no room
+SQUARE_FORMS = ("xla", "blocked")  # store the scores of all pairs, which may not fit for long rows
 SHOWN_CHARS = 200
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is: of a GPU worth measuring, or small enough to try the check itself on a CPU."""
+    """Sizes for a GPU, or small ones to test the check on a CPU."""
 
     head_dims: tuple[int, ...]
     parity_tokens: int
     attention_tokens: int
-    attention_heads: tuple[int, int]  # of queries, of keys and values
-    update_tokens: tuple[int, ...]  # what matters most first
-    frames: int  # of a row of the update
-    prompt: tuple[int, int]  # frames and text of the group that is done in several ways
+    attention_heads: tuple[int, int]  # for queries; for keys and values
+    update_tokens: tuple[int, ...]  # most important first
+    frames: int  # per row of the update
+    prompt: tuple[int, int]  # frames and text tokens of the group that is updated in several ways
     response_tokens: int
     num_episodes: int
 
@@ -61,10 +61,10 @@ TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3)
 
 @dataclass(frozen=True)
 class Check:
-    """What a part is given."""
+    """Input of a part."""
 
     tiny: bool
-    folder: Path  # shared by the parts: the model that is updated in several ways
+    folder: Path  # shared by all parts; has the model for the ways
 
     @property
     def sizes(self) -> Sizes:
@@ -72,7 +72,7 @@ class Check:
 
     @property
     def group_model(self) -> ModelConfig:
-        """The 8B's width with few layers and a small vocabulary, so that torch has room for it too."""
+        """The 8B's width with few layers and a small vocabulary, so that it also fits in torch."""
         if self.tiny:
             return tiny_config()
         model = preset("8b")
@@ -85,14 +85,14 @@ class Check:
 
 
 def device(check: Check) -> Iterator[Row]:
-    """What there is: the accelerator, and what everything was done with."""
+    """The accelerator and versions."""
     import jax
 
-    found = jax.devices()[0]
-    memory = (found.memory_stats() or {}).get("bytes_limit")
+    first = jax.devices()[0]
+    memory = (first.memory_stats() or {}).get("bytes_limit")
     yield {
-        "device": found.device_kind,
-        "platform": found.platform,
+        "device": first.device_kind,
+        "platform": first.platform,
         "usable_gib": None if memory is None else round(memory / GIB, 1),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -100,7 +100,7 @@ def device(check: Check) -> Iterator[Row]:
 
 
 def attention(check: Check) -> Iterator[Row]:
-    """Every form beside the oracle: in float32 at the highest precision, in bfloat16 beside the oracle's own error."""
+    """Every form compared with the oracle: float32 at the highest precision, and bfloat16 relative to its own error."""
     import jax
     import jax.numpy as jnp
 
@@ -130,7 +130,7 @@ def attention(check: Check) -> Iterator[Row]:
 
 
 def attention_time(check: Check) -> Iterator[Row]:
-    """Forward and backward of one layer's attention in bfloat16, one long packed and branched row."""
+    """Forward and backward of one layer's attention in bfloat16 on a long packed, branched row."""
     import jax
     import jax.numpy as jnp
 
@@ -158,7 +158,7 @@ def forms() -> list[Any]:
 
 
 def no_kernel(form: Any) -> Row:
-    """A note where this is no device for the form: on a CPU, where the check itself is tried."""
+    """A note if the form has no kernel on this device, for example on a CPU."""
     from model_port.attention.choice import KERNEL_PLATFORMS
     from model_port.sharding import platform
 
@@ -167,7 +167,7 @@ def no_kernel(form: Any) -> Row:
 
 
 def packed_layout(num_tokens: int) -> Any:
-    """A trunk of half of the row with two branches, another segment, and padding."""
+    """A trunk in half of the row with two branches, another segment, and padding."""
     import jax.numpy as jnp
 
     from model_port.attention import Layout
@@ -179,7 +179,7 @@ def packed_layout(num_tokens: int) -> Any:
 
 
 def attention_inputs(num_tokens: int, heads: tuple[int, int], head_dim: int) -> list[Any]:
-    """Queries, keys, values, and a weight for each output."""
+    """Queries, keys, values, and a weight per output."""
     import jax.numpy as jnp
 
     random = np.random.default_rng(3)
@@ -196,23 +196,23 @@ def with_gradients(form: Any) -> Callable[..., tuple[Any, ...]]:
     from model_port.attention import attention_of
 
     def objective(q: Any, k: Any, v: Any, weight: Any, layout: Any) -> tuple[Any, Any]:
-        kept = (layout.segment_ids != 0)[..., None, None]
-        out = jnp.where(kept, attention_of(form)(q, k, v, layout, True), 0)
+        valid = (layout.segment_ids != 0)[..., None, None]
+        out = jnp.where(valid, attention_of(form)(q, k, v, layout, True), 0)
         return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
     gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
 
     def call(q: Any, k: Any, v: Any, weight: Any, layout: Any) -> tuple[Any, ...]:
-        (_, out), found = gradients(q, k, v, weight, layout)
-        return out, *found
+        (_, out), grads = gradients(q, k, v, weight, layout)
+        return out, *grads
 
     return call
 
 
-def errors(found: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
-    """Of output and gradients, each as a part of the longest value."""
-    pairs = [[np.asarray(value, np.float32) for value in pair] for pair in zip(found, exact, strict=True)]
-    return [float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs]
+def errors(values: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
+    """Largest errors of output and gradients, each relative to its largest value."""
+    pairs = [[np.asarray(value, np.float32) for value in pair] for pair in zip(values, exact, strict=True)]
+    return [float(np.abs(value - reference).max() / np.abs(reference).max()) for value, reference in pairs]
 
 
 def update(check: Check) -> Iterator[Row]:
@@ -226,8 +226,8 @@ def update(check: Check) -> Iterator[Row]:
     from paravt_jax.plan.batch import BatchShape, make_batch, random_model
 
     limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
-    whole = tiny_config() if check.tiny else preset("8b")
-    model = at_depth(whole, limit)
+    full_model = tiny_config() if check.tiny else preset("8b")
+    model = at_depth(full_model, limit)
     policy = random_model(model, Compute("bfloat16", remat="full"))
     learner = Learner(policy, OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
     kind = jax.devices()[0].device_kind
@@ -243,15 +243,15 @@ def update(check: Check) -> Iterator[Row]:
             longer = num_tokens > min(check.sizes.update_tokens)
             yield {"layers": model.text.num_layers, "tokens": num_tokens} | failure(problem, may_lack_room=longer)
             continue
-        of_model, of_whole = (model_flops(one, num_tokens, num_scored) for one in (model, whole))
+        flops, full_flops = (model_flops(config, num_tokens, num_scored) for config in (model, full_model))
         yield {
             "layers": model.text.num_layers,
             "tokens": num_tokens,
             "update_s": update_s,
             "tokens_per_s": num_tokens / update_s,
-            "tflops": of_model / update_s / 1e12,
-            "mfu": None if peak is None else of_model / update_s / peak,
-            f"tokens_per_s_of_{whole.text.num_layers}_layers": num_tokens / update_s * of_model / of_whole,
+            "tflops": flops / update_s / 1e12,
+            "mfu": None if peak is None else flops / update_s / peak,
+            f"tokens_per_s_of_{full_model.text.num_layers}_layers": num_tokens / update_s * flops / full_flops,
             "peak_gib_so_far": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
             **unrated,
         }
@@ -283,12 +283,12 @@ def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
 def peak_flops(device_kind: str) -> float | None:
     from paravt_jax.plan.devices import device_of
 
-    known = device_of(device_kind)
-    return None if known is None or known.peak_tflops is None else known.peak_tflops * 1e12
+    spec = device_of(device_kind)
+    return None if spec is None or spec.peak_tflops is None else spec.peak_tflops * 1e12
 
 
 def weights(check: Check) -> Iterator[Row]:
-    """The model that the next parts update, as Hugging Face files."""
+    """Writes the model of the next parts as Hugging Face files."""
     start = time.perf_counter()
     make_tiny(check.folder / MODEL_DIR, config=check.group_model, dtype="bfloat16")
     yield {
@@ -299,12 +299,12 @@ def weights(check: Check) -> Iterator[Row]:
 
 
 def update_here(way: str, check: Check) -> Iterator[Row]:
-    """One update of a group of episodes, its prompt computed once (`branches`) or for each of them (`rows`)."""
+    """One update of a group; its prompt is computed once (`branches`) or per episode (`rows`)."""
     yield _one_way(way, check, our_update)
 
 
 def update_in_torch(check: Check) -> Iterator[Row]:
-    """The same in torch and transformers: float32 weights under autocast, a padded row for each episode."""
+    """The same update in torch: float32 weights under autocast, a padded row per episode."""
     try:
         import torch
         import transformers
@@ -326,7 +326,7 @@ def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:
     responses = [random_example(config, seed, 0, sizes.response_tokens, FRAME_GRID).ids for seed in seeds]
     group = EpisodeGroup(config, prompt.ids, prompt.frames, responses)
     work = make(way, check.folder / MODEL_DIR, "bfloat16", group).run
-    metrics = work()  # the first compiles, and is what the ways are compared by
+    metrics = work()  # compiles; its metrics are compared between the ways
     return {
         "way": way,
         "episodes": sizes.num_episodes,
@@ -339,7 +339,7 @@ def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:
 
 
 def publish(check: Check) -> Iterator[Row]:
-    """New weights from the device into files for servers, in this host's memory; that servers read them is not here."""
+    """Writes weights from the device to files in memory, as for servers, which are not part of this."""
     from model_port.layers import Compute
     from paravt_jax.plan.batch import random_model
     from paravt_jax.sampling.weights import ModelWeights
@@ -347,12 +347,12 @@ def publish(check: Check) -> Iterator[Row]:
     sent = ModelWeights(random_model(check.group_model, Compute("bfloat16")), np.dtype("bfloat16"))
     seconds = timed(lambda: sent.write(check.folder))
     gib = sent.num_bytes / GIB
-    whole_gib = num_params(preset("8b")) * sent.dtype.itemsize / GIB
-    yield {"gib": gib, "write_s": seconds, "gib_per_s": gib / seconds, "write_s_of_8b": seconds / gib * whole_gib}
+    gib_of_8b = num_params(preset("8b")) * sent.dtype.itemsize / GIB
+    yield {"gib": gib, "write_s": seconds, "gib_per_s": gib / seconds, "write_s_of_8b": seconds / gib * gib_of_8b}
 
 
 def timed(work: Callable[[], Any], warm: bool = False) -> float:
-    """Median seconds; the first of all compiles and does not count."""
+    """Median seconds, without a first turn that compiles."""
     seconds = []
     for turn in range(REPEATS + (not warm)):
         start = time.perf_counter()
@@ -363,7 +363,7 @@ def timed(work: Callable[[], Any], warm: bool = False) -> float:
 
 
 def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
-    """A problem, unless it is of a size for which this device need not have room: that is noted."""
+    """A problem; only a note if a size that need not fit runs out of memory."""
     from paravt_jax.plan.devices import NO_ROOM
 
     noted = may_lack_room and NO_ROOM in str(problem)

@@ -1,9 +1,8 @@
-"""An update of the policy on every mesh: measured on the devices of this machine, or of devices that are not here.
+"""An update of the policy on every mesh: measured on this machine's devices, or compiled for others (`--topology`).
 
-Every part of a mesh that rows are split over gets as many rows, so the work grows with data and fsdp. Efficiency is a
-device's tokens a second against those of one device alone, where that has room; the devices of a CPU share its cores.
-Memory, FLOPs and collectives are what the compiler says of the programs, and estimated seconds are from these. Of
-devices that are not here (`--topology`) that is all; on those of this machine steps are timed beside it.
+Rows per data and fsdp part are constant, so the work grows with both. Efficiency compares a device's tokens/s with one
+device alone, if the model fits there; CPU devices share the cores. Memory, FLOPs and collectives come from the compiled
+programs, and estimated seconds follow from them. On this machine's devices steps are also timed.
 """
 
 import argparse
@@ -17,17 +16,17 @@ from paravt_jax.bench.models import MODELS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=[*MODELS, *PRESETS], help="default tiny")
     parser.add_argument("--devices", type=int, metavar="N", help="default: all; on a CPU, 8")
-    parser.add_argument("--rows", type=int, help="for every part that rows are split over (default 1)")
+    parser.add_argument("--rows", type=int, help="rows per data and fsdp part (default 1)")
     parser.add_argument("--row-tokens", type=int, help="default 1024")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32")
     parser.add_argument("--remat", choices=["none", "full", "dots", "attention", "offload"], help="default full")
     parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median counts")
-    parser.add_argument("--mesh", metavar="D,F,T", help="this one alone: data, fsdp, tensor (default: every one)")
-    parser.add_argument("--topology", metavar="NAME", help="devices that are not here, as h100:8 or v5p:2x2x2")
-    parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate, and compile nothing")
-    parser.add_argument("--config", metavar="FILE", help="the run of this file, not of these flags")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
-    parser.add_argument("--price", type=float, help="of a device for an hour, in any currency")
+    parser.add_argument("--mesh", metavar="D,F,T", help="only this mesh: data, fsdp, tensor (default: all)")
+    parser.add_argument("--topology", metavar="NAME", help="compile for these devices, for example h100:8 or v5p:2x2x2")
+    parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate without compiling")
+    parser.add_argument("--config", metavar="FILE", help="a run's config, instead of these flags")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the file's")
+    parser.add_argument("--price", type=float, help="price of a device for an hour, in any currency")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,18 +48,18 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.row_tokens is not None and args.row_tokens < 64:
-        raise ValueError(f"--row-tokens {args.row_tokens} must be at least 64, the tokens of a frame and a few more")
+        raise ValueError(f"--row-tokens {args.row_tokens} must be at least 64, enough for a frame and some text")
     if args.price is not None and not args.price > 0:
         raise ValueError(f"--price {args.price} must be above 0")
     if args.devices is not None and args.topology:
-        raise ValueError("--devices does nothing with --topology")
+        raise ValueError("--devices has no effect with --topology")
     if args.plan_only and not args.topology:
         raise ValueError("--plan-only needs --topology")
     for name in SETTINGS if args.config else ():
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} does nothing with --config, whose file says it")
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --config; set it in the file")
     if args.overrides and not args.config:
-        raise ValueError(f"{args.overrides[0]} changes a setting of --config FILE, and there is none")
+        raise ValueError(f"{args.overrides[0]} needs --config FILE")
 
 
 def table(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What is benched on a mesh: the run that a few flags mean, its learner, a step of it."""
+"""The benchmarked case: a run's config from a few flags, its learner, and a step."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", 
 
 
 def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int, int]]:
-    """The one that is asked for, or all."""
+    """The mesh of --mesh, or all."""
     from paravt_jax.plan.meshes import mesh_shapes
 
     if args.mesh is None:
         return list(mesh_shapes(num_devices))
-    found = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
-    if not found:
+    shapes = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
+    if not shapes:
         raise ValueError(f"--mesh {args.mesh} is not data,fsdp,tensor of {num_devices} devices, as 1,{num_devices},1")
-    return found
+    return shapes
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def config_of(
     remat: Any = "full",
     **sections: Any,
 ) -> Config:
-    """A run whose batches have so many rows for every part of the mesh that rows are split over."""
+    """A run with `rows` rows per data and fsdp part of the mesh."""
     from paravt_jax.config import EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
     from paravt_jax.learner.settings import LossConfig
     from paravt_jax.rewards.settings import RewardConfig
@@ -75,10 +75,10 @@ def config_of(
 
     mesh = MeshConfig(*shape)
     num_rows = rows * mesh.num_row_parts
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": PolicyConfig(dtype=dtype, remat=remat),
         "mesh": mesh,
-        "engine": EngineConfig(kind="sglang"),  # elsewhere
+        "engine": EngineConfig(kind="sglang"),  # on other devices
         "video": VideoConfig(frame_budgets=[FRAMES_OF_A_ROW]),
         "reward": RewardConfig(tool_reward=False),
         "rollout": EpisodeConfig(
@@ -88,11 +88,11 @@ def config_of(
         "pack": PackConfig(row_tokens, num_rows),
         "train": TrainConfig(prompts_per_step=num_rows, group_size=2),
     }
-    return Config(**given | sections)
+    return Config(**defaults | sections)
 
 
 def make_learner(config: Config | SftConfig, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
-    """Of random weights."""
+    """A learner with random weights."""
     from model_port.layers import Compute
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.settings import LossConfig
@@ -105,7 +105,7 @@ def make_learner(config: Config | SftConfig, model: ModelConfig, mesh: "Mesh | N
 
 
 def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch", step: "Step") -> None:
-    """A step of the run: its batches dealt out to its updates, scored before where the run does so."""
+    """One step of the run: old log-probs if the run computes them, then its updates."""
     from paravt_jax.learner.learner import StepPart
     from paravt_jax.learner.variants import StepCounts
     from paravt_jax.plan.update import update_of
@@ -114,9 +114,9 @@ def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch
     if isinstance(config, SftConfig):
         learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)
         return
-    old = [learner.old_log_probs(one) for one in batches] if update_of(config).scores_before else None
+    old = [learner.old_log_probs(each) for each in batches] if update_of(config).scores_before else None
     parts = []
     for first in range(step.num_updates):
-        before = None if old is None else old[first :: step.num_updates]
-        parts.append(StepPart(batches[first :: step.num_updates], StepCounts(1.0, 1.0, 1.0), before))
+        old_logp = None if old is None else old[first :: step.num_updates]
+        parts.append(StepPart(batches[first :: step.num_updates], StepCounts(1.0, 1.0, 1.0), old_logp))
     learner.update(parts, len(batch.text.tokens))

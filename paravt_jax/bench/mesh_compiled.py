@@ -1,4 +1,4 @@
-"""An update on every mesh of devices that are not here: what fits, how fast it would be, what it would cost."""
+"""An update on every mesh of other devices, compiled ahead of time: memory, estimated time and price."""
 
 import argparse
 import sys
@@ -12,8 +12,8 @@ from paravt_jax.bench.mesh_rows import (
     estimated_on,
     in_order,
     row_of,
-    said,
     servers_remark,
+    summary,
     unknowns,
 )
 from paravt_jax.plan.plan import assumed_of_seconds
@@ -21,25 +21,25 @@ from paravt_jax.plan.topology import topology
 
 
 def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
-    jax.config.update("jax_platforms", "cpu")  # nothing of this computes, and compilers look for no device
-    place, run = topology(args.topology), benched_run(args)
-    learner = place.without_gpus(run.server_gpus)
+    jax.config.update("jax_platforms", "cpu")  # only compiles, which needs no device
+    target, run = topology(args.topology), benched_run(args)
+    learner = target.without_gpus(run.server_gpus)
     remarks = [*run.remarks, *servers_remark(run.server_gpus, len(learner))]
-    everything = None if args.plan_only else place.devices()
+    everything = None if args.plan_only else target.devices()
     devices = None if everything is None else [everything[number] for number in learner]
     rows = []
     for shape in shapes_of(args, len(learner)):
         print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
-        own, _, found = estimated_on(shape, run, place.device, devices)
-        rows.append(row_of(found, own, args.price))
-        print(said(rows[-1]), file=sys.stderr, flush=True)
+        own, _, mesh_estimate = estimated_on(shape, run, target.device, devices)
+        rows.append(row_of(mesh_estimate, own, args.price))
+        print(summary(rows[-1]), file=sys.stderr, flush=True)
     return {
         "title": run.title,
         "topology": args.topology,
-        "device": place.device.name,
+        "device": target.device.name,
         "num_devices": len(learner),
-        "num_hosts": place.num_hosts,
+        "num_hosts": target.num_hosts,
         "price": args.price,
-        "assumed": [*remarks, *assumed_of_seconds(place.device, run.dtype, len(learner)), *unknowns(rows)],
+        "assumed": [*remarks, *assumed_of_seconds(target.device, run.dtype, len(learner)), *unknowns(rows)],
         "rows": in_order(rows),
     }

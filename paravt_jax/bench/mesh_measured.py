@@ -1,7 +1,7 @@
-"""An update on every mesh of the devices of this machine: what their compiler says of it, and how long it takes.
+"""An update on every mesh of this machine's devices: the compiler's figures and measured time.
 
-A mesh that has no room, by the plan, by the compiler or when it runs, is refused like any other, and the next one is
-measured. First of all runs the largest batch that the config allows, then a typical step is timed.
+A mesh without enough memory, in the plan, in the compiler or at run time, is rejected, and the next one is measured.
+The largest batch that the config allows runs first; then a typical step is timed.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from paravt_jax.bench.mesh_rows import (
     estimated_on,
     in_order,
     row_of,
-    said,
     servers_remark,
+    summary,
     unknowns,
 )
 from paravt_jax.config import Config, SftConfig, computed_on, written_dtype
@@ -45,8 +45,8 @@ from paravt_jax.run.placement import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
 from paravt_jax.run.start import find_devices, said_devices, start_line
 
-CPU_DEVICES = 8  # by default, where there is no accelerator
-SAID_CHARS = 200
+CPU_DEVICES = 8  # default without an accelerator
+SHOWN_CHARS = 200
 ONE_DEVICE = (1, 1, 1)
 
 
@@ -54,14 +54,14 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     run = benched_run(args)
     _check_alone(run)
     remarks = [*run.remarks, *_prepare(run, args.devices or CPU_DEVICES)]
-    there = find_devices()
+    devices = find_devices()
     if run.config is not None:
-        run = dataclasses.replace(run, config=computed_on(run.config, there[0].platform))
+        run = dataclasses.replace(run, config=computed_on(run.config, devices[0].platform))
     written = run.dtype if run.config is None else written_dtype(run.config)
-    say(start_line(said_devices(there), num_params(run.model), run.dtype, written, model=run.title))
-    num_devices = args.devices or len(there)
-    if num_devices > len(there):
-        raise ValueError(f"--devices {num_devices}: there are {len(there)} of {there[0].device_kind}")
+    say(start_line(said_devices(devices), num_params(run.model), run.dtype, written, model=run.title))
+    num_devices = args.devices or len(devices)
+    if num_devices > len(devices):
+        raise ValueError(f"--devices {num_devices}: there are {len(devices)} of {devices[0].device_kind}")
     device, rates, rows = device_here(), _rates(run.dtype), {}
     shapes = shapes_of(args, num_devices)
     for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
@@ -70,11 +70,11 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
         if rows[shape]["fits"] and rows.get(ONE_DEVICE, {}).get("fits"):
             alone = rows[ONE_DEVICE]["device_tokens_per_s"]
             rows[shape]["efficiency"] = rows[shape]["device_tokens_per_s"] / alone
-        print(said(rows[shape]), file=sys.stderr, flush=True)
+        print(summary(rows[shape]), file=sys.stderr, flush=True)
     return {
         "title": run.title,
         "topology": None,
-        "device": there[0].device_kind,
+        "device": devices[0].device_kind,
         "num_devices": num_devices,
         "num_hosts": 1,
         "price": args.price,
@@ -87,15 +87,15 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
 def _check_alone(run: BenchedRun) -> None:
     if run.config is not None and run.config.hosts.coordinator:
         raise ValueError(
-            f"hosts.coordinator={run.config.hosts.coordinator} is of a run on several hosts, and one alone cannot "
-            f"measure it; estimate it with --topology, or add hosts.coordinator= to measure it on this one"
+            f"hosts.coordinator={run.config.hosts.coordinator} needs several hosts, which cannot be "
+            f"measured here; estimate it with --topology, or add hosts.coordinator= to measure it on this host"
         )
 
 
 def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
-    """Before jax starts a backend: what it may take and see, as a run would have it; a remark where it is less."""
+    """Sets memory, CPU devices and visible GPUs as a run would, before jax starts a backend. Returns remarks."""
     claim_memory()
-    # It concerns CPUs only, and the last one counts.
+    # Only for CPUs; the last flag wins.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
     os.environ["XLA_FLAGS"] = flags
     if not isinstance(run.config, Config) or not run.server_gpus:
@@ -105,23 +105,23 @@ def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
 
 
 def device_here() -> DeviceSpec:
-    """As the plan knows it; of one that it does not know memory is not judged, and seconds are not estimated."""
+    """The plan's entry for this device; unknown devices have no memory check and no estimated seconds."""
     kind = jax.devices()[0].device_kind
     return device_of(kind) or DeviceSpec(kind, kind, None, None, None, None, platform=platform())
 
 
 def _rates(dtype: str) -> Rates | None:
-    """Of a device of this machine: by its data sheet, or of a CPU as a large product and a large sum are measured."""
+    """This device's rates: from its data sheet, or for a CPU measured on a large product and a large sum."""
     if jax.default_backend() != "cpu":
         return device_here().rates(dtype)
     square, long = jnp.ones((2048, 2048), dtype), jnp.ones(2**26, jnp.float32)
     flops = 2 * 2048**3 / _best_s(jax.jit(jnp.matmul), square, square)
     memory_bytes = 2 * long.nbytes / _best_s(jax.jit(lambda x: x + 1), long)
-    return Rates(flops, memory_bytes, memory_bytes / 2)  # what is sent is read and written
+    return Rates(flops, memory_bytes, memory_bytes / 2)  # sent data is read and written
 
 
 def _finite(rates: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows no infinity, the rate to hosts that there are not."""
+    """JSON has no infinity, which is the rate to hosts that do not exist."""
     return {name: rate if math.isfinite(rate) else None for name, rate in rates.items()}
 
 
@@ -139,34 +139,34 @@ def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None) -> list[str]:
         return list(assumed_of_seconds(device, dtype, 0))
     return [
         f"seconds: by a product at {rates.flops / 1e12:.2f} TFLOP/s and a sum at {rates.memory_bytes / 1e9:.0f} GB/s, "
-        f"as measured just now, which the devices of a CPU share"
+        f"measured before; all CPU devices share it"
     ]
 
 
 def _row(run: BenchedRun, device: DeviceSpec, shape: Shape, rates: Rates | None) -> Row:
     if rates is not None and device.platform == "cpu":
         rates = rates.shared_by(math.prod(shape))
-    own, found = None, MeshEstimate(shape)
+    own, estimated = None, MeshEstimate(shape)
     measured: dict[str, float] = {}
     try:
-        own, step, found = estimated_on(shape, run, device, jax.devices(), rates)
-        if found.fits and own is not None and step is not None:
+        own, step, estimated = estimated_on(shape, run, device, jax.devices(), rates)
+        if estimated.fits and own is not None and step is not None:
             measured = _measured(run, own, step)
     except JaxRuntimeError as problem:
-        found = dataclasses.replace(found, fits=False, problem=no_room(problem))
-    gc.collect()  # what did not fit lies there no longer
-    # What was measured stands in place of what was estimated of the same.
+        estimated = dataclasses.replace(estimated, fits=False, problem=no_room(problem))
+    gc.collect()  # frees the memory of a mesh that did not fit
+    # Measured values replace estimated ones.
     tokens_per_s = measured["tokens"] / measured["update_s"] if measured else None
-    unknown = {name: why for name, why in found.unknown.items() if name != "tokens_per_s"}
-    found = dataclasses.replace(found, tokens_per_s=tokens_per_s, unknown=unknown)
-    return row_of(found, own, run.args.price) | dict.fromkeys(MEASURED) | measured
+    unknown = {name: why for name, why in estimated.unknown.items() if name != "tokens_per_s"}
+    estimated = dataclasses.replace(estimated, tokens_per_s=tokens_per_s, unknown=unknown)
+    return row_of(estimated, own, run.args.price) | dict.fromkeys(MEASURED) | measured
 
 
 def no_room(problem: RuntimeError) -> str:
-    """In a line; whatever else goes wrong on a device is raised again."""
+    """The message of an out-of-memory error; other errors are raised again."""
     if NO_ROOM not in str(problem):
         raise problem
-    return str(problem).partition("\n")[0][:SAID_CHARS]
+    return str(problem).partition("\n")[0][:SHOWN_CHARS]
 
 
 def _measured(run: BenchedRun, own: Config | SftConfig, step: Step) -> dict[str, float]:
@@ -178,7 +178,7 @@ def _measured(run: BenchedRun, own: Config | SftConfig, step: Step) -> dict[str,
     for turn in range(run.args.repeats + 1):
         start = time.perf_counter()
         take_step(learner, own, batch, step)
-        if turn:  # the first warms up
+        if turn:  # the first turn warms up
             seconds.append(time.perf_counter() - start)
     update_s = statistics.median(seconds)
     tokens_per_s = step.num_tokens / update_s / own.mesh.num_devices

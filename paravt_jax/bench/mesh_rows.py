@@ -1,4 +1,4 @@
-"""Meshes side by side, measured or estimated: the run on each of them, its row, and the page of all."""
+"""Compares meshes, measured or estimated: the run on each mesh, its row, and the table of all rows."""
 
 import argparse
 import dataclasses
@@ -21,12 +21,12 @@ from paravt_jax.plan.step_time import Interval, step_time
 from paravt_jax.plan.workload import Step, full_step, largest_batch, typical_step
 
 Row = dict[str, Any]
-MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null where nothing ran
+MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null if nothing ran
 
 
 @dataclass(frozen=True)
 class BenchedRun:
-    """What is benched on every mesh: the run of a file, or the one that a few flags mean."""
+    """The run that is benchmarked on every mesh: of a config file, or from a few flags."""
 
     title: str
     model: ModelConfig
@@ -40,11 +40,11 @@ class BenchedRun:
 
     @property
     def server_gpus(self) -> list[int]:
-        """Of the servers that the run starts on the learner's machine."""
+        """GPUs of the servers that the run starts on the learner's machine."""
         return self.config.engine.gpus if isinstance(self.config, Config) else []
 
     def on(self, shape: Shape) -> tuple[Config | SftConfig, Step]:
-        """The run on this mesh, and a step of it."""
+        """The run on this mesh, and a step."""
         if self.config is None:
             args = self.args
             own = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
@@ -56,7 +56,7 @@ class BenchedRun:
 def estimated_on(
     shape: Shape, run: BenchedRun, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
 ) -> tuple[Config | SftConfig | None, Step | None, MeshEstimate]:
-    """The run on this mesh, a step of it, and what is known of it before; a mesh that it cannot be on is refused."""
+    """The run on this mesh, a step, and its estimate; the estimate has a problem if the run rejects the mesh."""
     own, step = None, None
     try:
         own, step = run.on(shape)
@@ -78,32 +78,32 @@ def benched_run(args: argparse.Namespace) -> BenchedRun:
 
 
 def _config(args: argparse.Namespace) -> Config | SftConfig:
-    """Of RL, or of imitation where the file has that section."""
+    """An RL config, or an SFT config if the file has an `sft` section."""
     keys = OmegaConf.load(args.config) if Path(args.config).suffix != ".json" else {}
     return load_config(args.config, *args.overrides, schema=SftConfig if "sft" in keys else Config)
 
 
 def servers_remark(gpus: Sequence[int], num_left: int) -> Iterator[str]:
-    """What the servers of a run leave; a machine that they take whole has no mesh."""
+    """Reports the devices left by the run's servers; raises if there are none."""
     if gpus and not num_left:
         raise ValueError(f"engine.gpus={list(gpus)} leaves no device to the learner")
     if gpus:
-        yield f"engine.gpus={list(gpus)} are the servers': {num_left} devices are left to the learner"
+        yield f"engine.gpus={list(gpus)} are for servers: {num_left} devices remain for the learner"
 
 
-def row_of(found: MeshEstimate, own: Config | SftConfig | None, price: float | None) -> Row:
-    """`own` is the run on that mesh, where it can be there; `price` is that of a device for an hour."""
+def row_of(estimated: MeshEstimate, own: Config | SftConfig | None, price: float | None) -> Row:
+    """`own` is the run on that mesh, if possible; `price` is for a device and an hour."""
     return {
-        **dataclasses.asdict(found),
-        "run_step_s": found.run_step_s and list(found.run_step_s),
-        "seconds": None if found.seconds is None else found.seconds._asdict(),
+        **dataclasses.asdict(estimated),
+        "run_step_s": estimated.run_step_s and list(estimated.run_step_s),
+        "seconds": None if estimated.seconds is None else estimated.seconds._asdict(),
         "num_rows": None if own is None else own.pack.num_rows,
-        "price_per_mtokens": _price_of_mtokens(price, found.mesh, found.tokens_per_s),
+        "price_per_mtokens": _price_of_mtokens(price, estimated.mesh, estimated.tokens_per_s),
     }
 
 
 def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
-    """Of a million tokens."""
+    """Price of a million tokens."""
     if price is None or tokens_per_s is None:
         return None
     return price * math.prod(shape) / 3600 / tokens_per_s * 1e6
@@ -124,18 +124,18 @@ def unknowns(rows: Iterable[Row]) -> list[str]:
     return sorted({f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()})
 
 
-def said(row: Row) -> str:
-    """A row in a few words, while others are still to come."""
+def summary(row: Row) -> str:
+    """A row in a few words, for progress output."""
     if row["problem"]:
         return row["problem"]
     compiled = "" if row["compile_s"] is None else f", compiled in {row['compile_s']:.0f} s"
     step_s, estimated = row.get("update_s"), row["est_step_s"]
-    step = f"{estimated:.2f} s" if step_s is None else f"{step_s:.3f} s, as measured"
+    step = f"{estimated:.2f} s" if step_s is None else f"{step_s:.3f} s measured"
     return f"{_gib(row['hbm_gib'])} GiB{compiled}, a step in {step}"
 
 
 def page(result: dict[str, Any]) -> Iterator[str]:
-    """Meshes that fit, the fastest first; the others with what refuses them; what was assumed; which to take."""
+    """Meshes that fit, fastest first; rejected meshes with the reason; assumptions; and the mesh to use."""
     fitting, columns = [row for row in result["rows"] if row["fits"]], _columns(result)
     hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
     yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
@@ -146,8 +146,8 @@ def page(result: dict[str, Any]) -> Iterator[str]:
         if row["problem"]:
             yield f"refused: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])
-    whole = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
-    yield f"take {name_of(whole[0]['mesh'])}" if whole else "no mesh of these devices fits"
+    full = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
+    yield f"take {name_of(full[0]['mesh'])}" if full else "no mesh of these devices fits"
 
 
 def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
@@ -156,27 +156,27 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         "data x fsdp x tensor": lambda row: name_of(row["mesh"]),
         "rows": lambda row: str(row["num_rows"]),
         "GiB": lambda row: _gib(row["hbm_gib"]),
-        "compile s": lambda row: _shown(row["compile_s"], 0),
+        "compile s": lambda row: _formatted(row["compile_s"], 0),
     }
     if measured:
-        columns["update s"] = lambda row: _shown(row["update_s"], 3)
+        columns["update s"] = lambda row: _formatted(row["update_s"], 3)
     if any(row["run_step_s"] for row in result["rows"]):
         columns["step s"] = lambda row: str(Interval(*row["run_step_s"]))
-    columns["estimated s" if measured else "update s"] = lambda row: _shown(row["est_step_s"], 3 if measured else 2)
+    columns["estimated s" if measured else "update s"] = lambda row: _formatted(row["est_step_s"], 3 if measured else 2)
     for part in StepSeconds._fields:
-        columns[part] = lambda row, part=part: _shown((row["seconds"] or {}).get(part), 3 if measured else 2)
+        columns[part] = lambda row, part=part: _formatted((row["seconds"] or {}).get(part), 3 if measured else 2)
     columns["tokens/s a device"] = lambda row: f"{row['tokens_per_s'] / math.prod(row['mesh']):,.0f}"
     if measured:
-        columns["efficiency"] = lambda row: _shown(row["efficiency"], 2)
+        columns["efficiency"] = lambda row: _formatted(row["efficiency"], 2)
     if result["price"]:
-        columns["price of 1M tokens"] = lambda row: _shown(row["price_per_mtokens"], 2)
+        columns["price of 1M tokens"] = lambda row: _formatted(row["price_per_mtokens"], 2)
     return columns
 
 
-def _shown(value: float | None, digits: int) -> str:
+def _formatted(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def _gib(gib: float) -> str:
-    """Of the tiny model too."""
+    """With enough digits for the tiny model."""
     return f"{gib:.1f}" if gib >= 1 else f"{gib:.3f}"

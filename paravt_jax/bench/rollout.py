@@ -1,7 +1,7 @@
-"""Episodes against a real SGLang server: crops of a turn together and one by one, throughput, caches, publishing.
+"""Episodes on a real SGLang server: parallel and sequential crops, throughput, caches, publishing.
 
-The main agent's words are written here, since a random model calls no tools; everything else is real: decoding, frame
-store, sub-agents, server. Every report has the same number of tokens, so that the times compare.
+The main agent's turns are scripted, because a random model calls no tools; decoding, frame store, sub-agents and server
+are real. All reports have the same number of tokens, so that times are comparable.
 """
 
 import argparse
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a Hugging Face directory; by default a tiny random one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--episodes", type=int, default=16, help="played at the same time")
-    parser.add_argument("--report-tokens", type=int, default=128, help="that every sub-agent writes")
-    parser.add_argument("--repeats", type=int, default=5, help="of each latency; the median counts")
+    parser.add_argument("--episodes", type=int, default=16, help="concurrent episodes")
+    parser.add_argument("--report-tokens", type=int, default=128, help="tokens per report")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each latency; the median counts")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,18 +84,18 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class _Written:
-    """Says the main agent's turns without asking the engine; sub-agents are the engine's, at a fixed length."""
+class _Scripted:
+    """Scripts the main agent's turns; the engine samples the sub-agents' reports at a fixed length."""
 
     def __init__(self, engine: SGLangEngine, chat: Chat, turns: list[str]):
         self._engine, self._chat, self._turns = engine, chat, turns
-        self._said: dict[str, int] = {}
+        self._num_turns: dict[str, int] = {}
 
     async def generate(self, request: Request) -> Generation:
         if "looks closely" in self._chat.decode(request.ids[:40]):
             return await self._engine.generate(replace(request, sampling=replace(request.sampling, stop_ids=())))
-        number = self._said.get(request.episode, 0)
-        self._said[request.episode] = number + 1
+        number = self._num_turns.get(request.episode, 0)
+        self._num_turns[request.episode] = number + 1
         ids = self._chat.encode(self._turns[number])
         return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
 
@@ -119,7 +119,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
                 max_context_tokens=8192,
             )
             crops = []
-            await _turn(engine, frames, chat, config, video, 1, 0)  # the first one compiles
+            await _turn(engine, frames, chat, config, video, 1, 0)  # the first turn compiles
             for number in CROPS:
                 crops.append({"crops": number, **await _latencies(args, engine, frames, chat, config, video, number)})
                 say(f"{number} crops: {crops[-1]}")
@@ -140,7 +140,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
 async def _latencies(
     args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int
 ) -> dict[str, float]:
-    """Parallel and one by one in turns, each time over windows that nobody has looked at yet."""
+    """Parallel and one by one in turns, always over windows that are in no cache."""
     latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
     for repeat in range(args.repeats):
         offset_s = (number + repeat) * 1.37 % 50
@@ -158,7 +158,7 @@ async def _turn(
     turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
     if config.dispatch == "sequential":
         turns = [f"I look.</think>{call}" for call in calls]
-    agent = Agent(_Written(engine, chat, [*turns, ANSWER]), frames, chat, config)  # type: ignore[arg-type]
+    agent = Agent(_Scripted(engine, chat, [*turns, ANSWER]), frames, chat, config)  # type: ignore[arg-type]
     overview = await agent.overview(Task(f"turn-{number}-{offset_s}", "What happens?", (video,), FRAME_BUDGET))
     started_s = time.perf_counter()
     episode = await agent.run(overview)
@@ -170,18 +170,18 @@ async def _turn(
 async def _episodes(
     args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str
 ) -> tuple[list[Episode], float]:
-    """A group whose members all look at the same windows, and whose main agents are prefilled too."""
+    """A group whose rollouts crop the same windows; the engine also prefills the main agents' prompts."""
     calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
 
-    class Rehearsed(_Written):
+    class Rehearsed(_Scripted):
         async def generate(self, request: Request) -> Generation:
-            said = await super().generate(request)
-            if said.server:
-                return said
+            scripted = await super().generate(request)
+            if scripted.server:
+                return scripted
             real = await self._engine.generate(
                 replace(request, sampling=replace(request.sampling, stop_ids=(), max_new_tokens=args.report_tokens))
             )
-            return replace(said, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
+            return replace(scripted, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
 
     written = Rehearsed(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
     agent = Agent(written, frames, chat, config)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
     for route in ("disk", "tensors"):
         own = await SGLangEngine.connect(engine.urls, SGLangSettings("bench", route=route, device=args.device))
         try:
-            await own.publish(weights, own.version + 1)  # the first one starts what it needs
+            await own.publish(weights, own.version + 1)  # the first publish also starts its helper
             times_s = []
             for _ in range(args.repeats):
                 started_s = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The update of PARA-GRPO as one writes it in torch: transformers' model, a padded row per dialogue, autograd, AdamW.
+"""A plain PARA-GRPO update in torch: transformers' model, a padded row per dialogue, autograd, AdamW.
 
-Tests compare gradients with it, the bench compares seconds. Of the loss it has what was published: token ratios, tokens
-above the cap masked, k3. Every row brings all its frames, as a processor gives them, to the policy and the reference.
+Tests compare gradients with it, benchmarks compare time. The loss is the published one: token ratios, masking of tokens
+above the cap, k3. Every row passes all its frames, as from a processor, to the policy and the reference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 
 class TorchLearner:
-    """Weights and moments are float32, activations `dtype`. The reference is the policy at first, or `ref_folder`."""
+    """Weights and moments are float32, activations `dtype`. The reference is the initial policy, or `ref_folder`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class TorchLearner:
         return {"loss/total": loss, "optim/grad_norm": grad_norm}
 
     def add_gradients(self, dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], denominator: float) -> float:
-        """Leaves them in the parameters, and returns the loss."""
+        """Accumulates gradients in the parameters and returns the loss."""
         import torch
 
         total = 0.0
@@ -84,17 +84,17 @@ class TorchLearner:
             "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
             "mm_token_type_ids": (ids == self.model.config.image_token_id).int(),
         }
-        shown = [frames[key] for dialogue in dialogues for key in dialogue.frames]
-        if shown:
-            patches = np.concatenate([frame.patches for frame in shown])
+        all_frames = [frames[key] for dialogue in dialogues for key in dialogue.frames]
+        if all_frames:
+            patches = np.concatenate([frame.patches for frame in all_frames])
             inputs["pixel_values"] = torch.from_numpy(patches).to(self.device)
-            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in shown])
+            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in all_frames])
 
-        # Logits of the prompt are never computed: the first one needed predicts the first scored token.
+        # Skips the prompt's logits: the first needed logit predicts the first scored token.
         begin = max(int(loss_mask.any(dim=0).int().argmax()), 1)
-        kept = loss_mask[:, begin:]
-        behavior_logp, advantage = behavior_logp[:, begin:][kept], advantage[:, begin:][kept]
-        policy_logp = self._logp(self.model, inputs, begin)[kept]
+        scored = loss_mask[:, begin:]
+        behavior_logp, advantage = behavior_logp[:, begin:][scored], advantage[:, begin:][scored]
+        policy_logp = self._logp(self.model, inputs, begin)[scored]
         prox_logp = policy_logp.detach()  # the first update on fresh rollouts
         ratio = (policy_logp - prox_logp).exp()
         numbers = self.loss.all_params
@@ -104,13 +104,13 @@ class TorchLearner:
         per_token = -weight * torch.minimum(ratio * advantage, clipped * advantage)
         if self.ref is not None:
             with torch.no_grad():
-                ref_logp = self._logp(self.ref, inputs, begin)[kept]
+                ref_logp = self._logp(self.ref, inputs, begin)[scored]
             to_ref = ref_logp - policy_logp
             per_token = per_token + self.loss.kl_coef * (to_ref.exp() - to_ref - 1)
         return per_token.sum()
 
     def _logp(self, model: Any, inputs: dict[str, Any], begin: int) -> Any:
-        """Log-probs of the tokens from column `begin` on, under log_softmax(z / temperature)."""
+        """Log-probs of the tokens from column `begin`, under log_softmax(z / temperature)."""
         import torch
 
         targets = inputs["input_ids"][:, begin:]

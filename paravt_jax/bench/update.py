@@ -34,13 +34,13 @@ class EpisodeGroup:
     def dialogues(self, way: str) -> tuple[list[Dialogue], dict[str, Frame]]:
         """Dialogues with positive and negative advantages that vary by token, and noisy behavior log-probs."""
         dialogues: list[Dialogue] = []
-        shown: dict[str, Frame] = {}
+        frames_by_key: dict[str, Frame] = {}
         shared = way == "branches"
         for number, response in enumerate(self.responses):
             ids = np.r_[self.prompt, response]
             # A frame is identified by its key, not by its pixels.
             keys = tuple(f"{number if way == 'own frames' else 0}/{n}" for n in range(len(self.frames)))
-            shown.update(zip(keys, self.frames, strict=True))
+            frames_by_key.update(zip(keys, self.frames, strict=True))
             noise = np.random.default_rng(number).normal(scale=0.3, size=len(ids))
             advantage = (-1.0 if number % 2 else 1.5) + (np.arange(len(ids)) % 8 == 0)
             dialogues.append(
@@ -56,7 +56,7 @@ class EpisodeGroup:
                     episode=number,
                 )
             )
-        return dialogues, shown
+        return dialogues, frames_by_key
 
     @property
     def num_loss_tokens(self) -> float:

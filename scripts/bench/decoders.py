@@ -2,7 +2,7 @@
 
 Every frame of a clip is different. All frames are read in random order, so that each needs a seek, and a right frame
 equals the frame from decoding the whole clip, pixel for pixel. decord is also tested on clips that
-`video.decoder=decord` rejects. Speed is measured on cold frames in turns, with running decoders and the file in the page
+`video.decoder=decord` rejects. Speed is measured on cold frames in turns, with running decoders and a file in the page
 cache.
 """
 

@@ -54,7 +54,7 @@ async def main(directory: Path) -> None:
             groups = [await sample_group(agent, prompt, step) for prompt in chosen]
             metrics = update(learner, chat, contract, chosen, groups)
             await engine.publish(
-                ModelWeights(sampling_model(learner.model, "float32", copied=True), np.float32), step + 1
+                ModelWeights(sampling_model(learner.model, "float32", copied=True), np.dtype(np.float32)), step + 1
             )
             print(f"step {step + 1}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
     await engine.close()

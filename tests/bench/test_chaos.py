@@ -67,7 +67,7 @@ SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos, a kil
 def test_without_a_clone_nothing_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(smoke_run, "CONFIG", tmp_path / "none.yaml")
     with pytest.raises(RuntimeError, match="this bench runs from a clone of the repository"):
-        chaos.run(argparse.Namespace(minutes=1.0, seed=0, out=tmp_path / "out"))
+        chaos.run(argparse.Namespace(minutes=1.0, seed=0, serve=False, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -342,7 +342,7 @@ def test_servers_with_older_weights_under_the_current_label_are_noticed(tmp_path
 def survived(tmp_path_factory):
     """A run under faults, and its result."""
     out = tmp_path_factory.mktemp("chaos") / "out"
-    result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, out=out))
+    result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=out))
     return out, result
 
 

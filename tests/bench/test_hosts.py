@@ -37,7 +37,7 @@ def test_the_times_of_a_run_are_medians_of_the_steps_that_compile_nothing(tmp_pa
         (tmp_path / name).mkdir()
         rows = [{"step": n, **{f"time/{time}": s for time in hosts.TIMES}} for n, s in enumerate(seconds, 1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = hosts.found_in(tmp_path / "run", tmp_path / "other")
+    found = hosts.measured_in(tmp_path / "run", tmp_path / "other")
     assert found == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **found}]
     publishes = [{"servers": 4, "mib": 320, "publish_s": 3.0, "copy_s": 2.0}]

@@ -53,7 +53,7 @@ def test_the_page_has_every_part_and_says_which_failed():
 
 def test_without_a_gpu_nothing_is_measured_unless_it_is_only_tried():
     gpu_check._check_gpu({"rows": [{"device": "NVIDIA H200", "platform": "gpu"}], "problem": None})
-    with pytest.raises(RuntimeError, match=r"^jax sees no GPU here but cpu, so nothing was measured; --tiny tries"):
+    with pytest.raises(RuntimeError, match=r"^jax sees no GPU here but cpu, so nothing was measured; --tiny tests"):
         gpu_check._check_gpu({"rows": [{"device": "cpu", "platform": "cpu"}], "problem": None})
     with pytest.raises(RuntimeError, match="here but ended with exit code 1: no plugin, so"):
         gpu_check._check_gpu({"rows": [], "problem": "ended with exit code 1: no plugin"})

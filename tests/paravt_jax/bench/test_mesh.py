@@ -165,7 +165,7 @@ def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
     config = ("--config", f"{CONFIGS}/8b_8x80gb.yaml", "model.path=2b")
     result = found("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "take 1 x 4 x 1"
-    assert "engine.gpus=[4, 5, 6, 7] are the servers': 4 devices are left to the learner" in result["assumed"]
+    assert "engine.gpus=[4, 5, 6, 7] are for servers: 4 devices remain for the learner" in result["assumed"]
     with pytest.raises(ValueError, match="--mesh 1,8,1 is not data,fsdp,tensor of 4 devices"):
         found("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
 
@@ -174,7 +174,7 @@ def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environm
     run = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     (remark,) = mesh_measured._prepare(run, 2)
-    assert remark.endswith("are the servers': 4 devices are left to the learner")
+    assert remark.endswith("are for servers: 4 devices remain for the learner")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     taken = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
@@ -214,17 +214,17 @@ def test_imitation_has_meshes_too():
     ("arguments", "said"),
     [
         ("--plan-only", "--plan-only needs --topology"),
-        ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto is of a run on several"),
+        ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto needs several hosts"),
         (
             "--topology h100:4 --config configs/8b_8x80gb.yaml",
             "there is no GPU 4 on a host of --topology h100:4; there",
         ),
         ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2; there are 0, counted from 0"),
         ("--topology v4:8 --plan-only", "--topology v4:8 is unknown; choose from h100:8"),
-        ("--topology h100:8 --devices 2", "--devices does nothing with --topology"),
+        ("--topology h100:8 --devices 2", "--devices has no effect with --topology"),
         ("--topology h100:8 --plan-only --mesh 8,1", "--mesh 8,1 is not data,fsdp,tensor of 8 devices, as 1,8,1"),
-        ("--topology h100:8 --config configs/sft_8b.yaml --rows 2", "--rows does nothing with --config"),
-        ("--topology h100:8 a.b=c", "a.b=c changes a setting of --config FILE, and there is none"),
+        ("--topology h100:8 --config configs/sft_8b.yaml --rows 2", "--rows has no effect with --config"),
+        ("--topology h100:8 a.b=c", "a.b=c needs --config FILE"),
         ("--topology h100:8 --price 0", "--price 0.0 must be above 0"),
     ],
 )
