@@ -54,7 +54,7 @@ class Program:
     output_bytes: int  # without outputs that alias an argument
     temporary_bytes: int
     beside_bytes: int  # resident on the device, but not an argument
-    flops: float  # of its products, over all devices
+    flops: float  # of its matrix products, over all devices
     collectives: list[Collective] | None  # None: the compiler cannot print this program
     compile_s: float
 
@@ -64,7 +64,7 @@ class Program:
 
 
 def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
-    """The programs of a step with such batches, two of them compiled at a time."""
+    """Compiles the programs of a step with such batches, two at a time."""
     learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
     own, ref = learner.params, learner.ref_params
     moments, unread_ref = ((), ()) if config.optim.offload else (learner.opt_state, learner.ref)
@@ -143,7 +143,7 @@ class _AbstractLearner:
         objective, numbers = imitation, 1.0
         if isinstance(self.config, Config):
             loss, num_rows = self.config.loss, len(batch.source)
-            # Statistics per dialogue cost a few numbers each; their count changes no figure.
+            # Statistics per dialogue are a few numbers each, so their count does not matter here.
             spec = LossSpec.of(loss, variant_of(loss))
             objective = PolicyObjective(spec, num_rows if spec.needs_sequences else 0)
             numbers = PolicyInputs(LossCoefs.of(loss), StepCounts(1.0, 1.0, 1.0), old)
@@ -184,7 +184,7 @@ class _Compiled(NamedTuple):
         )
 
     def made(self) -> Any:
-        """Its outputs, as shapes with the compiler's shardings."""
+        """The program's outputs, as shapes with the compiler's shardings."""
         return jax.tree.map(_placed, self.traced.out_info, self.executable.output_shardings)
 
 

@@ -26,7 +26,7 @@ class BatchShape:
 
     num_rows: int
     row_tokens: int
-    row_actions: int  # scored tokens of a row
+    row_actions: int  # scored tokens per row
     num_frame_rows: int
     row_patches: int
     num_parts: int = 1  # parts that the mesh splits the rows into; each has its own frames
@@ -35,7 +35,7 @@ class BatchShape:
 def random_model(
     config: ModelConfig, compute: Compute, lora: LoraConfig = NO_ADAPTERS, mesh: Mesh | None = None
 ) -> Qwen3VL:
-    """To train: random weights, made where they belong, in float32, or frozen beside adapters that are."""
+    """A trainable model with random float32 weights, created sharded; with adapters, the weights are frozen."""
     model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else "float32"
     places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
 
@@ -50,7 +50,7 @@ def random_model(
 
 
 def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
-    """Full rows of one sequence each, with the frames at the start of the row."""
+    """Full rows with a single sequence each, and the frames at the start of the row."""
     random = np.random.default_rng(0)
     rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
     patches = (shape.num_frame_rows, shape.row_patches)

@@ -1,6 +1,6 @@
 """The collectives of a compiled program, read from its HLO text, and their time.
 
-For every operation the text gives output shapes and device groups, for every loop its trip count.
+The text has output shapes and device groups for every operation, and trip counts for loops.
 """
 
 import math
@@ -37,19 +37,19 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation between devices, all the times that it runs."""
+    """A collective operation, with the bytes of all its runs."""
 
     kind: str
     num_bytes: int  # of the whole array: input or output, the larger
-    num_devices: int = 1  # that take part
-    num_hosts: int = 1  # that these are of
+    num_devices: int = 1  # that participate
+    num_hosts: int = 1  # that these devices belong to
 
     def seconds(self, rates: Rates) -> float:
-        """In a ring each device receives all but its own part; bytes from other hosts cross their network cards."""
+        """Time on a ring: each device receives all but its own part; bytes from other hosts cross network cards."""
         num_bytes = (2 if self.kind == "all-reduce" else 1) * self.num_bytes
         devices, hosts = self.num_devices, self.num_hosts
         by_links = num_bytes * (devices - 1) / devices / rates.link_bytes
-        by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # each of a host brings its part
+        by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # a host's devices share the traffic
         return max(by_links, by_cards)
 
 
@@ -68,7 +68,7 @@ def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:
 
 
 def collectives_of(text: str) -> list[Collective]:
-    """From a program's HLO text. A loop of unknown trip count counts once."""
+    """The collectives in a program's HLO text. A loop of unknown trip count counts once."""
     computations, entry = _computations(text)
     return list(_walk(computations, entry, 1))
 

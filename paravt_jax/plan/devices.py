@@ -1,9 +1,9 @@
-"""Accelerators by the figures of their data sheets.
+"""Accelerators and their data sheet figures.
 
-NVIDIA's of H100, H200, A100, L4 and DGX B200: dense bfloat16, one of the two directions of NVLink (an L4 has PCIe), and
-the network card that a box of eight has for each GPU. Google Cloud's pages on the system architecture of TPU v5e, v5p
-and v6e: one of the two directions of a chip's links, which reach every chip of its slice. Memory is what the runtime
-leaves of it.
+For GPUs, from NVIDIA's data sheets of H100, H200, A100, L4 and DGX B200: dense bfloat16, NVLink in one direction (an L4
+has PCIe), and the network card that a box of eight has for each GPU. For TPUs, from Google Cloud's system architecture
+pages of v5e, v5p and v6e: a chip's links in one direction; they reach every chip of the slice. Memory is as the runtime
+reports it.
 """
 
 import math
@@ -14,9 +14,9 @@ from paravt_jax.run.process import RESERVE_FRAC
 GIB = 2**30
 NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's out-of-memory errors
 DEVICES_OF_A_HOST = 8  # GPUs
-CHIPS_OF_A_HOST = 4  # TPUs of a slice, by their compiler
+CHIPS_OF_A_HOST = 4  # TPUs, as their compiler counts hosts
 
-PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # of the data sheet, reached by large products and transfers
+PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # fractions of the data sheet that large operations reach
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Rates:
     network_bytes: float = math.inf  # to other hosts
 
     def shared_by(self, num_devices: int) -> "Rates":
-        """Rates of each of several virtual devices that share this one, as on a CPU."""
+        """Rates per virtual device, if several share this device, as on a CPU."""
         return Rates(*(rate / num_devices for rate in astuple(self)))
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator by its data sheet, and the rates that follow."""
+    """An accelerator's data sheet, and the rates that follow from it."""
 
     name: str
-    kind: str  # as its runtime calls it
-    memory_gib: float | None  # as its runtime reports it; None: not judged
+    kind: str  # the runtime's name for it
+    memory_gib: float | None  # as the runtime reports it; None: unlimited
     peak_tflops: float | None  # dense, in bfloat16
     memory_tb_per_s: float | None
     link_gb_per_s: float | None  # one way, to the devices of its host or slice
@@ -48,13 +48,13 @@ class DeviceSpec:
     link_dimensions: int = 2  # of a TPU's torus
 
     def rates(self, dtype: str, num_devices: int = 0) -> "Rates | None":
-        """Sustained rates with activations of this dtype, in a slice of so many devices (0: a whole pod).
+        """Sustained rates with activations of this dtype, in a slice of `num_devices` (0: a whole pod).
 
-        None where the data sheet is not known.
+        None without a data sheet.
         """
         if self.peak_tflops is None or self.memory_tb_per_s is None or self.link_gb_per_s is None:
             return None
-        # Products of float32 go by TF32 on a GPU, by default, and in bfloat16 on a TPU.
+        # By default, float32 products use TF32 on a GPU and bfloat16 on a TPU.
         peak_flops = 1e12 * self.peak_tflops / (2 if dtype == "float32" and self.platform == "gpu" else 1)
         return Rates(
             PEAK_FRAC * peak_flops,
@@ -64,9 +64,9 @@ class DeviceSpec:
         )
 
     def links_frac(self, num_devices: int) -> float:
-        """The part of a TPU chip's links that lead to a neighbor: a side of 2 has one of its two, a side of 1 none.
+        """The fraction of a TPU chip's links with a neighbor: in a dimension of size 2 half of them, of size 1 none.
 
-        Slices are as cubic as powers of two allow, and as square for chips with links in two dimensions.
+        Slices are assumed as close to a cube (or a square, with links in two dimensions) as powers of two allow.
         """
         if self.platform != "tpu" or not num_devices:
             return 1.0
@@ -77,7 +77,7 @@ class DeviceSpec:
         return sum(min(side - 1, 2) for side in sides) / (2 * dimensions) or 1.0
 
     def num_hosts(self, num_devices: int) -> int:
-        """Hosts of so many devices, with the usual number on each."""
+        """The number of hosts, with the usual number of devices on each."""
         of_a_host = {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, num_devices)
         return -(-num_devices // of_a_host)
 
@@ -104,5 +104,5 @@ DEVICES = {
 
 
 def device_of(kind: str) -> DeviceSpec | None:
-    """By the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
+    """Matches the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)

@@ -1,4 +1,4 @@
-"""The plan of a cold start: nothing is sampled, so a step is its update, and its seconds go by its rows."""
+"""The plan of a cold start: without sampling, a step is only its update, and its time depends on the rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from paravt_jax.plan.plan import (
 from paravt_jax.plan.update import PlannedUpdate, update_of
 from paravt_jax.plan.workload import RESPONSE_TOKENS, Step, batch_flops, tokens_per_frame, typical_step
 
-ROWS_OF_STEPS = (0.5, 1, 2, 4)  # of sft.rows_per_step, to compare
+ROWS_OF_STEPS = (0.5, 1, 2, 4)  # multiples of sft.rows_per_step to compare
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class ImitationPlan:
     params: ParamCounts
     memory: Memory
     step: Step
-    flops: dict[str, float]  # of a batch, over all devices, by pass
+    flops: dict[str, float]  # per batch, over all devices, by pass
     steps: tuple[ImitationStep, ...]  # fewest rows first
-    peaks: tuple[tuple[int, int], ...]  # pack.num_rows that divide the step, fewest first, and bytes of a device
+    peaks: tuple[tuple[int, int], ...]  # (pack.num_rows, peak bytes per device), for divisors of the step, fewest first
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -61,7 +61,7 @@ def make_imitation_plan(config: SftConfig, model: ModelConfig, device: DeviceSpe
 
 
 def _steps(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> Iterator[ImitationStep]:
-    """Of whole batches only."""
+    """Step sizes of whole batches only."""
     for num_batches in (times * step.num_batches for times in ROWS_OF_STEPS):
         if num_batches >= 1 and num_batches == int(num_batches):
             resized = replace(step, num_batches=int(num_batches))

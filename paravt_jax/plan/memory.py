@@ -1,9 +1,9 @@
 """One device's memory during training, part by part, before anything is loaded.
 
-Parameters are counted by the sharding table. Residuals of autodiff come from the model's own backward pass, traced on
-shapes with one device's heads, ffn and vocabulary. The rest follows the peak of compiled updates, by XLA's buffer
-assignment for CPU, GPU and TPU: score blocks of attention, gradients in flight, weights gathered over fsdp, the
-gradient of a whole head. Prefill and scoring are forward passes, which hold less than a backward pass.
+Parameters are counted with the sharding table. Autodiff residuals come from the model's backward pass, traced on shapes
+with a single device's heads, ffn and vocabulary. The rest models the peak of XLA's buffer assignment for updates
+on CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, the whole head's gradient.
+Prefill and scoring are forward passes, which need less than a backward pass.
 """
 
 import math
@@ -31,13 +31,13 @@ from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import row_pairs
 
 FLOAT32_BYTES = 4
-MOMENTS = 2  # of Adam
-LOGITS_AT_ONCE = 3  # of a chunk, at the head's backward pass: logits, their softmax, their gradient
-SCANNED_ARRAYS = 3  # of a pair of blocks: its scores, weights and their gradient
-BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2: XLA for TPU fuses one away
+MOMENTS = 2  # Adam's
+LOGITS_AT_ONCE = 3  # arrays per chunk in the head's backward pass: logits, softmax, gradient
+SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
+BLOCKED_ARRAYS = {"tpu": 1}  # 2 elsewhere: XLA for TPU fuses one away
 ENGINE_PARTS = ("key/value cache", "copy for sampling")
-PROBE_LAYERS = 5  # of the model that is traced: more than it has DeepStack maps
-PROBE_MERGED = 131  # its tokens, and its merged patches: a prime that is no width of any model
+PROBE_LAYERS = 5  # layers of the traced model: more than its DeepStack maps
+PROBE_MERGED = 131  # tokens and merged patches of the traced model: a prime that equals no model width
 
 
 Parts = dict[str, int]  # bytes by name
@@ -49,7 +49,7 @@ class SamplerShape:
 
     max_rows: int
     max_context_tokens: int
-    prompt_tokens: int  # of the longest prompt
+    prompt_tokens: int  # longest prompt
     beside_update: bool  # it samples during the update, from a copy of the weights
 
 
@@ -84,13 +84,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a backward pass finds, of every layer and besides: per token and per pair of tokens of a row."""
+    """Bytes saved for the backward pass, by layer and outside the layers: per token and per pair of tokens in a row."""
 
     layer_token: float
     layer_pair: float
     token: float
     pair: float
-    layer_casts: float  # of the layer's weights in the dtype of the activations
+    layer_casts: float  # the layer's weights, cast to the activations' dtype
 
 
 def memory_of(
@@ -121,7 +121,7 @@ def param_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
-    """Values of these parameters on one device."""
+    """Number of parameter values on a device."""
     sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
     total = 0
     for path, shape in shapes.items():
@@ -133,7 +133,7 @@ def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
 
 @cache
 def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
-    """Values on one device of the model's parameters whose paths begin so."""
+    """Number of values on a device, for the model's parameters under this path prefix."""
     return shard_values({path: shape for path, shape in param_shapes(model).items() if path.startswith(prefix)}, mesh)
 
 
@@ -143,12 +143,12 @@ def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platf
 
 @dataclass(frozen=True)
 class Share:
-    """One device's share of a run: resident memory, and what a batch adds in each phase."""
+    """A device's share of a run: resident memory, and the memory that a batch adds in each phase."""
 
     update: PlannedUpdate
     model: ModelConfig
     batch: BatchShape
-    local: ModelConfig  # the language tower as this device computes it
+    local: ModelConfig  # the language tower's shard on this device
     platform: str
 
     @property
@@ -157,7 +157,7 @@ class Share:
 
     @property
     def compute(self) -> Compute:
-        """To trace: all forms but the oracle keep the same for the backward pass."""
+        """The compute to trace. All attention forms except xla save the same arrays for the backward pass."""
         form: Form = "xla" if self.update.policy.attention == "xla" else "blocked"
         return Compute(self.update.policy.dtype, form, remat=self.update.policy.remat)
 
@@ -167,7 +167,7 @@ class Share:
 
     @property
     def adapted(self) -> bool:
-        """Do adapters train, and nothing else?"""
+        """Whether only adapters train."""
         return self.update.lora.rank > 0
 
     @property
@@ -182,12 +182,12 @@ class Share:
 
     @property
     def vision_values(self) -> int:
-        """Of the vision tower as it is computed: whole over fsdp."""
+        """Values of the vision tower in computation: gathered over fsdp."""
         return values_on(replace(self.update.mesh, fsdp=1), self.model, "vision.")
 
     @property
     def table_values(self) -> int:
-        """Of a head as it is multiplied with: whole over fsdp."""
+        """Values of the head in computation: gathered over fsdp."""
         return self.local.text.vocab_size * self.model.text.width
 
     @property
@@ -200,7 +200,7 @@ class Share:
         return self.rows_here(self.batch.num_rows)
 
     def rows_here(self, num_rows: int) -> int:
-        """Rows that do not divide stay whole, as in model_port.sharding.constrain."""
+        """Rows on this device. Rows that do not divide are replicated, as in model_port.sharding.constrain."""
         parts = self.update.mesh.num_row_parts
         return num_rows // parts if num_rows % parts == 0 else num_rows
 
@@ -228,7 +228,7 @@ class Share:
 
     @property
     def copied_bytes(self) -> int:
-        """Of a copy to sample from: adapters alone, where the rest never changes."""
+        """Bytes of the copy to sample from: only the adapters if the other weights are frozen."""
         return self.item_bytes * (self.num_trainable if self.adapted else self.num_params)
 
     @property
@@ -237,7 +237,7 @@ class Share:
 
     @property
     def cache_token_bytes(self) -> int:
-        """Of one layer."""
+        """Per layer."""
         return 2 * self.local.text.num_kv_heads * self.local.text.head_dim * self.item_bytes
 
     def batch_arrays(self) -> Parts:
@@ -257,7 +257,7 @@ class Share:
         layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
         kept = self.kept_by_text(self.compute)
         if self.compute.remat == "offload":
-            kept = replace(kept, layer_token=0.0)  # the inputs of the layers are on the host
+            kept = replace(kept, layer_token=0.0)  # layer inputs are in host memory
         of_layers = layers * _total(kept.layer_token, kept.layer_pair, rows, row_tokens)
         parts = {
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
@@ -275,7 +275,7 @@ class Share:
         return parts
 
     def layer(self) -> Parts:
-        """At the backward pass of a layer: all that its forward pass made, and gradients of the widest products."""
+        """A layer's backward pass: all arrays of its forward pass, and gradients of the widest products."""
         text, made = self.local.text, self.kept_by_text(replace(self.compute, remat="none"))
         in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
         return {
@@ -285,7 +285,7 @@ class Share:
         }
 
     def score_bytes(self, rows: int, row_tokens: int) -> int:
-        """Of a layer. Blocks side by side need nothing of each other: compilers keep all of them at the same time."""
+        """Scores of a layer. Blocks do not depend on each other, so compilers keep all of them at the same time."""
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
         form = form_of(self.update.policy.attention, row_tokens, self.platform)
         if form == "xla":
@@ -293,10 +293,10 @@ class Share:
         text = self.local.text
         of_queries = heads * row_tokens * text.head_dim
         if form == "kernel":
-            return of_queries  # queries and their gradient in its own order; scores stay on the chip
+            return of_queries  # queries and gradient in the kernel's layout; scores stay on the chip
         if form == "scanned":
             pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
-            return heads * SCANNED_ARRAYS * pair + of_queries  # of which every block of keys adds to the gradient
+            return heads * SCANNED_ARRAYS * pair + of_queries  # every key block adds to the gradient
         pairs = row_pairs(self.update.policy.attention, self.model, row_tokens, self.platform)
         return heads * BLOCKED_ARRAYS.get(self.platform, 2) * pairs
 
@@ -317,14 +317,14 @@ class Share:
         return parts
 
     def seeing(self) -> Parts:
-        """The frozen tower: a block at its widest, and the maps to hand out."""
+        """The frozen tower: a block at its widest, and the output maps."""
         vision, patches = self.model.vision, self.rows_here(self.batch.num_frame_rows) * self.batch.row_patches
         values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + 2 * vision.ffn_width
         scores = self.batch.row_patches * vision.num_heads * FLOAT32_BYTES
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
     def sampling(self, sampler: SamplerShape) -> Parts:
-        """Prefill of one prompt in a row that is not split over devices, then one token for all rows."""
+        """Prefill of a single prompt in an unsplit row, then a token for all rows."""
         rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
         made = self.kept_by_text(replace(self.compute, remat="none"))
         cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
@@ -352,7 +352,7 @@ def _local(model: ModelConfig, tensor: int) -> ModelConfig:
 
 @cache
 def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor: int) -> Kept:
-    """`model` is one device's share; arrays as wide as it are those between the products, split over `tensor`."""
+    """`model` is a device's share. Full-width arrays are activations between products, split over `tensor`."""
     model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
     ids = _shape(1, PROBE_MERGED)
     text = TextBatch(ids, _shape(1, PROBE_MERGED, 3), ids, ids, ids)
@@ -376,7 +376,7 @@ def kept_by_vision(model: ModelConfig, compute: Compute, tensor: int) -> Kept:
     frames = VisionBatch(patches, _shape(*row), _shape(*row, 2), _shape(*row, 4), weights)
 
     def parts(shape: tuple[int, ...]) -> int:
-        """Its heads and its width are one number, so there is no config of a part of the heads to trace."""
+        """The config ties width to head count, so a trace cannot use fewer heads; the arrays are divided instead."""
         split = shape[-1:] == (vision.ffn_width,) or shape[-2:] == (vision.num_heads, vision.head_dim)
         return tensor if split else 1
 
@@ -396,7 +396,7 @@ def _kept(
     parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> Kept:
-    """The residuals of a traced backward pass, classified by their axes: layers, tokens, pairs of tokens."""
+    """The residuals of a traced backward pass, by axes: layers, tokens, pairs of tokens."""
     policy = abstract_model(model, compute)
     add_adapter(policy, lora, {p: _shape(*s, dtype="float32") for p, s in adapter_shapes(model, lora.rank).items()})
     graphdef, params, frozen = nnx.split(policy, nnx.LoRAParam if lora.rank else nnx.Param, ...)

@@ -1,7 +1,7 @@
-"""Memory and seconds of a run on a mesh, by the compiler for its devices or by the plan alone.
+"""Memory and step time of a run on a mesh, from compiled programs or from the plan alone.
 
-Memory is that of the largest batch that the config allows, which is what is compiled. Seconds are those of a typical
-step: FLOPs and collectives of the compiled programs, brought to its batches as the plan's own estimate of both goes.
+Memory is for the largest batch that the config allows; programs are compiled for this batch. Seconds are for a typical
+step: the compiled programs' FLOPs and collectives, scaled to its batches by the ratio of the plan's estimates.
 """
 
 import time
@@ -26,8 +26,8 @@ from paravt_jax.plan.workload import Step, largest_batch, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
 UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s", "compiled_flops"), "nothing is compiled")
-UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # where a device's rates are not known
-Shape = tuple[int, int, int]  # of a mesh: data, fsdp, tensor
+UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # unknown if a device has no stated rates
+Shape = tuple[int, int, int]  # a mesh: data, fsdp, tensor
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class MeshEstimate:
 
     mesh: Shape
     fits: bool = False
-    hbm_gib: float | None = None  # of a device
-    model_flops: float | None = None  # of a step over all devices, by the mathematics alone
-    compiled_flops: float | None = None  # of the same, everything that is computed
-    collective_bytes: dict[str, int] | None = None  # of a step, on a device
+    hbm_gib: float | None = None  # peak per device
+    model_flops: float | None = None  # of a step over all devices, required by the mathematics
+    compiled_flops: float | None = None  # of a step over all devices, everything computed
+    collective_bytes: dict[str, int] | None = None  # of a step, per device
     compile_s: float | None = None
     est_step_s: float | None = None
-    seconds: StepSeconds | None = None  # of which it consists
-    tokens_per_s: float | None = None  # of all devices
-    run_step_s: Interval | None = None  # of a run from a config file: the whole step, rollouts included
-    problem: str | None = None  # why it is refused
+    seconds: StepSeconds | None = None  # the parts of est_step_s
+    tokens_per_s: float | None = None  # over all devices
+    run_step_s: Interval | None = None  # the whole step with rollouts, for a run from a config file
+    problem: str | None = None  # the reason if it is rejected
     unknown: dict[str, str] = field(default_factory=dict)
 
 
 def mesh_shapes(num_devices: int) -> Iterator[Shape]:
-    """(data, fsdp, tensor) of so many devices."""
+    """All (data, fsdp, tensor) with this number of devices."""
     for tensor in range(1, num_devices + 1):
         for data in range(1, num_devices // tensor + 1):
             if num_devices % (data * tensor) == 0:
@@ -65,7 +65,7 @@ def estimate(
     devices: Any | None,
     rates: Rates | None = None,
 ) -> MeshEstimate:
-    """For the config's mesh; without `devices` it compiles nothing. `rates` replace the device's own."""
+    """The estimate for the config's mesh. Without `devices` nothing is compiled. `rates` override the device's."""
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     memory, largest = planned_memory(config, model, device), largest_batch(config, model)
     always, programs = sum(memory.resident.values()), []
@@ -93,7 +93,7 @@ def estimate(
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
-    """The most at any time: in a program, an engine beside it, or in the engine's own phases."""
+    """Peak memory: of a program with an engine beside it, or of the engine's phases."""
     engine, always = sum(memory.engine.values()), sum(memory.resident.values())
     own = [always + phase.num_bytes for phase in memory.phases if phase.name in ("rollout", "publish")]
     return max([engine + program.peak_bytes for program in programs] + own)
@@ -132,7 +132,7 @@ def _timed(
 
 
 def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
-    """The compiled work of one device for a batch, without unknown collectives."""
+    """A device's compiled work for a batch, without unknown collectives."""
     found: dict[str, list[Program]] = {}
     for program in programs:
         found.setdefault(program.name, []).append(program)
@@ -147,7 +147,7 @@ def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, Program
 
 
 def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: ProgramWork) -> ProgramWork:
-    """The planned work, scaled by the plan's error on the largest batch."""
+    """The planned work, corrected by the ratio of compiled to planned work on the largest batch."""
     flops = planned.flops * compiled.flops / of_largest.flops if of_largest.flops else 0.0
     if not compiled.collectives:
         return ProgramWork(flops, planned.memory_bytes, planned.collectives)

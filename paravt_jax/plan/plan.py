@@ -1,7 +1,7 @@
 """The plan of a run, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, largest sizes.
 
-Memory is for the largest batch that the config allows; tokens and FLOPs are those of a typical step, which the
-output describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
+Memory is for the largest batch that the config allows; tokens and FLOPs are for a typical step, which the output
+describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
 """
 
 import math
@@ -36,8 +36,8 @@ from paravt_jax.plan.workload import (
 )
 from paravt_jax.run.process import RESERVE_FRAC
 
-MAX_DEVICES = 1024  # of meshes to suggest
-MAX_ROWS_PER_PART = 64  # to look for
+MAX_DEVICES = 1024  # largest mesh to suggest
+MAX_ROWS_PER_PART = 64  # search limit
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class ParamCounts:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the peak leaves the reserve, the largest rows and row counts that do, and changes that help."""
+    """Whether the peak leaves the reserve free, the largest sizes that do, and changes that help."""
 
     fits: bool | None
-    row_tokens: int  # with pack.num_rows as it is; 0: none
-    num_rows: int  # with pack.row_tokens as it is; 0: none
+    row_tokens: int  # the most with the config's pack.num_rows; 0: none fits
+    num_rows: int  # the most with the config's pack.row_tokens; 0: none fits
     advice: tuple[str, ...]
 
 
@@ -66,7 +66,7 @@ class Plan:
     batch: BatchShape
     memory: Memory
     workload: Workload
-    flops: dict[str, float]  # of a step, over all devices, by pass
+    flops: dict[str, float]  # per step, over all devices, by pass
     update: StepSeconds | None  # of a typical step
     step: StepTime | None
     fit: Fit
@@ -81,7 +81,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     """Dimensions of `model.path` without weights or network, with a remark if they come from its name."""
     if path == TINY:
         return tiny_config(), ()
-    hf_dir = hf_files_of(Path(path))  # of an adapter it may be the id of its base
+    hf_dir = hf_files_of(Path(path))  # for an adapter it may be the id of its base
     if hf_dir.is_dir():
         return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json")), ()
     size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", str(hf_dir).lower())
@@ -148,7 +148,7 @@ def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
 
 
 def _in_batches_of(num_rows: int, sft: ImitationConfig) -> ImitationConfig:
-    """Of whole batches, with as many rows more as that takes."""
+    """Rounds rows_per_step up to whole batches."""
     return replace(sft, rows_per_step=-(-sft.rows_per_step // num_rows) * num_rows)
 
 
@@ -183,7 +183,7 @@ def fit_of(config: Config | SftConfig, model: ModelConfig, memory: Memory, devic
 
 
 def _advice(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
-    """Changes that suffice, each alone."""
+    """Single changes that make the run fit."""
     if config.model.remat == "none" and _fits(_changed(config, remat="full"), model, device):
         yield "model.remat=full"
     offloaded = replace(config, optim=replace(config.optim, offload=True))
@@ -222,7 +222,7 @@ def _more_rows(config: Config | SftConfig, changed: Config | SftConfig) -> str:
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
-    """From as many devices on; rows are split before heads are, which costs less communication."""
+    """Meshes of at least this many devices. Splitting rows comes before splitting heads, which communicates more."""
     while num_devices <= MAX_DEVICES:
         for tensor in (1, 2, 4, 8):
             if num_devices % tensor == 0:
@@ -238,7 +238,7 @@ def _changed(
     num_rows: int = 0,
     row_tokens: int = 0,
 ) -> Config | SftConfig:
-    """The config with other sizes; contexts shrink with the rows that must hold them."""
+    """The config with other sizes. Contexts shrink to fit their rows."""
     pack = replace(
         config.pack, num_rows=num_rows or config.pack.num_rows, row_tokens=row_tokens or config.pack.row_tokens
     )
@@ -260,7 +260,7 @@ def _fits(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) ->
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, where all smaller ones do; 0 if none does."""
+    """The largest number up to `most` that fits, if smaller numbers always fit too; 0 if none fits."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,15 +1,15 @@
 """Seconds of an update by roofline: matrix products, memory traffic, collectives, with no overlap.
 
-Elementwise traffic runs between products.
-Bytes through memory are counted, not measured:
+Elementwise traffic does not overlap with products. Memory traffic is counted, not measured:
 
-- weights, each pass: read as masters, written and read in the dtype of activations
-- activations, each pass: what a layer makes is written once and read once; backward, read, and its gradient likewise
-- scores, in forms of attention that XLA computes: SCORE_BYTES of a pair of tokens and head, as its fusions leave them
-- logits of the scored tokens, in float32; gradients, added up; the optimizer's 32 bytes of a parameter
+- weights, per pass: read as masters, then written and read in the activations' dtype
+- activations, per pass: written once and read once; the backward pass reads them, and writes and reads gradients
+- scores, in the attention forms that XLA computes: SCORE_BYTES per pair of tokens and head, after XLA's fusions
+- float32 logits of the scored tokens; gradient accumulation; 32 bytes per parameter in the optimizer
 
-Collectives are those of the sharding: weights gathered over fsdp once a pass and their gradients scattered, rows of the
-embedding exchanged over fsdp, activations summed up over tensor twice a layer and pass, gradients summed up over data.
+The sharding implies the collectives: over fsdp, an all-gather of the weights per pass, a reduce-scatter of their
+gradients, and an exchange of embedding rows; over tensor, two all-reduces of activations per layer and pass; over data,
+an all-reduce of the gradients.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,8 +27,8 @@ from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import Step, batch_flops, row_pairs
 
 SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
-# As XLA for GPUs compiles the scanned form. Forward, scores are written once and read three times in float32, weights
-# written and read in bfloat16; backward, two arrays are written and read in float32, three in bfloat16.
+# From XLA's GPU programs of the scanned form. Forward: scores are written once and read three times in float32, weights
+# written and read in bfloat16. Backward: two arrays are written and read in float32, three in bfloat16.
 SCORE_BYTES = {"forward": 20, "backward": 28}
 LOGIT_PASSES = 3  # written, read for the sum, read for the target; the same in the backward pass
 GRADIENT_BYTES = 16  # written, and added to the step's gradients
@@ -45,7 +45,7 @@ PROGRAM_OF = {
 
 
 class ProgramWork(NamedTuple):
-    """The work of one device in one program."""
+    """A device's work in a program."""
 
     flops: float
     memory_bytes: float
@@ -81,7 +81,7 @@ def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> 
 
 
 def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, ProgramWork]:
-    """Of an update with one batch, by the programs of the learner."""
+    """The work of an update with a single batch, by the learner's programs."""
     share = share_of(update, model, shape, platform)
     flops = dict.fromkeys(PROGRAM_OF.values(), 0.0)
     for name, value in batch_flops(update, model, shape, platform).items():
@@ -102,15 +102,15 @@ def forward_bytes(share: Share) -> float:
 
 
 def update_bytes(share: Share) -> float:
-    """Forward, again, backward."""
+    """Traffic of the forward pass, recomputation and the backward pass."""
     again = 0.0 if share.update.policy.remat == "none" else _layers_bytes(share)
     backward = _layers_bytes(share, "backward") + 2 * _head_bytes(share) + GRADIENT_BYTES * share.num_trainable
-    trained = 3.5 * seen_bytes(share) if share.update.optim.train_vision else 0.0  # 2 of 2 forward, 2 again, 3 back
+    trained = 3.5 * seen_bytes(share) if share.update.optim.train_vision else 0.0  # (2 + 2 again + 3 back) / 2
     return forward_bytes(share) + again + backward + trained
 
 
 def seen_bytes(share: Share) -> float:
-    """Of the vision tower's forward pass."""
+    """Traffic of the vision tower's forward pass."""
     shape, vision = share.batch, share.model.vision
     made = kept_by_vision(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
     patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
@@ -120,7 +120,7 @@ def seen_bytes(share: Share) -> float:
 
 
 def _layers_bytes(share: Share, way: str = "forward") -> float:
-    """Traffic of one pass over the language layers."""
+    """Traffic of a pass over the language layers."""
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
     weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
@@ -130,12 +130,12 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
 
 
 def _stored_bytes(share: Share) -> int:
-    """Bytes of a stored weight: a float32 master, or frozen with adapters."""
+    """Bytes per stored weight: a float32 master, or a frozen weight beside adapters."""
     return share.item_bytes if share.adapted else FLOAT32_BYTES
 
 
 def _score_bytes(share: Share, way: str) -> float:
-    """Of a row and head."""
+    """Traffic of the scores per row and head."""
     form = form_of(share.update.policy.attention, share.batch.row_tokens, share.platform)
     pairs = row_pairs(share.update.policy.attention, share.model, share.batch.row_tokens, share.platform)
     return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
@@ -158,7 +158,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     layers, mesh = share.model.text.num_layers, share.update.mesh
     values = layers * share.layer_values
     yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
-    # Gradients: the head's in float32; of adapters, nothing else has any.
+    # The head's gradient is float32. With adapters, nothing else has gradients.
     head = FLOAT32_BYTES // share.item_bytes * share.table_values
     yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
@@ -176,7 +176,7 @@ def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
 
 
 def _over_tensor(share: Share, times: int) -> Collective:
-    """Of activations."""
+    """All-reduces of activations."""
     return among("all-reduce", times * _token_values(share) * share.item_bytes, share.update.mesh.tensor, 1)
 
 

@@ -1,7 +1,7 @@
-"""How long a step takes, as an interval: each part is its work over a rate, at the best rate and at the worst.
+"""Step time as an interval: each part is its work divided by a rate, at the best rate and at the worst.
 
-At the low end, parts that run on different hardware overlap; at the high end nothing does. docs/training.md, section
-"Seconds of a step", says where each rate comes from.
+At the low end, parts that run on different hardware overlap; at the high end nothing overlaps. docs/training.md,
+section "Seconds of a step", lists the source of each rate.
 """
 
 import math
@@ -27,8 +27,8 @@ from paravt_jax.plan.workload import (
 )
 from rollout.server import ServerSettings
 
-MAX_RUNNING = 256  # sequences that a server decodes together, if memory allows
-SERVER_WEIGHTS_FRAC = 0.6  # of a server's memory, at most; a larger model gets more devices per server
+MAX_RUNNING = 256  # a server's decode batch, if memory allows
+SERVER_WEIGHTS_FRAC = 0.6  # of a server's memory, for weights; a larger model gets more devices per server
 TENSOR_SIZES = (1, 2, 4, 8)
 
 
@@ -36,16 +36,16 @@ class StepRates(NamedTuple):
     """The numbers that a step's seconds depend on."""
 
     calls: float  # per episode
-    turns: int  # requests of a main agent; each sends the pictures of its dialogue again
+    turns: int  # requests per main agent; each sends all pictures again
     tail: float  # the longest dialogue over the mean
-    matmul_frac: float  # of peak FLOPs, in prefill and the vision tower
-    memory_frac: float  # of memory bandwidth, in decoding
+    matmul_frac: float  # fraction of peak FLOPs, in prefill and the vision tower
+    memory_frac: float  # fraction of memory bandwidth, in decoding
     cache_passes: int  # times the embedded sampler moves its whole key/value cache per token
     hop_s: float  # latency of an all-reduce over mesh.tensor
-    overview_s: float  # of one core, to decode the frames of an overview
-    picture_s: float  # of a server's CPU, per picture in a request
+    overview_s: float  # CPU core seconds to decode the frames of an overview
+    picture_s: float  # server CPU seconds per picture in a request
     publish_bytes_per_s: float  # from the learner into all servers
-    update: float  # seconds of an update over its roofline
+    update: float  # an update's time relative to its roofline
     overlaps: bool
 
 
@@ -62,7 +62,7 @@ class Interval(NamedTuple):
         return math.sqrt(self.low * self.high)
 
     def __str__(self) -> str:
-        """With two digits of each end."""
+        """Both ends with two digits."""
         low, high = (f"{float(f'{seconds:.2g}'):g}" for seconds in self)
         return f"{low} to {high}"
 
@@ -87,7 +87,7 @@ class StepTime:
 
 
 def step_time(config: Config, model: ModelConfig, device: DeviceSpec, update_s: float | None) -> StepTime | None:
-    """None where the device has no stated rates. `update_s` is the update's roofline."""
+    """None if the device has no stated rates. `update_s` is the update's roofline."""
     if update_s is None or device.rates("bfloat16") is None:
         return None
     low, high = (_parts(config, model, device, update_s, rates) for rates in (LOW, HIGH))
@@ -132,20 +132,20 @@ def _parts(
 
 
 class _EngineWork(NamedTuple):
-    """The work of one engine in a step."""
+    """An engine's work in a step."""
 
-    share: float  # of the step's groups
-    devices: int  # that compute a prompt together
-    reads: tuple[tuple[float, int], ...]  # prompts of all groups, and the tokens of each
+    share: float  # fraction of the step's groups
+    devices: int  # that share a prompt's prefill
+    reads: tuple[tuple[float, int], ...]  # prefills of all groups: (number, tokens each)
     frames: float  # through the vision tower
     decode_s: float
-    weights_s: float = 0.0  # to bring the weights together for a prompt
+    weights_s: float = 0.0  # gathering the weights for a prefill
 
 
 def _servers(
     work: Workload, engine: EngineConfig, model: ModelConfig, device: DeviceSpec, rates: StepRates
 ) -> _EngineWork:
-    """A group stays on one server, whose prefix cache keeps what it has read."""
+    """A group stays on the same server, so the prefix cache avoids a second prefill of its prompts."""
     assert device.memory_gib is not None and device.memory_tb_per_s is not None
     servers, devices = len(engine.urls) or engine.num_servers, server_devices(engine, model, device)
     share = 1 / servers if rates.overlaps else -(-work.num_groups // servers) / work.num_groups
@@ -173,9 +173,9 @@ def _embedded(
     device: DeviceSpec,
     rates: StepRates,
 ) -> _EngineWork:
-    """For every token the learner's sampler gathers the weights over fsdp and moves every slot of the cache.
+    """For every token, the learner's sampler gathers the weights over fsdp and passes over every slot of the cache.
 
-    Masters become a gathered bfloat16 copy, which is written and read; frozen weights on one device are read in place.
+    Masters are gathered into a bfloat16 copy, which is written and read; unsharded frozen weights are read in place.
     Every later turn prefills its whole dialogue again.
     """
     learner = device.rates("bfloat16", mesh.num_devices)

@@ -37,7 +37,7 @@ def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
 
 
 def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
-    """The settings that a run there computes with, and a remark where they are others than were written."""
+    """The settings that a run on this device would use, and a remark if they differ from the config."""
     used = computed_on(config, _known(device).platform)
     if used is config:
         return config, ()

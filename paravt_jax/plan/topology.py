@@ -1,7 +1,7 @@
 """Descriptions of accelerators for ahead-of-time compilation: h100:8, v5p:2x2x2.
 
-XLA compiles for a description of devices; none of them has to be there. It needs the compiler's package: libtpu for a
-TPU, the CUDA plugin of jax (without a driver) for a GPU.
+XLA compiles for a description of the devices, without the devices. It needs the compiler's package: libtpu for a TPU,
+jax's CUDA plugin (without a driver) for a GPU.
 """
 
 import math
@@ -33,7 +33,7 @@ class GpuChip:
     shared_bytes_of_a_core: int
 
     def as_text(self, device: DeviceSpec) -> str:
-        """As a text of XLA's GpuTargetConfigProto."""
+        """XLA's GpuTargetConfigProto as text."""
         assert device.memory_gib is not None and device.memory_tb_per_s is not None
         major, minor = self.capability
         info = {
@@ -74,7 +74,7 @@ GPU_CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Rentable devices of one kind: GPUs in hosts of eight, or a TPU slice."""
+    """GPUs in hosts of eight, or a TPU slice."""
 
     name: str
     device: DeviceSpec
@@ -85,7 +85,7 @@ class Topology:
         return self.device.num_hosts(self.num_devices)
 
     def without_gpus(self, taken: Sequence[int]) -> list[int]:
-        """The numbers of the devices that are left where servers take these GPUs of every host."""
+        """The indices of the other devices if servers use these GPUs on every host."""
         of_a_host = self.num_devices // self.num_hosts
         num_gpus = of_a_host if self.device.platform == "gpu" else 0
         if absent := [number for number in taken if number >= num_gpus]:
@@ -96,9 +96,9 @@ class Topology:
         return [number for number in range(self.num_devices) if number % of_a_host not in taken]
 
     def devices(self) -> Any:
-        """For a mesh to compile for; nothing can run on them."""
+        """Abstract devices for a mesh; programs can be compiled for them, not run."""
         check_compiler(self.device.platform)
-        # There is no TPU to ask about itself, nor one that two processes could want.
+        # Without a TPU there is no metadata to query, and no device that needs a lock.
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         from jax.errors import JaxRuntimeError
         from jax.experimental import topologies
@@ -117,7 +117,7 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """By a name such as h100:8 (a number of GPUs) or v5p:2x2x2 (a slice of TPUs)."""
+    """Parses a name such as h100:8 (a number of GPUs) or v5p:2x2x2 (a TPU slice)."""
     kind, _, shape = name.partition(":")
     device = DEVICES.get(kind)
     if device is not None and device.platform == "gpu" and re.fullmatch(r"[1-9]\d*", shape):
@@ -137,7 +137,7 @@ def check_compiler(platform: str) -> None:
     module, extra = PACKAGES[platform]
     try:
         found = find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the module's parent package is missing
         found = False
     if not found:
         raise ValueError(

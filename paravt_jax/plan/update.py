@@ -14,7 +14,7 @@ class PlannedUpdate:
     lora: LoraConfig
     optim: OptimConfig
     reads_reference: bool = False
-    scores_before: bool = False  # are the policy's log-probs taken before it?
+    scores_before: bool = False  # the policy's log-probs are computed before the update
 
 
 def update_of(config: Config | SftConfig) -> PlannedUpdate:

@@ -1,7 +1,7 @@
 """The work of a typical step: tokens, rows of the update, and FLOPs by pass.
 
-FLOPs count everything computed: recomputation, padding, and attention blocks beyond the causal triangle. A
-product of [a, b] and [b, c] has 2·a·b·c of them.
+FLOPs count everything computed: recomputation, padding, and attention blocks beyond the causal triangle. The product of
+[a, b] and [b, c] takes 2·a·b·c FLOPs.
 """
 
 import math
@@ -16,15 +16,15 @@ from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.update import PlannedUpdate, update_of
 
 # A typical episode. Most turns end long before the config's bounds.
-FRAME_TEXT_TOKENS = 11  # a frame's time, and its start and end
+FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
 PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
-RESPONSE_TOKENS = 512  # of a main agent: sampled, and reports read
+RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports
 BF16_BYTES = 2
-CALLS = 1  # of an episode
-REPORT_TOKENS = 256  # of a sub-agent
+CALLS = 1  # per episode
+REPORT_TOKENS = 256  # per sub-agent
 
-# Recomputation in the backward pass of each attention form, as a part of a forward pass: the scores once,
-# and where keys and queries have a program each, the scores and their gradient once more.
+# Recomputation in each attention form's backward pass, as a fraction of its forward pass: the scores once, and with
+# separate programs for keys and queries, the scores and their gradient once more.
 SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
 
 
@@ -32,20 +32,20 @@ SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
 class Workload:
     """A typical step."""
 
-    frames: float  # of an overview, the mean
+    frames: float  # per overview, the mean
     max_frames: int
-    frame_tokens: int  # with its text
+    frame_tokens: int  # with the frame's text
     prompt_tokens: int  # the mean
     max_prompt_tokens: int
     response_tokens: int
     num_groups: int
     group_size: int
-    calls: float | int  # of an episode
+    calls: float | int  # per episode
     call_frames: int
     call_prompt_tokens: int
     report_tokens: int
-    row_tokens: int  # of the update's rows, which the largest group decides
-    num_rows: int  # that hold tokens
+    row_tokens: int  # rows of the update, sized for the largest group
+    num_rows: int  # rows with tokens
     batch_rows: int
 
     @property
@@ -58,17 +58,17 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """A group's prompt once, and its responses."""
+        """Tokens with each group's prompt counted once."""
         return self.num_groups * (self.prompt_tokens + self.group_size * self.response_tokens)
 
     @property
     def separate_tokens(self) -> int:
-        """Tokens with one row per episode."""
+        """Tokens with a separate row per episode."""
         return self.num_episodes * (self.prompt_tokens + self.response_tokens)
 
     @property
     def own_tokens(self) -> float:
-        """That a main agent samples; it reads the reports."""
+        """Tokens that a main agent samples; it only reads the reports."""
         return max(0, self.response_tokens - self.calls * self.report_tokens)
 
     @property
@@ -77,7 +77,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> float:
-        """Sampled one after another in an episode: the calls of a turn run side by side."""
+        """Tokens sampled sequentially in an episode: a turn's calls run concurrently."""
         return self.own_tokens + (self.report_tokens if self.calls else 0)
 
     @property
@@ -128,13 +128,13 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
 
 
 def with_calls(work: Workload, calls: float) -> Workload:
-    """The same episodes with another number of calls, whose reports they read."""
+    """The same episodes with another number of calls and reports."""
     response_tokens = work.response_tokens + round((calls - work.calls) * work.report_tokens)
     return replace(work, calls=calls, response_tokens=response_tokens)
 
 
 def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_tokens: int) -> int:
-    """A group that is too long for a row is cut, and every piece repeats the prompt."""
+    """A group that is too long for a row is split, and every part repeats the prompt."""
     in_a_row = max(1, (row_tokens - prompt) // response)
     if in_a_row < group_size:
         return num_groups * -(-group_size // in_a_row)
@@ -143,7 +143,7 @@ def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_
 
 @dataclass(frozen=True)
 class Step:
-    """The work of a step: batches of one shape, and the tokens it learns from."""
+    """A step's work: equal batches, and the number of tokens."""
 
     shape: BatchShape
     num_batches: int
@@ -174,12 +174,12 @@ def full_step(shape: BatchShape) -> Step:
 
 
 def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
-    """The largest that the config allows."""
+    """The largest batch that the config allows."""
     pack, num_parts = config.pack, config.mesh.num_row_parts
     frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
     room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
     if isinstance(config, SftConfig):
-        traces = max(1, pack.row_tokens // trace_tokens(config, model))  # of a row
+        traces = max(1, pack.row_tokens // trace_tokens(config, model))  # per row
         frames, actions = pack.num_rows * traces * config.video.overview_frames, traces * RESPONSE_TOKENS
     else:
         work = workload_of(config, model)
@@ -201,7 +201,7 @@ def trace_tokens(config: SftConfig, model: ModelConfig) -> int:
 
 
 def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
-    """Of a frame, with its text."""
+    """Tokens per frame, with its text."""
     return max_pixels // (vision.patch_px * vision.merge) ** 2 + FRAME_TEXT_TOKENS
 
 
@@ -210,7 +210,7 @@ def row_patches(max_pixels: int, vision: VisionConfig) -> int:
 
 
 def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) -> dict[str, float]:
-    """Of a step, over all devices."""
+    """FLOPs of a step, over all devices."""
     step = typical_step(config, model)
     update = batch_flops(update_of(config), model, step.shape, platform)
     cache_tokens = config.rollout.max_context_tokens if config.engine.kind == "jax" else None
@@ -219,19 +219,19 @@ def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) 
 
 
 def layer_params(model: ModelConfig) -> int:
-    """Parameters of the language layers that multiply every token."""
+    """Parameters of the language layers' matrix products."""
     text = model.text
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
     return text.num_layers * (attention + 3 * text.width * text.ffn_width)
 
 
 def decoded_bytes(model: ModelConfig) -> int:
-    """Weights that a sampled token is multiplied with."""
+    """Bytes of the weights that a decode step reads."""
     return BF16_BYTES * (layer_params(model) + model.text.vocab_size * model.text.width)
 
 
 def cached_bytes(model: ModelConfig) -> int:
-    """Keys and values of a token."""
+    """Bytes of a token's keys and values."""
     return 2 * BF16_BYTES * model.text.num_layers * model.text.num_kv_heads * model.text.head_dim
 
 
@@ -240,7 +240,7 @@ def adapter_params(rank: int, model: ModelConfig) -> int:
 
 
 def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_tokens: int | None) -> dict[str, float]:
-    """The embedded engine reads a dialogue again at every turn, its frames too; servers (None) have it cached."""
+    """The embedded engine repeats the prefill at every turn, frames included; servers (None) have a prefix cache."""
     again = 0 if cache_tokens is None else work.num_calls
     dialogue = work.prompt_tokens + work.response_tokens
     reads = (
@@ -249,7 +249,7 @@ def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_token
         (work.call_prompt_tokens, work.num_calls),
     )
     num_frames = work.frames * (work.num_groups + again) + work.call_frames * work.num_calls
-    context = cache_tokens or dialogue  # ours attends to every slot of the cache
+    context = cache_tokens or dialogue  # the embedded engine attends to every slot of the cache
     return {
         "rollout, frames": num_frames * frame_flops(model, patches),
         "rollout, reading": sum(
@@ -262,7 +262,7 @@ def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_token
 
 
 def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
-    """Of an update with one batch, over all devices: all that is computed, by pass."""
+    """FLOPs of an update with a single batch, over all devices, by pass: everything computed."""
     policy, rank, trained = update.policy, update.lora.rank, update.optim.train_vision
     remat, form = policy.remat, form_of(policy.attention, shape.row_tokens, platform)
     tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
@@ -272,9 +272,9 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     layers = products + adapters + attention
     forward = layers + head
     backward = 2.0 * forward
-    if rank:  # what is frozen has no gradients of its own
+    if rank:  # frozen weights have no gradients
         backward -= products + head
-    # The head's logits are always computed again. Nothing reads what the last product of a layer made.
+    # The head's logits are always recomputed. The output of a layer's last product is not needed again.
     again = head + SCORES_AGAIN[form] * attention
     last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
     saved = attention if remat == "attention" and form != "xla" else 0.0
@@ -293,7 +293,7 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
 
 
 def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float:
-    """Of a step, by the mathematics alone: nothing again, no padding, of scores the causal half."""
+    """FLOPs of a step that the mathematics requires: no recomputation, no padding, causal scores only."""
     shape, times = step.shape, step.num_batches
     causal = times * shape.num_rows * shape.row_tokens * (shape.row_tokens + 1) // 2
     weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
@@ -301,18 +301,18 @@ def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float
     forward = weights + adapters + _attention_flops(model, causal)
     seen = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
     others = update.reads_reference + update.scores_before
-    frozen = weights if update.lora.rank else 0.0  # has no gradients of its own
+    frozen = weights if update.lora.rank else 0.0  # frozen weights have no gradients
     return (3 + others) * forward - frozen + (3 if update.optim.train_vision else 1) * seen
 
 
 def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: str) -> int:
-    """Pairs of tokens of a full causal row whose scores are computed, for one head."""
+    """Pairs of tokens with computed scores, for a full causal row and a single head."""
     queries_per_key = model.text.num_heads // model.text.num_kv_heads
     return computed_pairs(attention, row_tokens, queries_per_key, platform)
 
 
 def token_flops(model: ModelConfig, context: float) -> float:
-    """Of a token that is read; it attends to half of the context, on average."""
+    """FLOPs per prefill token, which attends to half of the context on average."""
     return _product_flops(model, 1) + _attention_flops(model, context // 2)
 
 
@@ -321,7 +321,7 @@ def _product_flops(model: ModelConfig, num_tokens: float) -> float:
 
 
 def _attention_flops(model: ModelConfig, pairs: float) -> float:
-    """Queries with keys, and weights with values, of all layers."""
+    """Both attention products, in all layers."""
     return 4.0 * model.text.num_layers * model.text.num_heads * model.text.head_dim * pairs
 
 
@@ -330,7 +330,7 @@ def _head_flops(model: ModelConfig, num_tokens: float) -> float:
 
 
 def frame_flops(model: ModelConfig, patches: int) -> float:
-    """Of a frame, at most: every row of patches is computed whole."""
+    """FLOPs per frame, at most: padding patches are computed too."""
     vision = model.vision
     block = 4 * vision.width**2 + 2 * vision.width * vision.ffn_width + 2 * patches * vision.width
     merged_width = vision.width * vision.merge_unit
