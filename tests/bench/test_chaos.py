@@ -338,21 +338,25 @@ def test_servers_with_older_weights_under_the_current_label_are_noticed(tmp_path
     assert problems and all("differ from it by a KL of" in problem for problem in problems)
 
 
-@pytest.fixture(scope="module")
-def survived(tmp_path_factory):
-    """A run under faults, and its result."""
-    out = tmp_path_factory.mktemp("chaos") / "out"
-    result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=out))
-    return out, result
-
-
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_under_faults_loses_nothing_doubles_nothing_and_leaves_nothing(survived):
-    _, result = survived
+def test_a_run_under_faults_loses_nothing_doubles_nothing_and_leaves_nothing(tmp_path):
+    result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=tmp_path / "out"))
     assert result["violations"] == [], chaos.table(result)
     assert sum(result["faults"].values()) >= 2 and result["steps"] >= 3
     assert result["answers_given"] >= result["answers_logged"] > 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run without faults, and its settings."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = [*SETTINGS, *QUICK, *stage.FRESH, "train.num_steps=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "make_plots", lambda run_dir: [])
+        train_here(folder / "run", *settings)
+    return folder / "run", settings
 
 
 def lost_episode(run: Path) -> None:
@@ -410,24 +414,20 @@ def edit(run: Path, change) -> None:
         (other_bytes, "has other bytes than were written"),
     ],
 )
-def test_every_check_of_the_log_can_fail(fault, found, survived, tmp_path):
-    run = shutil.copytree(survived[0] / "run", tmp_path / "run")
-    train = load_config(CONFIG, *SETTINGS, "train.prompts_per_step=3", f"train.max_staleness={SEED % 2}").train
+def test_every_check_of_the_log_can_fail(fault, found, trained, tmp_path):
+    source, settings = trained
+    run, train = shutil.copytree(source, tmp_path / "run"), load_config(CONFIG, *settings).train
     assert problems_of(run, train) == []
     fault(run)
     assert any(found in problem for problem in problems_of(run, train))
 
 
 @pytest.mark.slow
-def test_a_replay_notices_what_was_not_sampled_so(survived, tmp_path):
-    out, _ = survived
-    run = shutil.copytree(out / "run", tmp_path / "run")
-    settings = json.loads((run / "config.json").read_text())["config"]
-    own = [
-        *stage.settings_of(SEED),
-        f"model.path={settings['model']['path']}",
-        f"data.train={settings['data']['train']}",
-    ]
+def test_a_replay_notices_what_was_not_sampled_so(trained, tmp_path):
+    source, settings = trained
+    run = shutil.copytree(source, tmp_path / "run")
+    problems, sampled = asyncio.run(replay(run, settings, tmp_path / "replay"))
+    assert problems == [] and sampled.total() > 0
     edit(run, lambda segment: segment["behavior_logp"].__setitem__(0, segment["behavior_logp"][0] - 0.5))
-    problems, _ = asyncio.run(replay(run, own, tmp_path / "replay"))
+    problems, _ = asyncio.run(replay(run, settings, tmp_path / "other"))
     assert any("is not what a replay of the log gives" in problem for problem in problems)

@@ -118,7 +118,7 @@ async def _service(seed: int, seconds: float, directory: Path) -> dict[str, Any]
     faults, violations = await _under_faults(stage, seed, schedule(seed, seconds, SERVICE_KINDS), seconds)
     violations += unexplained(SERVICE, stage.exits, faults)
     return {
-        "service_starts": len(stage.exits),
+        "service_exits": len(stage.exits),
         "server_starts": stage.num_server_starts,
         "requests": stage.outcomes.total(),
         "answered": stage.outcomes["answered"],

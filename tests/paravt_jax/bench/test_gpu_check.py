@@ -121,6 +121,7 @@ def test_the_peak_is_that_of_the_device_or_none():
     assert {peak_flops(kind) for kind in others} == {None}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_check_runs_on_tiny_models_without_a_gpu(tmp_path):
