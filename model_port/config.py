@@ -6,7 +6,7 @@ weight is read.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,8 +126,10 @@ class ModelConfig:
 class LoraConfig:
     """LoRA adapters on the projections of the language layers. With adapters, only they are trained."""
 
-    rank: int = 0  # of every adapter; 0: no adapters, and the kernels are trained
-    alpha: float = 32.0  # adapters are scaled by alpha / rank, so that one learning rate suits all ranks
+    rank: int = field(default=0, metadata={"help": "rank of every adapter; 0: no adapters, all weights are trained"})
+    alpha: float = field(
+        default=32.0, metadata={"help": "adapters are scaled by alpha / rank, so one learning rate suits all ranks"}
+    )
 
     def __post_init__(self) -> None:
         _require(self.rank >= 0, f"lora.rank={self.rank} must be 0 or more")

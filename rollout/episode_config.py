@@ -6,6 +6,7 @@ from typing import Literal
 from rollout.chat import Chat
 from rollout.prompter import Frames, Prompter
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
+from rollout.setting import setting
 from rollout.toolbox import Tool, signatures, tools_of
 from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
 
@@ -26,21 +27,28 @@ UPPER_BOUNDS = {  # of settings, which may come from a model's files: memory gro
 class EpisodeConfig:
     """Turns, tool calls, sampling, frames, prompts and deadlines."""
 
-    dispatch: Dispatch = "parallel"  # sequential: one call per turn, with as many calls in total; none: no tools
-    max_turns: int = 3  # turns with calls; one more turn follows for the answer
-    max_parallel: int = 5  # calls per turn
-    # available tools: crop_video, zoom_frame, search_subtitles, or path/to/file.py:NAME for your own
-    tools: list[str] = field(default_factory=lambda: [CROP_VIDEO])
-    forced_prefix: str = "<think>\n"  # start of every turn of the main agent; it is given, not sampled
-    max_new_tokens: int = 2048  # per turn
-    max_context_tokens: int = 32_768  # per dialogue, including pictures
-    subagent_new_tokens: int = 512  # per report
-    subagent_max_frames: int = 16  # frames that a crop shows
-    temperature: float = 0.7  # 0: greedy sampling
-    top_p: float = 1.0  # below 1: sample only from the most likely tokens with this total probability
-    turn_deadline_s: float = 600.0  # per turn of the engine; a call gets half of it, a decoder job at least a tenth
+    dispatch: Dispatch = setting(
+        "parallel", "sequential: one call per turn, with as many calls in total; none: no tools"
+    )
+    max_turns: int = setting(3, "turns with calls; one more turn follows for the answer")
+    max_parallel: int = setting(5, "calls per turn")
+    tools: list[str] = setting(
+        [CROP_VIDEO], "available tools: crop_video, zoom_frame, search_subtitles, or path/to/file.py:NAME for your own"
+    )
+    forced_prefix: str = setting("<think>\n", "start of every turn of the main agent; it is given, not sampled")
+    max_new_tokens: int = setting(2048, "sampled tokens per turn")
+    max_context_tokens: int = setting(32_768, "tokens per dialogue, including frames")
+    subagent_new_tokens: int = setting(512, "sampled tokens per report of a sub-agent")
+    subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent")
+    temperature: float = setting(0.7, "0: greedy sampling")
+    top_p: float = setting(
+        1.0, "below 1: sample only from the most likely tokens with this total probability; training needs 1"
+    )
+    turn_deadline_s: float = setting(
+        600.0, "timeout of a turn in the engine; a call has half of it, a decoder job at least a tenth"
+    )
     prompts: Prompts = field(default_factory=Prompts)
-    prompts_file: str = ""  # YAML file with keys of prompts, read at loading; set either the file or prompts
+    prompts_file: str = setting("", "YAML file with keys of rollout.prompts; set either the file or the keys")
 
     def __post_init__(self) -> None:
         for name, bound in UPPER_BOUNDS.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from rollout.setting import setting
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
 # The placeholders of each text, with values to try them. Other texts may have none.
@@ -28,30 +29,38 @@ MAX_WIDTH = 100  # in a number format; a model's file could ask for two billion 
 class Prompts:
     """The texts; write a literal brace twice. Use the texts that a model was trained with."""
 
-    # system text of the main agent
-    system: str = "You are a helpful assistant who answers questions about long videos."
-    system_has_tools: bool = False  # the system text describes the tools itself, so the chat template does not
-    frame_time: str = "<{time_s:.1f} seconds>"  # before every frame
-    # before the frames of each video; may be empty
-    overview: str = "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:"
-    # after the question, or with {question} in it; if calls can be made
-    with_tool: str = (
+    system: str = setting(
+        "You are a helpful assistant who answers questions about long videos.", "the main agent's system message"
+    )
+    system_has_tools: bool = setting(
+        False, "true: the system text describes the tools, and the chat template does not add them"
+    )
+    frame_time: str = setting("<{time_s:.1f} seconds>", "before every frame")
+    overview: str = setting(
+        "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:",
+        "before the frames of each video; empty: nothing",
+    )
+    with_tool: str = setting(
         "Think first, between <think> and </think>. Where the frames do not show enough, call {uses}, up to "
-        "{max_parallel} calls in one turn: {gives}. When you know, give the answer between <answer> and </answer>."
+        "{max_parallel} calls in one turn: {gives}. When you know, give the answer between <answer> and </answer>.",
+        "after the question, or with {question} in it; if calls can be made",
     )
-    # the same, without tools
-    without_tool: str = (
-        "Think first, between <think> and </think>, then give the answer between <answer> and </answer>."
+    without_tool: str = setting(
+        "Think first, between <think> and </think>, then give the answer between <answer> and </answer>.",
+        "the same if no calls can be made",
     )
-    # system text of sub-agents
-    subagent_system: str = "You are a helpful assistant who looks closely at a part of a video."
-    # before the frames of a window
-    subagent_intro: str = "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:"
-    subagent_instruction: str = (  # may contain {question}
-        "Summarise what happens in this part, with the times at which it happens. Say only what the frames show."
+    subagent_system: str = setting(
+        "You are a helpful assistant who looks closely at a part of a video.", "the sub-agents' system message"
     )
-    # after the responses to the last possible calls
-    last_turn: str = "This was the last call. Answer now."
+    subagent_intro: str = setting(
+        "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:",
+        "before the frames of a window",
+    )
+    subagent_instruction: str = setting(
+        "Summarise what happens in this part, with the times at which it happens. Say only what the frames show.",
+        "after those frames; may contain {question}",
+    )
+    last_turn: str = setting("This was the last call. Answer now.", "after the responses to the last possible calls")
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

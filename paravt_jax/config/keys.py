@@ -1,10 +1,5 @@
-"""The settings of nested dataclasses: which keys there are, which one is meant, what the source says of each."""
+"""The keys of nested settings dataclasses, their help texts, and suggestions for unknown keys."""
 
-import ast
-import inspect
-import io
-import textwrap
-import tokenize
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -27,13 +22,12 @@ def types_of(schema: type) -> dict[str, Any]:
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Those of settings, and of sections that may be null."""
     hints = types_of(schema)
     for field in fields(schema):
         section = section_of(hints[field.name])
-        if section is None or type(None) in get_args(hints[field.name]):
+        if section is None:
             yield prefix + field.name
-        if section is not None:
+        else:
             yield from keys_of(section, f"{prefix}{field.name}.")
 
 
@@ -86,35 +80,15 @@ def _words(name: str) -> list[str]:
 
 
 @cache
-def comments_of(schema: type) -> dict[str, str]:
-    """What the source says of each field of a dataclass: the values that it may have, and the comment."""
-    said = {name: text for part in reversed(schema.__mro__) if is_dataclass(part) for name, text in _comments(part)}
+def helps_of(schema: type) -> dict[str, str]:
+    """Each field's choices and help text."""
     hints = types_of(schema)
     return {
-        field.name: "; ".join(filter(None, [_choices(hints[field.name]), said[field.name]])) for field in fields(schema)
+        field.name: "; ".join(filter(None, [_choices(hints[field.name]), field.metadata.get("help", "")]))
+        for field in fields(schema)
     }
 
 
 def _choices(kind: Any) -> str:
-    section = section_of(kind)
-    if section is not None and type(None) in get_args(kind):
-        return f"null | {{{', '.join(keys_of(section))}}}"
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     return " | ".join(str(choice) for literal in literals for choice in get_args(literal))
-
-
-def _comments(part: type) -> Iterator[tuple[str, str]]:
-    """Those beside a field, and those on lines of their own above it."""
-    source = textwrap.dedent(inspect.getsource(part))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    tokens = [token for token in tokens if token.type == tokenize.COMMENT]
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens}
-    alone = {token.start[0] for token in tokens if token.line.lstrip().startswith("#")}
-    tree = ast.parse(source).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first, last = node.lineno, node.end_lineno or node.lineno
-            while first - 1 in alone:
-                first -= 1
-            yield node.target.id, " ".join(comments[line] for line in range(first, last + 1) if line in comments)

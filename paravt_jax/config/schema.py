@@ -15,6 +15,7 @@ from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
+from rollout.setting import setting
 from rollout.video.reader import Decoder
 
 Truncated = Literal["learn", "leave_out", "soft"]
@@ -24,21 +25,32 @@ SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    # A Hugging Face directory or hub id, a converted checkpoint, an adapter in PEFT's format, or `tiny`.
-    path: str = "Qwen/Qwen3-VL-8B-Instruct"
-    # Of activations and frozen weights; masters are float32. A CPU computes in float32, whatever is set here.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = "auto"  # xla: the plain one, to compare with
-    remat: Literal["none", "full", "dots", "attention", "offload"] = "full"  # what of a layer is computed again
+    path: str = setting(
+        "Qwen/Qwen3-VL-8B-Instruct",
+        "the model to start from: a Hugging Face directory or hub id, a converted checkpoint, a PEFT "
+        "adapter, or tiny for a random one",
+    )
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "bfloat16", "of activations and frozen weights; trained weights are float32. A CPU always computes in float32"
+    )
+    attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = setting(
+        "auto",
+        "auto picks the fastest one that works on the device; set another only to compare. xla is the plain reference",
+    )
+    remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
+        "full",
+        "activations recomputed in the backward pass: full saves most memory, none is fastest, offload "
+        "moves them to the host",
+    )
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis. A mesh of one is a single device, whatever the machine has."""
+    """Devices along each axis. A mesh of one uses a single device."""
 
-    data: int = 1  # each has all parameters, and rows of its own
-    fsdp: int = 1  # each has a part of every parameter, and rows of its own
-    tensor: int = 1  # each has a part of every layer, and computes it for the same rows
+    data: int = setting(1, "data-parallel replicas: each holds all parameters")
+    fsdp: int = setting(1, "devices that share the parameters, each with its own rows; raise it if memory is short")
+    tensor: int = setting(1, "devices that split each layer for the same rows; raise it if fsdp is not enough")
 
     def __post_init__(self) -> None:
         _at_least_1("mesh", self, "data", "fsdp", "tensor")
@@ -58,11 +70,13 @@ AUTO = "auto"  # as hosts.coordinator: what Slurm, a TPU pod or Kubernetes says
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts that train together, one process each: same settings but for index, and all see run_dir."""
+    """Hosts that train together, one process each. All must see run_dir and have the same settings but for index."""
 
-    coordinator: str = ""  # ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes say; empty: one host
-    num: int = 1  # how many there are
-    index: int = 0  # of this host, counted from 0
+    coordinator: str = setting(
+        "", "ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes set it; empty: one host"
+    )
+    num: int = setting(1, "number of hosts, one process each")
+    index: int = setting(0, "index of this host, from 0; the only setting that differs between hosts")
 
     def __post_init__(self) -> None:
         _at_least_1("hosts", self, "num")
@@ -80,13 +94,19 @@ class HostsConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    # A parquet or JSON-lines file of prompts, a directory with parquet files below it, a data set on the hub as
-    # OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.
-    train: str = SYNTHETIC
-    validation: str = ""  # held-out prompts, of the same kinds; empty: no validation
-    video_root: str = ""  # what relative video paths begin from; empty: the prompt file's directory
-    allow_outside: bool = False  # rows may name files outside of video_root, also by a link; off: such rows are bad
-    max_bad_frac: float = 0.01  # of rows that cannot be used; more refuse to start, fewer are reported and left out
+    train: str = setting(
+        SYNTHETIC,
+        "prompts to train on: a parquet or JSON-lines file, a directory with parquet files, a data set on"
+        " the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
+    )
+    validation: str = setting("", "held-out prompts, given like data.train; empty: no validation")
+    video_root: str = setting("", "directory for relative video paths; empty: the directory of the prompt file")
+    allow_outside: bool = setting(
+        False, "allow rows to name files outside data.video_root, also through links; otherwise such rows are bad"
+    )
+    max_bad_frac: float = setting(
+        0.01, "fraction of unusable rows to skip with a warning; with more, the run does not start"
+    )
 
     def __post_init__(self) -> None:
         _local("data", self, "video_root")
@@ -101,14 +121,14 @@ MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # as rows of data may have, since a model'
 
 @dataclass(frozen=True)
 class VideoConfig:
-    gating: bool = True  # draw the frame budget per prompt visit; off: overview_frames
-    frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])  # to draw from; published
-    overview_frames: int = 64  # without gating, and in validation
-    min_pixels: int = 784  # area of a frame, published with the recipe
-    max_pixels: int = 50_176  # likewise
-    decoder: Decoder = "pyav"  # decord: the original's, for files in which it is exact
-    num_workers: int = 0  # processes that decode; 0: by the machine's cores
-    disk_cache: str = ""  # directory for decoded frames, shared by runs; empty: none
+    gating: bool = setting(True, "draw the number of frames per prompt from frame_budgets; off: always overview_frames")
+    frame_budgets: list[int] = setting([4, 8, 16, 32, 64], "frames to draw from; published")
+    overview_frames: int = setting(64, "frames without gating, and in validation")
+    min_pixels: int = setting(784, "smallest area of a frame; published")
+    max_pixels: int = setting(50_176, "largest area of a frame; published. Lower it to save context")
+    decoder: Decoder = setting("pyav", "decord is what the paper used; it gives wrong frames for some files")
+    num_workers: int = setting(0, "processes that decode; 0: one per core")
+    disk_cache: str = setting("", "directory for decoded frames, which runs can share; empty: none")
 
     def __post_init__(self) -> None:
         _local("video", self, "disk_cache")
@@ -133,20 +153,32 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What samples: the learner itself, or SGLang servers, which run already or are started here."""
+    """The sampler: the learner itself, or SGLang servers."""
 
-    kind: Literal["jax", "sglang"] = "jax"  # jax: the learner samples in its own process
-    # sglang: servers that already run, or one file with a URL per line, which is read again while the run continues;
-    # empty: start num_servers here
-    urls: list[str] = field(default_factory=list)
-    num_servers: int = 1  # sglang, on this machine
-    # sglang on cuda: the numbers of this machine's GPUs that those servers have, in order and as many each, such as
-    # [4, 5, 6, 7]; the learner has all others
-    gpus: list[int] = field(default_factory=list)
-    device: Literal["cpu", "cuda"] = "cuda"  # sglang: where servers of this machine compute
-    route: Literal["disk", "tensors"] = "disk"  # sglang: how new weights get there
-    weights_dir: str = ""  # disk: of this run alone, seen by the servers of all hosts; empty: this host's memory
-    max_rows: int = 16  # jax: requests that are sampled at the same time
+    kind: Literal["jax", "sglang"] = setting(
+        "jax", "jax: the learner samples in its own process; sglang: SGLang servers sample"
+    )
+    urls: list[str] = setting(
+        [],
+        "sglang: servers that already run, or one file with a URL per line, which is read again during "
+        "the run; empty: start num_servers on this machine",
+    )
+    num_servers: int = setting(1, "sglang: servers to start on this machine")
+    gpus: list[int] = setting(
+        [],
+        "sglang on cuda: GPU numbers for the started servers, split evenly, such as [4, 5, 6, 7]; the "
+        "learner gets the others",
+    )
+    device: Literal["cpu", "cuda"] = setting("cuda", "sglang: where the started servers compute")
+    route: Literal["disk", "tensors"] = setting(
+        "disk", "sglang: how new weights reach the servers; tensors works on one GPU only"
+    )
+    weights_dir: str = setting(
+        "",
+        "disk: directory for weights that all servers can read; needed if servers are on other machines. "
+        "Empty: this host's memory",
+    )
+    max_rows: int = setting(16, "jax: requests that are sampled at once; raise it if memory allows")
 
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows")
@@ -197,8 +229,8 @@ SIZES_PER_DOUBLING, SHORT_ROW_TOKENS = 4, 4096
 
 @dataclass(frozen=True)
 class PackConfig:
-    row_tokens: int = 32_768  # of a row of the update; at least rollout.max_context_tokens
-    num_rows: int = 1  # of a batch: what is in memory at the same time; a multiple of mesh.data x mesh.fsdp
+    row_tokens: int = setting(32_768, "tokens per packed row, at least rollout.max_context_tokens")
+    num_rows: int = setting(1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if memory is short")
 
     def __post_init__(self) -> None:
         _at_least_1("pack", self, "row_tokens", "num_rows")
@@ -211,18 +243,28 @@ class PackConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A step: what is collected for it, how old it may be, and how many updates learn from it."""
+    """The data and the updates of a step."""
 
-    num_steps: int = 500  # of which each collects episodes, updates and publishes
-    prompts_per_step: int = 7  # published
-    group_size: int = 8  # published: episodes of a prompt
-    updates_per_step: int = 1  # optimizer steps, each on its own part of the step's groups
-    max_staleness: int = 0  # 0: wait for every step's rollouts; n: no token older than n versions is learnt from
-    max_resamples: int = 2  # rounds of new prompts in place of groups that teach nothing (DAPO); 0: train on fewer
-    oversample: int = 0  # groups begun beyond those wanted; the last ones are aborted, and their prompts given back
-    max_missing_frac: float = 0.5  # of a step's episodes that the engine, videos or the judge failed; more end the run
-    subagent_loss: bool = False  # sub-agents' tokens get their episode's advantage
-    truncated: Truncated = "learn"  # leave_out: cut-off episodes only count in their group; soft: they cost up to 1
+    num_steps: int = setting(500, "steps; each collects episodes, updates and publishes")
+    prompts_per_step: int = setting(7, "prompts per step; published")
+    group_size: int = setting(8, "episodes per prompt; published")
+    updates_per_step: int = setting(1, "optimizer steps per step, each on its own part of the groups")
+    max_staleness: int = setting(0, "how many versions old a trained token may be; 0: rollouts and updates alternate")
+    max_resamples: int = setting(
+        2, "rounds of new prompts that replace zero-variance groups (DAPO); 0: train on fewer groups"
+    )
+    oversample: int = setting(
+        0, "extra groups to start, so that the slowest can be aborted; their prompts return later"
+    )
+    max_missing_frac: float = setting(
+        0.5, "fraction of a step's episodes that may fail in the engine, a video or the judge; with more, the run stops"
+    )
+    subagent_loss: bool = setting(False, "train on sub-agents' tokens too, with their episode's advantage")
+    truncated: Truncated = setting(
+        "learn",
+        "episodes cut off by the token limit: learn from them, leave_out: only count them in their group,"
+        " soft: subtract up to 1 from the reward",
+    )
 
     def __post_init__(self) -> None:
         _at_least_1("train", self, "num_steps", "prompts_per_step", "updates_per_step")
@@ -258,9 +300,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    at_start: bool = True  # before the first step: what training is compared with
-    every_steps: int = 50  # and after the last step
-    max_prompts: int = 256  # the first ones of the file
+    at_start: bool = setting(True, "validate before the first step, as the baseline")
+    every_steps: int = setting(50, "steps between validations; there is one after the last step too")
+    max_prompts: int = setting(256, "use the first prompts of the file only")
 
     def __post_init__(self) -> None:
         _at_least_1("validation", self, "every_steps", "max_prompts")
@@ -268,8 +310,8 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = 20  # and after the last step
-    keep: int = 3  # the newest ones
+    every_steps: int = setting(20, "steps between checkpoints; there is one after the last step too")
+    keep: int = setting(3, "newest checkpoints to keep")
 
     def __post_init__(self) -> None:
         _at_least_1("checkpoint", self, "every_steps", "keep")
@@ -277,15 +319,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    wandb_project: str = ""  # Weights & Biases; empty: off
+    wandb_project: str = setting("", "Weights & Biases project to log to; empty: none")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The settings that every run has."""
 
-    run_dir: str = "runs/default"  # output directory; a run resumes if it exists
-    seed: int = 0  # random seed for data order, frame budgets and sampling
+    run_dir: str = setting("runs/default", "output directory; a run resumes if it exists")
+    seed: int = setting(0, "random seed for data order, frame budgets and sampling")
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -297,9 +339,11 @@ class RunConfig:
 class TrainingConfig(RunConfig):
     """The settings that RL and SFT share."""
 
-    # Output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of the logs go there,
-    # and the other files to runs/ in the working directory.
-    run_dir: str = "runs/default"
+    run_dir: str = setting(
+        "runs/default",
+        "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of "
+        "the logs go there, other files to runs/",
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -377,8 +421,8 @@ def _lone_judge(reward: RewardConfig, judge: JudgeConfig) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class ImitationConfig:
-    num_steps: int = 500  # of the model card; the released file says 1500
-    rows_per_step: int = 8  # ours: of pack.row_tokens each, filled with whole traces
+    num_steps: int = setting(500, "optimizer steps; 500 in the model card, 1500 in the released file")
+    rows_per_step: int = setting(8, "packed rows per step, a multiple of pack.num_rows")
 
     def __post_init__(self) -> None:
         _at_least_1("sft", self, "num_steps", "rows_per_step")
@@ -400,7 +444,11 @@ def _imitation_video() -> VideoConfig:
 class SftConfig(TrainingConfig):
     """The SFT cold start. `rollout` is how videos, tools and turns are rendered; keep it as in the RL run to come."""
 
-    run_dir: str = "runs/sft"  # output directory; a run resumes if it exists
+    run_dir: str = setting(
+        "runs/sft",
+        "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of "
+        "the logs go there, other files to runs/",
+    )
     video: VideoConfig = field(default_factory=_imitation_video)
     optim: OptimConfig = field(default_factory=_imitation_optim)
     pack: PackConfig = field(default_factory=_imitation_pack)
@@ -416,9 +464,11 @@ class SftConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class EvalDataConfig(DataConfig):
-    # A public split, of docs/evaluation.md. Then data.validation is a copy of its repository, or the name of one on the
-    # hub; empty: its rows are downloaded.
-    split: str = ""
+    split: str = setting(
+        "",
+        "a public split (docs/evaluation.md); data.validation is then your copy of its repository, or its"
+        " name on the hub, or empty to download the rows",
+    )
 
 
 Mode = Literal["agentic", "agentic_release", "reasoning", "direct"]
@@ -427,13 +477,15 @@ DIRECT = "Give the answer between <answer> and </answer>."
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    # agentic: as in training; agentic_release: in the release's words, nothing forced; without a tool: reasoning, with
-    # thinking; direct, without
-    mode: Mode = "agentic"
-    frame_budgets: list[int] = field(default_factory=lambda: [64])  # of the overview, each on its own
-    dispatches: list[Dispatch] = field(default_factory=lambda: ["parallel"])  # how calls are made, each on its own
-    max_prompts: int = 1_000_000  # the first ones of data.validation
-    num_samples: int = 1  # episodes of a prompt
+    mode: Mode = setting(
+        "agentic",
+        "agentic: as in training; agentic_release: the released prompts, no forced prefix; reasoning and "
+        "direct: no tools, with and without thinking",
+    )
+    frame_budgets: list[int] = setting([64], "overview frames; each value is evaluated separately")
+    dispatches: list[Dispatch] = setting(["parallel"], "how calls are made; each value is evaluated separately")
+    max_prompts: int = setting(1_000_000, "use the first prompts of data.validation only")
+    num_samples: int = setting(1, "episodes per prompt")
 
     def __post_init__(self) -> None:
         _at_least_1("eval", self, "max_prompts", "num_samples")
@@ -460,7 +512,7 @@ def _greedy() -> EpisodeConfig:
 class EvalConfig(RunConfig):
     """An evaluation of a policy."""
 
-    run_dir: str = "runs/eval"  # output directory; a run resumes if it exists
+    run_dir: str = setting("runs/eval", "output directory; an evaluation resumes if it exists")
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     rollout: EpisodeConfig = field(default_factory=_greedy)
     engine: EngineConfig = field(default_factory=EngineConfig)

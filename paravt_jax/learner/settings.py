@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
+
+from rollout.setting import setting
 
 CreditKind = Literal["span", "token", "sequence"]
 Normalise = Literal["std", "batch", "none", "loo"]
@@ -18,14 +20,20 @@ HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    # token: all structural tokens share the anchor's advantage; span: each property credits its tags, and a missing
-    # tag the token at its position; sequence: the anchor stays inside R, as in the public release.
-    credit: CreditKind = "token"
-    # std: divide by the group's std, which favors groups that are nearly all right or all wrong; batch: by the step's
-    # std; none: no division (Dr. GRPO); loo: no division, and the baseline is the mean of the other episodes.
-    normalise: Normalise = "std"
-    terms: Literal["together", "apart"] = "together"  # apart: normalize each term of R, then add them weighted
-    filter_zero_variance: bool = True  # such groups have only a KL gradient, and would count in N
+    credit: CreditKind = setting(
+        "token",
+        "token: the anchor reward goes to all structural tokens; span: each of its properties to its own "
+        "tags; sequence: the anchor stays in the reward, as in the release",
+    )
+    normalise: Normalise = setting(
+        "std",
+        "divide by the std of the group (std) or of the step (batch); none: no division, as Dr. GRPO; "
+        "loo: no division, against the mean of the other episodes",
+    )
+    terms: Literal["together", "apart"] = setting(
+        "together", "apart: normalize each reward term, then weight and add them, so that small terms stay small"
+    )
+    filter_zero_variance: bool = setting(True, "leave out groups whose rewards are all equal; they only contribute KL")
 
     def __post_init__(self) -> None:
         if self.terms == "apart" and self.normalise in ("none", "loo"):
@@ -105,15 +113,24 @@ PARAM_NAMES = tuple(dict.fromkeys(param.name for params in PARAMS.values() for p
 class LossConfig:
     """The loss: a variant with its parameters, the sampler correction and the KL term."""
 
-    # para_grpo | grpo | dapo | dr_grpo | gspo | cispo, or your path/to/file.py:function, see docs/training.md
-    name: str = "para_grpo"
-    # the loss's parameters, such as {clip_low: 0.2, clip_high: 0.28}; omitted ones keep their defaults
-    params: dict[str, float] = field(default_factory=dict, hash=False, metadata={"entries": PARAM_NAMES})
-    behavior_correction: BehaviorCorrection = "mask"  # truncate: min(w, cap); none: w = 1
-    behavior_cap: float = 5.0  # published
-    kl_coef: float = 0.01  # published
-    kl_estimator: KlEstimator = "k3"  # GRPO's; k2 has the exact gradient of KL(policy‖ref)
-    kl_in: KlIn = "loss"  # reward: see `kl_penalties`
+    name: str = setting(
+        "para_grpo",
+        "para_grpo, grpo, dapo, dr_grpo, gspo, cispo, or path/to/file.py:function for your own (docs/training.md)",
+    )
+    params: dict[str, float] = setting(
+        {},
+        "the loss's parameters, such as {clip_low: 0.2, clip_high: 0.28}; the others keep their defaults",
+        entries=PARAM_NAMES,
+    )
+    behavior_correction: BehaviorCorrection = setting(
+        "mask",
+        "what happens to tokens whose importance weight is above behavior_cap: mask them, truncate the "
+        "weight, or ignore the weights (none)",
+    )
+    behavior_cap: float = setting(5.0, "largest importance weight between learner and engine; published")
+    kl_coef: float = setting(0.01, "weight of the KL to the initial policy; published. 0: no reference model in memory")
+    kl_estimator: KlEstimator = setting("k3", "k3 as in GRPO; k2 has the exact gradient of the KL")
+    kl_in: KlIn = setting("loss", "where the KL is added: to the loss, or subtracted from the reward")
 
     def __post_init__(self) -> None:
         _ = self.all_params  # checks name and parameters
@@ -165,9 +182,11 @@ def check_names(loss: str, given: Iterable[str], known: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    # Highest mean KL between engine and learner over a step's tokens. Above it the run stops; above a tenth of it the
-    # run logs a warning. Our choice: two bf16 programs of the same weights differ by about 1e-3, and staleness adds.
-    max_kl: float = 0.1
+    max_kl: float = setting(
+        0.1,
+        "largest mean KL between engine and learner in a step: above it the run stops, above a tenth of "
+        "it a line in the log warns. inf: no check",
+    )
 
     def __post_init__(self) -> None:
         if not self.max_kl > 0:
@@ -180,13 +199,16 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    learning_rate: float = 2e-6  # published; the schedule's peak
-    schedule: Schedule = "constant"  # cosine: decays to 0 at the last step
-    warmup_frac: float = 0.0  # fraction of the steps with linear warm-up from 0
-    weight_decay: float = 0.01  # published; decoupled, as in AdamW
-    max_grad_norm: float = 1.0  # published; larger gradients are scaled down to it
-    offload: bool = False  # keep moments and reference in host memory during gradients; saves 10 bytes per parameter
-    train_vision: bool = False  # the published recipe trains the language weights only
+    learning_rate: float = setting(2e-6, "peak learning rate; published")
+    schedule: Schedule = setting("constant", "cosine: decay to 0 at the last step")
+    warmup_frac: float = setting(0.0, "fraction of the steps in which the learning rate rises from 0")
+    weight_decay: float = setting(0.01, "AdamW's decoupled weight decay; published")
+    max_grad_norm: float = setting(1.0, "longer gradients are scaled down to this norm; published")
+    offload: bool = setting(
+        False,
+        "keep optimizer moments and reference in host memory during the backward pass; saves 10 bytes per parameter",
+    )
+    train_vision: bool = setting(False, "train the vision tower too; the published recipe does not")
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):

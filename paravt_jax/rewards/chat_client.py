@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from rollout.setting import setting
+
 CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 300  # of a server's reply, in an error
 MISCONFIGURED = (401, 403, 404, 405)  # every request would fail like this one
@@ -49,9 +51,9 @@ def check_no_password(setting: str, url: str) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    url: str = ""  # up to and with /v1
-    model: str = ""  # as the server calls it
-    api_key_env: str = ""  # name of the environment variable that holds the key; empty: none is sent
+    url: str = setting("", "base URL of an OpenAI-compatible server, including /v1")
+    model: str = setting("", "the model's name on that server")
+    api_key_env: str = setting("", "name of the environment variable with the API key; empty: no key")
 
     def __post_init__(self) -> None:
         if not self.is_set:

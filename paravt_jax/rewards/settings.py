@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollout.setting import setting
+
 OpenMode = Literal["exact", "f1", "llm"]
 TOOL_RIGHT_THRESHOLD = 0.5  # R_acc of an answer that counts as right: half of a tvg interval, partly right for a judge
 ToolRight = Literal["any", "scaled", "threshold", "needed"]
@@ -11,18 +13,22 @@ ToolRight = Literal["any", "scaled", "threshold", "needed"]
 
 @dataclass(frozen=True)
 class RewardConfig:
-    oe_mode: OpenMode = "exact"  # of open answers; f1 pays for naming several, llm asks a judge
-    format_weight: float = 1.0  # w_fmt
-    anchor_weight: float = 0.5  # λ; 0 is the arm without anchoring
-    unclosed_penalty: float = 0.3  # γ; 0 is the arm without it
-    tool_reward: bool = True  # off is the arm without R_tool
-    tool_call_weight: float = 0.3  # R_tool of an executed call; published
-    tool_right_weight: float = 0.5  # R_tool of an executed call and a right answer; published
-    # any: R_acc > 0, published, and a third of tool_call_weight for a call that is only well-formed; scaled: times
-    # R_acc; threshold: from TOOL_RIGHT_THRESHOLD on; needed: likewise, times the share of the group's episodes without
-    # a call that were wrong.
-    tool_right: ToolRight = "any"
-    plugin: str = ""  # FILE.py:FUNCTION with terms of your own, docs/rewards.md; empty: none
+    oe_mode: OpenMode = setting(
+        "exact", "how open answers are scored; llm asks the model of judge.url. f1 rewards naming several answers"
+    )
+    format_weight: float = setting(1.0, "weight of the format reward, w_fmt")
+    anchor_weight: float = setting(0.5, "weight of the anchor reward, lambda; 0: no anchoring")
+    unclosed_penalty: float = setting(0.3, "penalty for a <think> that is never closed, gamma; 0: none")
+    tool_reward: bool = setting(True, "reward tool calls, R_tool")
+    tool_call_weight: float = setting(0.3, "R_tool of an executed call; published")
+    tool_right_weight: float = setting(0.5, "R_tool of an executed call and a right answer; published")
+    tool_right: ToolRight = setting(
+        "any",
+        "when tool_right_weight is paid. any: R_acc above 0, published; scaled: times R_acc; threshold: "
+        "R_acc of 0.5 or more; needed: threshold, times the fraction of the group's episodes without a "
+        "call that were wrong",
+    )
+    plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 
     def __post_init__(self) -> None:
         weights = ("format_weight", "anchor_weight", "unclosed_penalty", "tool_call_weight", "tool_right_weight")

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from model_port.cli import add_debug_flag, prog_of
 from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
-from paravt_jax.config.keys import comments_of
+from paravt_jax.config.keys import helps_of
 
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
 COMMENT_COLUMN, LAST_COLUMN = 40, 120
@@ -69,7 +69,7 @@ def read_config(
 
 def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
     """The lines of a config file that says the same, each setting with its comment; what was `written` as ${…} is."""
-    comments = comments_of(type(section))
+    comments = helps_of(type(section))
     written = getattr(section, WRITTEN, {}) if written is None else written
     for field in fields(section):
         value, comment = getattr(section, field.name), comments[field.name]

@@ -5,7 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
-from fnmatch import fnmatch
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
-from paravt_jax.config.keys import comments_of, keys_of, section_of
+from paravt_jax.config.keys import section_of
 from paravt_jax.run.command import shown as shown_lines
 from paravt_jax.run.policy import policy_of
 
@@ -90,44 +90,14 @@ def test_what_a_variable_stands_for_is_shown_as_it_is_written(name, shown, monke
     assert "num_servers: ${oc.env:SERVERS}" in found and "hunter2" not in found
 
 
-# What a reader knows without a word, and the texts that are shown to a model.
-SELF_EXPLAINING = {
-    *(
-        "rollout.prompts.*",
-        "rollout.top_p",
-        "train.num_steps",
-        "judge.model",
-    ),
-    *("optim.learning_rate", "optim.weight_decay", "optim.max_grad_norm", "mismatch.*_kl"),
-}
-
-
-@pytest.mark.parametrize("schema", SETTINGS.values())
-def test_every_setting_is_explained_where_it_is_shown(schema):
-    explained = explanations(schema)
-    assert set(explained) == set(keys_of(schema))
-    silent = {key for key, comment in explained.items() if not comment}
-    assert {key for key in silent if not any(fnmatch(key, one) for one in SELF_EXPLAINING)} == set()
-
-
-def explanations(schema: type, prefix: str = "") -> dict[str, str]:
-    sections = {name: section_of(kind) for name, kind in get_type_hints(schema).items()}
-    found = {}
-    for name, comment in comments_of(schema).items():
-        section = sections[name]
-        found |= {prefix + name: comment} if section is None or comment.startswith("null") else {}
-        found |= {} if section is None else explanations(section, f"{prefix}{name}.")
-    return found
-
-
 def test_a_comment_stands_beside_its_setting_or_above_a_long_one(shown):
     text = shown("train", "--show", "train.group_size=5")
     for line in (
-        "\n  group_size: 5                         # published: episodes of a prompt\n",
-        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; xla: ",
+        "\n  group_size: 5                         # episodes per prompt; published\n",
+        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; auto picks ",
         "\n\nmesh:                                   # Devices along each axis. ",
-        "\n  video_root: ''                        # what relative ",
-        f"\n{' ' * 40}# it, a data set on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or `synthetic`.\n",
+        "\n  video_root: ''                        # directory for relative ",
+        f"\n{' ' * 40}# files, a data set on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
     ):
         assert line in text
     assert max(map(len, text.splitlines())) <= 120
@@ -151,13 +121,13 @@ def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_call
         asyncio.run(policy_of(config, tmp_path))
 
 
-def uncommented(schema: type) -> list[str]:
-    comments, hints = comments_of(schema), get_type_hints(schema)
-    sections = {name: section for name in comments if (section := section_of(hints[name])) is not None}
-    here = [f"{schema.__name__}.{name}" for name, said in comments.items() if not said and name not in sections]
-    return [*here, *(name for section in sections.values() for name in uncommented(section))]
+def without_help(schema: type) -> list[str]:
+    sections = {field.name: section_of(get_type_hints(schema)[field.name]) for field in fields(schema)}
+    silent = [field.name for field in fields(schema) if sections[field.name] is None and not field.metadata.get("help")]
+    nested = [name for section in sections.values() if section is not None for name in without_help(section)]
+    return [f"{schema.__name__}.{name}" for name in silent] + nested
 
 
 @pytest.mark.parametrize("schema", [Config, SftConfig, EvalConfig])
-def test_every_setting_has_a_word_about_it(schema):
-    assert uncommented(schema) == []
+def test_every_setting_has_a_help_text(schema):
+    assert without_help(schema) == []

@@ -1,0 +1,18 @@
+"""Declares a setting: a dataclass field with its default and the help text that `--show` prints."""
+
+from copy import copy
+from dataclasses import field
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def setting(default: Value, help: str, **metadata: Any) -> Value:
+    """A list or dict as default is copied for every instance."""
+    metadata["help"] = help
+    made: Any
+    if isinstance(default, list | dict):
+        made = field(default_factory=lambda: copy(default), hash=False, metadata=metadata)
+    else:
+        made = field(default=default, metadata=metadata)
+    return made
