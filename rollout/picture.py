@@ -13,13 +13,12 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-ZERO = b"\0"  # replaces all pixels of a picture without pixels
 PNG_EFFORT = 1  # of 9, all lossless; over loopback, encoding time matters more than size
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels and their key. A picture of another process has only key and size."""
+    """Pixels and their key."""
 
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only
@@ -36,15 +35,6 @@ class Picture:
         digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
         digest.update(repr(pixels.shape).encode())
         return cls(digest.hexdigest(), pixels)
-
-    @classmethod
-    def without_pixels(cls, key: str, size_px: tuple[int, int]) -> "Picture":
-        """A picture with pixels in another process only; it takes no memory."""
-        return cls(key, np.ndarray((*size_px, 3), np.uint8, ZERO, 0, (0, 0, 0)))
-
-    @property
-    def has_pixels(self) -> bool:
-        return any(self.pixels.strides)
 
     @property
     def size_px(self) -> tuple[int, int]:

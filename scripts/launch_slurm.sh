@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Trains on all nodes of a Slurm job, one process on each, which has its node to itself; it goes on where it was.
+# Trains on all nodes of a Slurm job, one process per node, and resumes a run that exists.
 #   sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sh train --config configs/8b_8x80gb_embedded.yaml …
-# The command is train or sft; run_dir must be on a file system that all nodes see. PORT is the port of the first node that
-# the others meet at. A process that fails ends the others, and all are begun again on the same nodes, RESTARTS=3 times; a
-# run that is done (0) or was stopped by a signal, which exits 130 or 143 after its checkpoint, is not. A
-# node that is lost ends the whole job, which Slurm queues again for other nodes. With `sbatch --no-kill` it would go on
-# with a list of nodes in which the lost one still is: leave that out.
+# The command is train or sft. run_dir must be on a file system that all nodes see. PORT is the port of jax's coordinator on
+# the first node. When a process fails, jax ends the others, and this script restarts all on the same nodes, RESTARTS=3
+# times. It does not restart a run that is done (0) or that a signal stopped (130 or 143, after its checkpoint). A lost node
+# ends the job, and Slurm requeues it on other nodes. Do not pass `sbatch --no-kill`: the job would keep the lost node.
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -23,10 +22,10 @@ for attempt in $(seq 0 "${RESTARTS:-3}"); do
     srun --kill-on-bad-exit=0 --cpu-bind=none --ntasks-per-node=1 bash -c 'exec .venv/bin/python -m "paravt_jax.$0" "$@" \
         hosts.num="$SLURM_NTASKS" hosts.index="$SLURM_PROCID"' "$command" "$@" hosts.coordinator="$first:$port" &
     job=$!
-    trap 'stopping=1; trap "" TERM; kill -TERM $job' TERM # which srun passes on: every host saves, and ends well
+    trap 'stopping=1; trap "" TERM; kill -TERM $job' TERM # srun passes it on: every host saves and exits
     status=0
     wait $job || status=$?
-    if [ -n "$stopping" ]; then # it only interrupted the wait
+    if [ -n "$stopping" ]; then # the signal only interrupted the wait
         status=0
         wait $job || status=$?
         exit $status

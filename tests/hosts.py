@@ -5,6 +5,7 @@ Each has CPU devices of its own, and collectives go through gloo. Their words co
 
 import importlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from forked import forks
 from model_port.cli import run_cli
 from paravt_jax.config import HostsConfig
 from paravt_jax.run import hosts, training
-from scripts.bench.hosts import free_port, with_devices
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,6 @@ def _joined(work: Callable[..., Any], config: HostsConfig, *arguments: Any) -> N
         work(joined, *arguments)
 
 
-def answer(config: HostsConfig) -> None:
-    """What the coordinator says to a host that only asks."""
-    print(hosts._answered(config.coordinator, config.num, config.index), flush=True)
-
-
 def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     training.make_plots = lambda run_dir: []
@@ -114,11 +109,17 @@ def command(module: str, arguments: Sequence[str], environment: dict[str, str]) 
     run_cli(importlib.import_module(module).main)
 
 
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
 def _host(output: str, devices: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
     file = os.open(output, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for number in (0, 1, 2):
         os.dup2(file, number)
-    os.environ["XLA_FLAGS"] = with_devices(os.environ["XLA_FLAGS"], devices)
-    hosts.JOIN_S, hosts.PORT_S, hosts.LOST_S, hosts.BEAT_S, hosts.OWN_WORDS_S = 60.0, 2.0, 15.0, 0.3, 2.0
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
+    hosts.JOIN_S, hosts.HEARTBEAT_S, hosts.SHUTDOWN_S, hosts.LAST_WORDS_S = 60, 10, 20, 2.0
     work(*arguments)

@@ -33,7 +33,8 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.run.checkpoint import Checkpoints, verify
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint_read import verify
 from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable

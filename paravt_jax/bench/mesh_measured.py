@@ -41,7 +41,7 @@ from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
 from paravt_jax.plan.meshes import MeshEstimate, Shape
 from paravt_jax.plan.plan import assumed_of_seconds
 from paravt_jax.plan.workload import Step, full_step, largest_batch
-from paravt_jax.run.placement import place_servers, visible_gpus
+from paravt_jax.run.gpu_assignment import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
 from paravt_jax.run.start import find_devices, said_devices, start_line
 

@@ -21,7 +21,7 @@ from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.bench.camera import FPS, camera
 from paravt_jax.config import TINY, EngineConfig
-from paravt_jax.run.placement import place_servers
+from paravt_jax.run.gpu_assignment import place_servers
 from paravt_jax.run.start import size_of, start_line
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat

@@ -21,8 +21,8 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.directory import held, settings_of, write_settings
+from paravt_jax.run.gpu_assignment import place_servers
 from paravt_jax.run.log import whole_file
-from paravt_jax.run.placement import place_servers
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread

@@ -21,10 +21,10 @@ from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
+from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.policy import policy_of
-from paravt_jax.run.sources import check_sources
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
@@ -47,7 +47,9 @@ class SftRun:
 
     async def next_batch(self) -> TraceBatch | None:
         """The next step's traces, or None after the last step."""
-        return await self.training.begin_step("data", self._take)
+        if not self.training.begin_step("data"):
+            return None
+        return await self.training.directory.unless_stopped(self._take())
 
     async def _take(self) -> TraceBatch:
         with self.own_time.working():
@@ -80,7 +82,7 @@ class SftRun:
         if self.hosts.num == 1:
             return {}
         devices_s = await in_thread(lambda: self.probe.seconds(self.training.learner.state))
-        return by_host(await self.hosts.gathered("times", {"data": self.own_time.seconds, "devices": devices_s}))
+        return by_host(await self.hosts.gather_async("times", {"data": self.own_time.seconds, "devices": devices_s}))
 
     def record(self, batch: TraceBatch, metrics: dict[str, float]) -> None:
         metrics |= {

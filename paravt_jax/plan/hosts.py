@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from paravt_jax.config import HostsConfig
 from paravt_jax.plan.devices import DeviceSpec
-from paravt_jax.plan.workload import FRAME_TEXT_TOKENS, PROMPT_TEXT_TOKENS, Workload
+from paravt_jax.plan.workload import Workload
 
 MASTER_BYTES, TRAINED_BYTES = 4, 12  # of a parameter in a checkpoint; of a trained one, with its moments
-SHOWN_BYTES, SAMPLED_BYTES = 4, 12  # of an exchanged token: its id; a sampled one with log-prob and text
+EPISODE_BYTES = 1000  # of the numbers that other hosts get of an episode, at most
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class HostPart:
     visits: int
     frames: int  # decoded: overviews once for a group, and the windows of calls
     checkpoint_bytes: int
-    heard_bytes: int  # episodes of all other hosts, without pixels
+    received_bytes: int  # the numbers of all other hosts' episodes
 
 
 def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
@@ -36,12 +36,5 @@ def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: in
         visits=visits,
         frames=round(visits * (work.frames + work.group_size * work.calls * work.call_frames)),
         checkpoint_bytes=checkpoint_bytes // hosts,
-        heard_bytes=(work.num_groups - work.num_groups // hosts) * _told_bytes(work),
+        received_bytes=(work.num_groups - work.num_groups // hosts) * work.group_size * EPISODE_BYTES,
     )
-
-
-def _told_bytes(work: Workload) -> int:
-    """Bytes of a group. Each episode repeats its prompt; a picture is one token."""
-    text = work.prompt_tokens - round(work.frames * (work.frame_tokens - FRAME_TEXT_TOKENS - 1))
-    calls = round(work.calls) * (PROMPT_TEXT_TOKENS * SHOWN_BYTES + work.report_tokens * SAMPLED_BYTES)
-    return work.group_size * (text * SHOWN_BYTES + work.response_tokens * SAMPLED_BYTES + calls)

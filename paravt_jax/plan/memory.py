@@ -51,6 +51,7 @@ class SamplerShape:
     max_context_tokens: int
     prompt_tokens: int  # longest prompt
     beside_update: bool  # it samples during the update, from a copy of the weights
+    hosts_over_fsdp: int = 1  # by which fsdp is split over hosts; each then samples from a copy
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ class Share:
         if sampler is not None:
             slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
             parts["key/value cache"] = slots * self.model.text.num_layers * self.cache_token_bytes
-            if sampler.beside_update:
+            if sampler.hosts_over_fsdp > 1:  # each host samples from a whole copy
+                parts["copy for sampling"] = self.item_bytes * self.num_params * sampler.hosts_over_fsdp
+            elif sampler.beside_update:
                 parts["copy for sampling"] = self.copied_bytes
         return parts
 

@@ -124,17 +124,18 @@ def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICE
 
 def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
     """A mesh that does not divide the model, or that its hosts do not split, is refused."""
-    sampler = None
+    mesh, sampler = config.mesh, None
+    hosts = num_hosts(config.hosts, mesh.num_devices, device)
     if isinstance(config, Config) and config.engine.kind == "jax":
         sampler = SamplerShape(
             max_rows=config.engine.max_rows,
             max_context_tokens=config.rollout.max_context_tokens,
             prompt_tokens=workload_of(config, model).max_prompt_tokens,
             beside_update=config.train.max_staleness > 0,
+            hosts_over_fsdp=hosts // math.gcd(mesh.data, hosts),
         )
     memory = memory_of(update_of(config), model, largest_batch(config, model), sampler, device.platform)
-    mesh = config.mesh
-    over_hosts(mesh.data, mesh.fsdp, mesh.tensor, num_hosts(config.hosts, mesh.num_devices, device))
+    over_hosts(mesh.data, mesh.fsdp, mesh.tensor, hosts)
     return memory
 
 

@@ -151,7 +151,7 @@ def _host_lines(host: HostPart) -> list[str]:
         ["prompts of a step, at most", f"{host.visits:,}"],
         ["frames decoded for them", f"{host.frames:,}"],
         ["GiB of a checkpoint", f"{host.checkpoint_bytes / GIB:.1f}"],
-        ["MB received from other hosts", f"{host.heard_bytes / 1e6:.1f}"],
+        ["MB received from other hosts", f"{host.received_bytes / 1e6:.1f}"],
     ]
     return [f"each of {host.num_hosts} hosts", *_aligned(rows)]
 

@@ -5,9 +5,10 @@ If an engine, a video, a plugin or the judge fails, the episode is *missing*: it
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from paravt_jax.config import Truncated
 from paravt_jax.data.prompts import Prompt
@@ -17,6 +18,7 @@ from paravt_jax.rewards.plugin import Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from paravt_jax.rl.length import is_cut_off, length_term
+from paravt_jax.rl.stats import EpisodeStats
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent
 from rollout.prompter import Overview, Task
@@ -40,10 +42,26 @@ class Rollout:
     reason: Reason = "other"  # the same as a category
     num_lost: int = 0  # tokens that the main agent had sampled before a missing episode ended
     left_out: bool = False  # counts in its group's statistics, but has no loss tokens
+    remote_stats: EpisodeStats | None = None  # of an episode that another host ran
 
     @property
     def missing(self) -> bool:
         return bool(self.problem)
+
+    @cached_property
+    def stats(self) -> EpisodeStats | None:
+        return self.remote_stats if self.episode is None else EpisodeStats.of(self.episode, self.terms)
+
+    def to_message(self) -> dict[str, Any]:
+        """What this host sends the others."""
+        names = ("id", "format_reward", "problem", "reason", "num_lost", "left_out")
+        stats = self.stats and asdict(self.stats)
+        return {name: getattr(self, name) for name in names} | {"remote_stats": stats}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "Rollout":
+        stats = message["remote_stats"] and EpisodeStats(**message["remote_stats"])
+        return cls(**{**message, "remote_stats": stats})
 
 
 @dataclass(frozen=True, eq=False)

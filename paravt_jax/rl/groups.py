@@ -1,6 +1,6 @@
 """Groups: the rollouts of a prompt and their advantages."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_a
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl.episodes import Rollout
+from paravt_jax.rl.stats import advantages_from_record, advantages_record, rewards_from_record, rewards_record
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,8 @@ class Group:
     frame_budget: int
     rollouts: list[Rollout]
     advantages: GroupAdvantages
-    is_remote: bool = False  # another host ran it, has its pixels and packs it
+    is_remote: bool = False  # another host ran it, has its tokens and packs them
+    remote_rewards: GroupRewards | None = None  # with advantage.normalise=batch, which needs all rewards of a step
 
     @property
     def keep(self) -> Bool[np.ndarray, " G"]:
@@ -33,6 +35,23 @@ class Group:
     @property
     def has_signal(self) -> bool:
         return bool(self.keep.any())
+
+    def to_message(self, rewards: GroupRewards | None) -> dict[str, Any]:
+        """What this host sends the others."""
+        return {
+            "sample": self.sample.number,
+            "frame_budget": self.frame_budget,
+            "rollouts": [rollout.to_message() for rollout in self.rollouts],
+            "advantages": advantages_record(self.advantages),
+            "rewards": rewards and rewards_record(rewards),
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any], sample: PromptSample[Prompt]) -> "Group":
+        rollouts = list(map(Rollout.from_message, message["rollouts"]))
+        advantages = advantages_from_record(message["advantages"])
+        rewards = message["rewards"] and rewards_from_record(message["rewards"])
+        return cls(sample, message["frame_budget"], rollouts, advantages, is_remote=True, remote_rewards=rewards)
 
 
 AnyGroup = TypeVar("AnyGroup", bound=Any)  # a Group or a PendingGroup
@@ -47,20 +66,20 @@ def for_step(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]:
 
 
 def advantages_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupAdvantages:
-    return group_advantages(_rewards_of(rollouts, reward, advantage), advantage)
+    return group_advantages(rewards_of(rollouts, reward, advantage), advantage)
 
 
 def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
     """With `advantage.normalise=batch`, the groups of a step, normalized by the statistics of the whole step."""
     if advantage.normalise != "batch":
         return groups
-    step = [_rewards_of(group.rollouts, reward, advantage) for group in groups]
+    step = [group.remote_rewards or rewards_of(group.rollouts, reward, advantage) for group in groups]
     return [
         replace(group, advantages=group_advantages(rewards, advantage, step))
         for group, rewards in zip(groups, step, strict=True)
     ]
 
 
-def _rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
+def rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
     terms = [None if rollout.missing else rollout.terms for rollout in rollouts]
     return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)

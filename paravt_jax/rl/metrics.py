@@ -1,11 +1,11 @@
 """Metrics of a step's rollouts, including the paper's, computed by the same rules in every run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from paravt_jax.rewards.terms import OUTCOMES, RewardTerms
+from paravt_jax.rewards.terms import OUTCOMES
 from paravt_jax.rl.episodes import REASONS, Rollout
 from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
@@ -68,38 +68,38 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` only."""
     scored = [rollout for rollout in rollouts if not rollout.missing]
-    terms = [rollout.terms for rollout in scored if rollout.terms is not None]
-    episodes = [rollout.episode for rollout in scored if rollout.episode is not None]
+    stats = [rollout.stats for rollout in scored if rollout.stats is not None]
+    totals = [each.total for each in stats if each.total is not None]
 
-    def mean_term(of: Callable[[RewardTerms], float | None]) -> float:
-        return _mean(value for value in map(of, terms) if value is not None)
+    def mean_of(name: str) -> float:
+        return _mean(value for each in stats if (value := getattr(each, name)) is not None)
 
     metrics = {
         "num_episodes": float(len(scored)),
         "num_missing": float(len(rollouts) - len(scored)),
-        "reward_mean": mean_term(lambda term: term.total),
-        "reward_std": float(np.std([term.total for term in terms if term.total is not None])) if terms else 0.0,
-        "accuracy_mean": mean_term(lambda term: term.accuracy),
-        "anchor_mean": mean_term(lambda term: term.anchor),
-        "tool_reward_mean": mean_term(lambda term: term.tool),
+        "reward_mean": mean_of("total"),
+        "reward_std": float(np.std(totals)) if totals else 0.0,
+        "accuracy_mean": mean_of("accuracy"),
+        "anchor_mean": mean_of("anchor"),
+        "tool_reward_mean": mean_of("tool"),
         "format_reward": _mean(rollout.format_reward for rollout in scored),
-        "parseable_frac": mean_term(lambda term: float(term.parseable)),
-        "tool_calls_mean": _mean(len(episode.calls) for episode in episodes),
-        "tool_use_frac": _mean("ok" in episode.outcomes for episode in episodes),
-        "turns_mean": _mean(len(episode.turns) for episode in episodes),
-        "sampled_tokens_mean": _mean(episode.ledger.num_sampled for episode in episodes),
-        "cut_off_frac": _mean(episode.finish != "done" for episode in episodes),
+        "parseable_frac": mean_of("parseable"),
+        "tool_calls_mean": mean_of("num_calls"),
+        "tool_use_frac": _mean("ok" in each.outcomes for each in stats),
+        "turns_mean": mean_of("num_turns"),
+        "sampled_tokens_mean": mean_of("num_sampled"),
+        "cut_off_frac": mean_of("cut_off"),
     }
     own: dict[str, list[float]] = {}  # terms of a plugin, and the length penalty
-    for term in (term for of_episode in terms for term in of_episode.own):
-        own.setdefault(f"reward_{term.name}_mean", []).append(term.value)
+    for name, value in (term for each in stats for term in each.own):
+        own.setdefault(f"reward_{name}_mean", []).append(value)
     metrics |= {name: _mean(values) for name, values in own.items()}
-    outcomes = Counter(outcome for episode in episodes for outcome in episode.outcomes)
+    outcomes = sum((Counter(each.outcomes) for each in stats), Counter[str]())
     missing = Counter(rollout.reason for rollout in rollouts if rollout.missing)
     cut = [float(rollout.num_lost) for rollout in rollouts if rollout.missing and rollout.reason == "deadline"]
     return {
         **metrics,
-        **_quantiles("sampled_tokens", np.array([episode.ledger.num_sampled for episode in episodes])),
+        **_quantiles("sampled_tokens", np.array([each.num_sampled for each in stats])),
         **({"deadline_tokens_mean": _mean(cut)} if cut else {}),
         **{f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES},
         **{f"missing_{reason}": float(missing[reason]) for reason in REASONS},
@@ -108,17 +108,15 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def staleness_mean(groups: Sequence[Group], version: int) -> float:
     """How many versions older than the learner the sampled tokens are, on average."""
-    return _mean(
-        version - segment.version
-        for ledger in _ledgers(groups)
-        for segment in ledger.sampled
-        if segment.version is not None
-        for _ in range(len(segment.ids))
-    )
+    num_by_age = Counter[int]()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.stats is not None:
+            num_by_age.update({version - int(older): number for older, number in rollout.stats.versions.items()})
+    return sum(age * number for age, number in num_by_age.items()) / max(1, num_by_age.total())
 
 
 def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
-    """Tokens of all dialogues including sub-agents, counting shared prompts every time."""
+    """Tokens of this host's dialogues including sub-agents, counting shared prompts every time."""
     return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in _ledgers(groups))
 
 

@@ -25,6 +25,7 @@ from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of, with_group_terms
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
+from paravt_jax.rl.scheduler import UnlessStopped, always
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
@@ -160,7 +161,11 @@ class Replay:
         self.log, self.worker, self.order, self.cursor = log, worker, order, cursor
         self._train, self._advantage = train, advantage
 
-    async def next_groups(self, step: int) -> list[Group]:
+    async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
+        """The groups of a step; None when the run stops."""
+        return await unless_stopped(self._groups(step))
+
+    async def _groups(self, step: int) -> list[Group]:
         """The groups of a step. With other rewards, more of them may have signal than the step needs."""
         try:
             by_visit = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from paravt_jax.config import Config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.rl.batches import PolicyUpdate
-from paravt_jax.rl.dealing import dealt
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
 from paravt_jax.rl.groups import Group
 from paravt_jax.rl.metrics import (
@@ -26,7 +25,7 @@ from paravt_jax.rl.metrics import (
 )
 from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import Replay
-from paravt_jax.rl.scheduler import RolloutScheduler
+from paravt_jax.rl.scheduler import RolloutScheduler, interleave, scatter
 from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
@@ -55,10 +54,13 @@ class Run:
     probe: DeviceProbe
     own_s: dict[str, float] = field(default_factory=dict)  # this host's times in the step, with several hosts
     of_hosts: dict[str, float] = field(default_factory=dict)  # the times of all hosts
+    num_tokens: int = 0  # of all dialogues of the step, on all hosts
 
     async def collect(self) -> list[Group] | None:
         """The next step's groups, or None after the last step."""
-        return await self.training.begin_step("rollout", lambda: self.rollouts.next_groups(self.training.step + 1))
+        if not self.training.begin_step("rollout"):
+            return None
+        return await self.rollouts.next_groups(self.training.step + 1, self.training.directory.unless_stopped)
 
     async def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the learner while rollouts of later steps continue. Returns the step's metrics."""
@@ -71,7 +73,11 @@ class Run:
         training.log.phase("update")
         begun_s = time.monotonic()
         found = await in_thread(lambda: self.policy_update.run(groups))
-        metrics |= (await self.hosts.gathered("update", found))[0]  # from here on all decide on the same numbers
+        tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
+        await in_thread(lambda: self._share_episodes(groups))
+        (found, _), *_ = updates = await self.hosts.gather_async("update", (found, tokens))
+        metrics |= found  # all hosts decide on the same numbers
+        self.num_tokens = sum(tokens for _, tokens in updates)
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
         if self.hosts.num > 1:
             devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
@@ -98,22 +104,39 @@ class Run:
         elif isinstance(weights, ModelWeights):
             await in_thread(lambda: deque(weights.tensors(), maxlen=0))
         self.own_s["publish"] = time.monotonic() - begun_s
-        self.of_hosts = by_host(await self.hosts.gathered("published", self.own_s))
+        self.of_hosts = by_host(await self.hosts.gather_async("published", self.own_s))
         if isinstance(self.engine, SGLangEngine) and not leads and shares:
             await self.engine.adopt(version)
 
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
-        tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         metrics |= {
             "time/publish_s": publish_s,
             **self.of_hosts,
-            **self.training.step_metrics(tokens),
+            **self.training.step_metrics(self.num_tokens),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
-        step = self.training.step
         if self.hosts.leads:
-            rows = records(groups, step, self.policy.chat)
-            self.training.log.step(step, metrics, rows)
+            self.training.log.step(self.training.step, metrics, self._rows(groups))
+            if self.hosts.num > 1:
+                self.training.parts.clear()
+
+    def _rows(self, groups: Sequence[Group]) -> Iterator[Mapping[str, Any] | bytes]:
+        """Every episode of the step, in the order of the groups; those of other hosts as lines."""
+        remote = self.training.parts.read(self.training.step) if self.hosts.num > 1 else {}
+        for group in groups:
+            if group.is_remote:
+                yield remote[str(group.sample.number)]
+            else:
+                yield from self._records(group, self.training.step)
+
+    def _records(self, group: Group, step: int) -> list[dict[str, Any]]:
+        return records([group], step, self.policy.chat)
+
+    def _share_episodes(self, groups: Sequence[Group]) -> None:
+        """Leaves this host's episodes where host 0, which logs all, reads them."""
+        if not self.hosts.leads:
+            step, own = self.training.step + 1, [group for group in groups if not group.is_remote]
+            self.training.parts.write(step, {str(group.sample.number): self._records(group, step) for group in own})
 
     async def validate_if_due(self) -> None:
         """An interrupted validation is not logged; the resumed run repeats it."""
@@ -121,14 +144,14 @@ class Run:
         if not self.held_out or not training.validation_due(self.config.validation):
             return
         training.log.phase("validation")
-
-        def play(prompts: Sequence[Prompt]) -> Coroutine[Any, Any, list[Rollout]]:
-            return evaluate(self.greedy, prompts, self.config.video.overview_frames)
-
-        playing = dealt(self.hosts, "validation", self.held_out, play, (Rollout,))
-        rollouts = await training.directory.unless_stopped(playing)
+        prompts = scatter(self.held_out, self.hosts)
+        running = evaluate(self.greedy, prompts, self.config.video.overview_frames)
+        rollouts = await training.directory.unless_stopped(running)
         if rollouts is None:
             return
+        if self.hosts.num > 1:
+            messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
+            rollouts = list(map(Rollout.from_message, interleave(messages)))
         types = [prompt.question_type for prompt in self.held_out]
         found = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
         metrics = {f"validation/{name}": value for name, value in found.items()}
@@ -162,7 +185,8 @@ class Run:
         model, dtype = self.training.learner.model, self.config.model.dtype
         if self.config.engine.kind == "jax":
             copied = self.config.train.max_staleness > 0
-            return ModelWeights(sampling_model(model, dtype, copied=copied), np.dtype(jnp.dtype(dtype)))
+            local = sampling_model(model, dtype, self.policy.mesh, copied=copied)
+            return ModelWeights(local, np.dtype(jnp.dtype(dtype)))
         weights = ModelWeights(model, np.dtype(jnp.dtype(dtype)))
         # Files are written before the next update takes the arrays; tensors may be requested again after it.
         return weights.on_host() if self.config.engine.route == "tensors" else weights

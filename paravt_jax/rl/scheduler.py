@@ -8,26 +8,49 @@ With train.oversample, more groups start than the step needs, and the slowest ar
 timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
 comes first in the next step, which waits for it: no prompt is lost for being slow.
 
-Host 0 assigns the sample numbers. Each host runs its part of the samples and receives the results of all hosts.
+With several hosts each runs every num-th group, and receives the numbers of the others (`rl/stats.py`).
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 from paravt_jax.config import TrainConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
-from paravt_jax.rl.dealing import dealt
-from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
-from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
+from paravt_jax.rl.episodes import RolloutWorker, task_of
+from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step, rewards_of
 from paravt_jax.run.hosts import ALONE, Hosts
 from rollout.records import Episode
 
 ABORT_GRACE_S = 1.0  # time for an engine to report the tokens of an aborted request
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class UnlessStopped(Protocol):
+    """Returns the result of some work; or cancels it, and returns None on all hosts, when one host has to stop."""
+
+    def __call__(self, work: Coroutine[Any, Any, Result], /) -> Awaitable[Result | None]: ...
+
+
+async def always(work: Coroutine[Any, Any, Result], /) -> Result | None:
+    return await work
+
+
+def scatter(items: Sequence[Item], hosts: Hosts) -> Sequence[Item]:
+    """This host's part."""
+    return items[hosts.index :: hosts.num]
+
+
+def interleave(by_host: Sequence[Sequence[Item]]) -> list[Item]:
+    """All items in their order, from the parts of all hosts."""
+    return [item for items in zip_longest(*by_host, fillvalue=None) for item in items if item is not None]
 
 
 @dataclass(eq=False)
@@ -79,14 +102,30 @@ class RolloutScheduler:
         self._cost: dict[str, float] = {}
         self.rollout_s = 0.0  # of this host, for the step that was returned last
 
-    async def next_groups(self, step: int) -> list[Group]:
-        """The groups of a step; groups of later steps start as far ahead as staleness allows."""
+    async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
+        """The groups of a step, or None; groups of later steps start as far ahead as staleness allows.
+
+        Hosts exchange groups only here: rollouts that run ahead of the learner run on each host alone.
+        """
         train = self._train
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect(ahead))
-        groups, cost = await self._running[step]
+        collected = await unless_stopped(self._collected(step))
+        if collected is None:
+            return None
+        groups, cost = collected
         del self._running[step]
+        if self._hosts.num > 1:
+            groups = await self._exchange(groups)
+            for _ in range(train.max_resamples):
+                if not (num_wanted := self._num_wanted(groups)):
+                    break
+                more = await unless_stopped(self._sample_round(num_wanted, cost))
+                if more is None:
+                    return None
+                groups += await self._exchange(more)
+        groups = over_step(groups, self.worker.reward, self._advantage)
         self._cost = _oversampling_metrics(groups, cost.aborted) if train.oversample else {}
         self.rollout_s = cost.seconds
         self._check_missing(groups)
@@ -101,42 +140,49 @@ class RolloutScheduler:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
+    async def _collected(self, step: int) -> tuple[list[Group], StepCost]:
+        return await self._running[step]
+
+    def _num_wanted(self, groups: Sequence[Group]) -> int:
+        return self._train.prompts_per_step - sum(group.has_signal for group in groups)
+
     async def _collect(self, step: int) -> tuple[list[Group], StepCost]:
-        """Groups for one step. Groups without signal are replaced up to max_resamples times."""
-        train, groups, cost = self._train, [], StepCost()
-        for _ in range(1 + train.max_resamples):
-            num_wanted = train.prompts_per_step - sum(group.has_signal for group in groups)
-            if not num_wanted:
+        """Groups for one step. Groups without signal are replaced up to max_resamples times.
+
+        With several hosts, this host's part of the first round: whether groups are replaced depends on all hosts.
+        """
+        num_rounds = 1 + self._train.max_resamples if self._hosts.num == 1 else 1
+        groups, cost = [], StepCost()
+        for _ in range(num_rounds):
+            if not (num_wanted := self._num_wanted(groups)):
                 break
-            groups += await self._sample_round(step, num_wanted, cost)
-        return over_step(groups, self.worker.reward, self._advantage), cost
+            groups += await self._sample_round(num_wanted, cost)
+        return groups, cost
 
-    async def _sample_round(self, step: int, num_wanted: int, cost: StepCost) -> list[Group]:
-        """Groups of all hosts, until enough have signal or all are done."""
+    async def _sample_round(self, num_wanted: int, cost: StepCost) -> list[Group]:
+        """This host's groups, until enough have signal or all are done. All hosts draw the same samples."""
         num_again = self.cursor.num_again
-        numbers = await self._next_indices(step, num_wanted + self._train.oversample)
-        samples = [self.order[number] for number in numbers]
+        samples = [self.order[number] for number in self.cursor.take(num_wanted + self._train.oversample)]
         budgets = budgets_of(samples, self._video, self.worker.seed)
-
-        async def run(pending: Sequence[PendingGroup]) -> list[Group]:
-            start_s = time.monotonic()
-            finished, aborted = await self._run_until_enough(pending, num_again, num_wanted)
-            cost.aborted += aborted
-            cost.seconds += time.monotonic() - start_s
-            return [group.task.result() for group in finished]
-
         pending = [PendingGroup(sample, budget, []) for sample, budget in zip(samples, budgets, strict=True)]
-        groups = await dealt(self._hosts, f"groups of step {step}", pending, run, (Group, Rollout))
-        own = range(self._hosts.index, len(groups), self._hosts.num)
-        return [group if number in own else replace(group, is_remote=True) for number, group in enumerate(groups)]
+        start_s = time.monotonic()
+        finished, aborted = await self._run_until_enough(scatter(pending, self._hosts), num_again, num_wanted)
+        cost.aborted += aborted
+        cost.seconds += time.monotonic() - start_s
+        return [group.task.result() for group in finished]
 
-    async def _next_indices(self, step: int, num: int) -> list[int]:
-        """Numbers of samples; host 0 keeps the cursor and broadcasts them."""
-        own = self.cursor.take(num) if self._hosts.leads else []
-        numbers, *_ = await self._hosts.gathered(f"visits of step {step}", own)
-        if not self._hosts.leads:
-            self.cursor.take_these(numbers)
-        return numbers
+    async def _exchange(self, own: Sequence[Group]) -> list[Group]:
+        """The groups of a round on all hosts, in the order of their samples."""
+        sends_rewards = self._advantage.normalise == "batch"
+        messages = [
+            group.to_message(rewards_of(group.rollouts, self.worker.reward, self._advantage) if sends_rewards else None)
+            for group in own
+        ]
+        local = {group.sample.number: group for group in own}
+        return [
+            local.get(number := message["sample"]) or Group.from_message(message, self.order[number])
+            for message in interleave(await self._hosts.gather_async("groups", messages))
+        ]
 
     async def _run_until_enough(
         self, pending: Sequence[PendingGroup], num_again: int, num_wanted: int

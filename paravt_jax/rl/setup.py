@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from model_port.bucket import is_address
-from paravt_jax.config import SYNTHETIC, Config, computed_on, to_record
+from model_port.model import Qwen3VL
+from paravt_jax.config import AUTO, SYNTHETIC, Config, computed_on, to_record
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
@@ -22,16 +23,17 @@ from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.directory import run_id
+from paravt_jax.run.fingerprints import check_sources
+from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.host_times import DeviceProbe
 from paravt_jax.run.hosts import ALONE, Hosts
-from paravt_jax.run.placement import Gpus, place_servers
 from paravt_jax.run.policy import Policy, policy_of
-from paravt_jax.run.sources import check_sources
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
-from paravt_jax.sampling.score import SharedScorer
+from paravt_jax.sampling.local_model import local_mesh, local_model
+from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import sampling_model
 from rollout.check import check
 from rollout.engine.protocol import EngineError
@@ -68,8 +70,8 @@ async def open_run(
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
         directory = RunDirectory.enter(config.run_dir, stack, to_record(config), allow_changes, hosts)
-        hosts.first(lambda: _keep_apart(directory, log))
-        train, held_out, remarks = hosts.first(lambda: _prompts(config, directory.path))
+        hosts.host_0_first(lambda: _keep_apart(directory, log))
+        train, held_out, remarks = hosts.host_0_first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
@@ -109,10 +111,9 @@ async def open_run(
             probe=DeviceProbe(hosts),
         )
         if isinstance(run.engine, SGLangEngine):
-            await hosts.gathered("engine", None)  # a server that loads answers no host that looks for it
+            await hosts.gather_async("engine", None)  # a server that loads answers no host that looks for it
             await run.publish()  # whatever the servers were started with
-            for asker in range(1 if config.engine.connects else hosts.num):  # servers of their own are checked by each
-                await _check_parity(run.engine, run, asker)
+            await _check_parity(run.engine, run)
         yield run
         if log is not None:
             training.log.say(log.compared(directory.path))
@@ -178,7 +179,7 @@ async def _rollouts(
     engine = await open_engine(
         config.engine,
         policy,
-        sampling_model(training.learner.model, config.model.dtype, copied=config.train.max_staleness > 0),
+        _sampling_model(config, training.learner.model, policy),
         training.version,
         training.log.phase,
         dtype=config.model.dtype,
@@ -186,7 +187,7 @@ async def _rollouts(
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         trainable_vision=config.optim.train_vision,
         gpus=gpus,
-        hosts=training.directory.hosts,
+        num_hosts=training.directory.hosts.num,
         run=await in_thread(lambda: run_id(training.directory.path, training.directory.hosts)) if samples_away else "",
         take_over=take_over,
     )
@@ -207,6 +208,13 @@ async def _rollouts(
     return rollouts
 
 
+def _sampling_model(config: Config, model: Qwen3VL, policy: Policy) -> Qwen3VL | None:
+    """What the embedded engine samples from."""
+    if config.engine.kind != "jax":
+        return None
+    return sampling_model(model, config.model.dtype, policy.mesh, copied=config.train.max_staleness > 0)
+
+
 def _check_for_hosts(config: Config, replay: Path | None) -> None:
     """Rejects settings that need a single host."""
     if replay is not None:
@@ -218,8 +226,13 @@ def _check_for_hosts(config: Config, replay: Path | None) -> None:
         )
     if config.engine.kind == "jax" and config.train.max_staleness:
         raise ValueError(
-            f"train.max_staleness={config.train.max_staleness} with engine.kind=jax samples during an update, which "
-            f"hosts would not do in one order; set it to 0, or engine.kind=sglang"
+            f"train.max_staleness={config.train.max_staleness} with engine.kind=jax starts sampling and updates in "
+            f"another order on each host; set it to 0, or engine.kind=sglang"
+        )
+    if config.hosts.coordinator == AUTO and config.engine.kind == "sglang" and not config.engine.connects:
+        raise ValueError(
+            f"hosts.coordinator={AUTO} starts jax before this run's servers have their GPUs; give "
+            f"hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index, or engine.urls of servers that run"
         )
 
 
@@ -234,17 +247,24 @@ def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
         path.write_text(now)
 
 
-async def _check_parity(engine: SGLangEngine, run: Run, asker: int) -> None:
-    """Refuses servers whose log-probs differ from the learner's.
+async def _check_parity(engine: SGLangEngine, run: Run) -> None:
+    """Refuses servers whose log-probs differ from the learner's. Host 0 checks shared servers.
 
     A server that is down meanwhile is left out: before it gets anything to do, it must agree with those compared here.
     """
-    log = run.training.log
-    log.phase("parity gate")
-    scorer = SharedScorer(run.training.learner.model, run.policy.contract, run.policy.mesh, run.hosts, asker)
-    if run.hosts.index != asker:
-        return await in_thread(scorer.follow)
-    down, places = [], asyncio.Semaphore(SERVERS_AT_ONCE)
+    run.training.log.phase("parity gate")
+    mesh = run.policy.mesh
+    model = await in_thread(lambda: local_model(run.training.learner.model, run.config.model.dtype, mesh))
+    scorer = LearnerScorer(model, run.policy.contract, local_mesh(mesh))
+    checks = run.hosts.leads or not run.config.engine.connects
+    problem = await _parity_problem(engine, scorer, run) if checks else ""
+    if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
+        raise RuntimeError(problem)
+
+
+async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run) -> str:
+    """Why this host's servers are refused, or nothing."""
+    log, down, places = run.training.log, [], asyncio.Semaphore(SERVERS_AT_ONCE)
 
     async def compared(url: str) -> list[Parity]:
         try:
@@ -257,13 +277,11 @@ async def _check_parity(engine: SGLangEngine, run: Run, asker: int) -> None:
 
     found = await asyncio.gather(*map(compared, engine.urls))
     parities = [parity for of_one in found for parity in of_one]
-    scorer.done()
     if not parities:
-        raise RuntimeError(f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}")
+        return f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}"
     log.say(table(parities))
     problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
-    if problems:
-        raise RuntimeError(f"engine and learner disagree, so nothing was trained: {'; '.join(problems)}")
+    return f"engine and learner disagree, so nothing was trained: {'; '.join(problems)}" if problems else ""
 
 
 def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:

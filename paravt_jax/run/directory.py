@@ -81,7 +81,7 @@ def held_by_first(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
         seen = directory / TOKEN_FILE
         if not seen.is_file() or seen.read_text() != first:
             raise ValueError(
-                f"run_dir={run_dir} is not what {hosts.name_of(0)} holds by that name: give a directory that all hosts "
+                f"run_dir={run_dir} is not the directory that host 0 has by that name: give a directory that all hosts "
                 f"see"
             )
         yield directory

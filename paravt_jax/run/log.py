@@ -67,13 +67,18 @@ class RunLog:
             lost = f"ends at step {logged}, the checkpoint at step {first_step}: what lies between is lost"
             self.say(f"{run_dir / METRICS_FILE} {lost}")
 
-    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
-        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too, if it has any."""
+    def step(
+        self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
+    ) -> None:
+        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too, if it has any.
+
+        An episode is a record, or the line of one that another host has made.
+        """
         if step != self._last_step + 1:
             raise ValueError(f"step {step} was logged after step {self._last_step}, expected {self._last_step + 1}")
         if episodes is not None:
             with whole_file(self._run_dir / EPISODES_DIR / f"{step:06d}.jsonl") as file:
-                file.writelines(map(_json_line, episodes))
+                file.writelines(row if isinstance(row, bytes) else json_line(row) for row in episodes)
         self._write(METRICS_FILE, step, metrics)
         self._last_step = step
         self._progress.step(step, metrics)
@@ -114,7 +119,7 @@ class RunLog:
                 raise ValueError(f"metric {key} is a {type(value).__name__}, expected a number; log float(...) of it")
         path = self._run_dir / name
         with named(path), path.open("ab") as file:
-            file.write(_json_line({"step": step} | dict(sorted(metrics.items()))))
+            file.write(json_line({"step": step} | dict(sorted(metrics.items()))))
             _sync(file)
         self._tensorboard.write(step, metrics)
         if self._wandb is not None:
@@ -128,7 +133,9 @@ class QuietLog(RunLog):
         """`validated` are the steps whose validation host 0 has: its files need not be seen by the others."""
         self._validated = set(validated)
 
-    def step(self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any]] | None) -> None:
+    def step(
+        self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
+    ) -> None:
         pass
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
@@ -205,10 +212,10 @@ def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.writelines(map(_json_line, rows))
+        file.writelines(map(json_line, rows))
 
 
-def _json_line(record: Mapping[str, Any]) -> bytes:
+def json_line(record: Mapping[str, Any]) -> bytes:
     """JSON knows neither NaN nor infinity: they become null."""
     try:
         text = json.dumps(record, allow_nan=False)

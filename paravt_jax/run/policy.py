@@ -103,7 +103,7 @@ async def policy_of(
             _check_cpu_size(config.model.path, devices)
         return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
 
-    policy = await in_thread(lambda: hosts.first(work))
+    policy = await in_thread(lambda: hosts.host_0_first(work))
     if lora is not None:  # now with the base of an adapter
         check_cpu_size(config.model.path, size_of(policy.hf_files), devices)
     if hosts.leads:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, MutableMapping
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from model_port.terminal import say
 
@@ -20,60 +20,54 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
 
-class Stopping(asyncio.Event):
-    """Set when a signal asks the run to stop."""
-
-    signal = 0  # its number
-
-
 GRACE_S = 120.0  # for a checkpoint after SIGTERM
 
 
-class Others(Protocol):
-    """The other hosts of a run, who stop with this one."""
+class Stopping(asyncio.Event):
+    """Set when a signal asks the run to stop, on this host or another."""
 
-    def stop_all(self, number: int) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self.signal = 0  # its number
+        self._timer: threading.Timer | None = None
 
-    def when_stopped(self, work: Callable[[int], object]) -> None: ...
+    def stop(self, number: int) -> None:
+        """Starts the grace period, in which the run saves a checkpoint."""
+        if self.is_set():
+            return
+        self.signal = number
+        self.set()
+        say(f"stopping: a checkpoint follows, within {GRACE_S:g} s")
+        self._timer = threading.Timer(GRACE_S, _exit, (f"no checkpoint within {GRACE_S:g} s",))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel_grace(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
-def stop_on_signals(stopping: Stopping, others: Others) -> Callable[[], None]:
+def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
     """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once.
 
-    What one host is told all do.
+    Returns a function that undoes this.
     """
     loop = asyncio.get_running_loop()
-    timers: list[threading.Timer] = []
-    told = False
+    received: list[int] = []
 
-    def signalled(number: int) -> None:
-        nonlocal told
-        if told:
+    def on_signal(number: int) -> None:
+        if received:
             _exit("stopped again")
-        told = True
-        others.stop_all(number)
-        stop(number)
-
-    def stop(number: int) -> None:
-        if stopping.is_set():
-            return
-        stopping.signal = number
-        stopping.set()
-        say(f"stopping: a checkpoint follows, within {GRACE_S:g} s")
-        timers.append(threading.Timer(GRACE_S, _exit, (f"no checkpoint within {GRACE_S:g} s",)))
-        timers[0].daemon = True
-        timers[0].start()
+        received.append(number)
+        stopping.stop(int(number))
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
-    others.when_stopped(lambda number: loop.call_soon_threadsafe(stop, number))
+        loop.add_signal_handler(number, on_signal, number)
 
     def undo() -> None:
-        others.when_stopped(lambda number: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        for timer in timers:
-            timer.cancel()
+        stopping.cancel_grace()
 
     return undo
 

@@ -16,7 +16,7 @@ from model_port.cli import one_line
 from model_port.config import config_from_hf, read_hf_config
 from model_port.weights import num_params
 from paravt_jax.config import MeshConfig
-from paravt_jax.run.placement import VISIBLE
+from paravt_jax.run.gpu_assignment import VISIBLE
 
 PLATFORMS = "JAX_PLATFORMS"
 MAX_CPU_PARAMS = 100_000_000  # of a model that trains on a CPU without JAX_PLATFORMS=cpu

@@ -29,23 +29,24 @@ from paravt_jax.run.directory import (
     versions,
     write_settings,
 )
+from paravt_jax.run.episode_parts import EpisodeParts
+from paravt_jax.run.fingerprints import code_sums
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, last_step
 from paravt_jax.run.plots import make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import Stopping, stop_on_signals
-from paravt_jax.run.sources import code_sums
 from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
 Progress = dict[str, Any]
-OWN_SETTING = "hosts.index"  # which every host has otherwise
+OWN_SETTING = "hosts.index"  # differs between hosts
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
 
 
-def told_to_all(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that all hosts must have alike."""
+def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that must be the same on all hosts."""
     return {key: value for key, value in flat(dict(settings)).items() if key != OWN_SETTING}
 
 
@@ -78,7 +79,7 @@ class RunDirectory:
         that have others, or other code, or see another directory.
         """
         hosts.check_same(
-            lambda: {**told_to_all(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
+            lambda: {**comparable_settings(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
             "start all hosts with the same settings and the same code",
         )
         bucket, lease = Bucket.of(run_dir) if is_address(run_dir) else None, None
@@ -87,7 +88,7 @@ class RunDirectory:
         else:
             path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
         stopping = Stopping()
-        stack.callback(stop_on_signals(stopping, hosts))
+        stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
         told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]
@@ -111,10 +112,12 @@ class RunDirectory:
         return BucketCheckpoints(self.bucket / CHECKPOINTS_DIR, *options, before_commit=before_commit)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What `work` gives; or None where somebody wants to stop, and then on all hosts."""
+        """What `work` gives; or None on all hosts when one of them was asked to stop."""
         result = await unless_stopped(self.stopping, work)
-        stopped = await self.hosts.gathered("stopped", result is None)
-        return None if any(stopped) else result
+        signal_number = max(await self.hosts.gather_async("stop", self.stopping.signal))
+        if signal_number:
+            self.stopping.stop(signal_number)
+        return None if signal_number else result
 
 
 @dataclass(eq=False)
@@ -129,6 +132,7 @@ class Training:
     save_every_steps: int
     begun_with: Progress  # what the newest checkpoint says; of a new run, its beginning
     step: int  # steps done
+    parts: EpisodeParts  # episodes of the other hosts
     copies: LogCopies | None = None  # of its logs, in a bucket
     compiles: Compiles = field(default_factory=Compiles)
     began_step_s: float = 0.0
@@ -184,27 +188,31 @@ class Training:
             run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
         else:
             run_log = None
-        validated, *_ = await hosts.gathered("log", [] if run_log is None else run_log.validated_steps())
+        validated, *_ = await hosts.gather_async("log", [] if run_log is None else run_log.validated_steps())
         run_log = run_log or QuietLog(validated)
         stack.callback(run_log.close)
         for remark in remarks:
             run_log.say(remark)
         if step:
             run_log.say(f"going on after step {step} of {num_steps} in {directory.path}")
-        return cls(directory, learner, run_log, checkpoints, num_steps, checkpoint.every_steps, progress, step, copies)
+        parts = EpisodeParts(directory.bucket or directory.path, hosts)
+        if hosts.leads and hosts.num > 1:
+            parts.clear()
+        save_every = checkpoint.every_steps
+        return cls(directory, learner, run_log, checkpoints, num_steps, save_every, progress, step, parts, copies)
 
     @property
     def version(self) -> int:
         """Optimizer steps in the learner's weights."""
         return int(self.learner.state.step)
 
-    async def begin_step(self, phase: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
-        """What the next step learns from, or None when there is nothing more to do."""
+    def begin_step(self, phase: str) -> bool:
+        """False when all steps are done."""
         self.began_step_s = time.monotonic()
         if self.step >= self.num_steps:
-            return None
+            return False
         self.log.phase(phase)
-        return await self.directory.unless_stopped(work())
+        return True
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
         """Of the step that ends now, whatever it was."""
@@ -225,6 +233,7 @@ class Training:
         return due and not self.log.validated(self.step)
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
+        await in_thread(self.checkpoints.commit_if_written)
         if self.due(self.save_every_steps):
             await self.save(progress())
 
@@ -238,7 +247,7 @@ class Training:
 
     async def finish(self, progress: Progress) -> None:
         """Saves, waits for it, draws, and says where everything is."""
-        stopped_by = max(await self.directory.hosts.gathered("stopped by", int(self.directory.stopping.signal)))
+        stopped_by = self.directory.stopping.signal
         self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
         await self.save(progress)
         await in_thread(self.checkpoints.wait)

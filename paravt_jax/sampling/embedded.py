@@ -48,7 +48,6 @@ class Running:
     episode: str
     done: asyncio.Future[Completion] | None = None  # of who waits for it
     number: int | None = None  # the sampler's, once it has the request
-    order: int = 0  # by which several hosts know it
     num_prompt_tokens: int = 0
     on_tokens: Callable[[Sequence[int]], object] | None = None
     sampled: list[int] = field(default_factory=list)  # tokens so far, for `on_tokens`

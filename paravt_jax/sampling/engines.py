@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from model_port.config import config_from_hf, read_hf_config
@@ -13,11 +12,10 @@ from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.directory import user_cache
-from paravt_jax.run.hosts import ALONE, Hosts
-from paravt_jax.run.placement import Gpus
+from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
-from paravt_jax.sampling.shared import SharedEngine
+from paravt_jax.sampling.local_model import local_mesh
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
@@ -44,7 +42,7 @@ async def open_engine(
     max_pixels: int,
     trainable_vision: bool = False,
     gpus: Sequence[Gpus] = (),
-    hosts: Hosts = ALONE,
+    num_hosts: int = 1,
     run: str = "",
     take_over: bool = False,
 ) -> Engine:
@@ -55,13 +53,12 @@ async def open_engine(
     """
     if settings.kind == "jax":
         assert model is not None
-        kind = EmbeddedEngine if hosts.num == 1 else partial(SharedEngine, hosts=hosts)
-        return kind(
+        return EmbeddedEngine(
             model,
             replace(policy.contract, max_pixels=max_pixels),
             version,
-            mesh=policy.mesh,
-            max_rows=settings.max_rows,
+            mesh=local_mesh(policy.mesh),
+            max_rows=max(1, settings.max_rows // num_hosts),
             max_context_tokens=max_context_tokens,
             patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
         )

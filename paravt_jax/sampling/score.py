@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,8 +33,6 @@ from model_port.layout import hf_files_of
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import everywhere, on_mesh
-from paravt_jax.run.hosts import Hosts
-from paravt_jax.run.wire import Wire
 from paravt_jax.sampling.frames import frame_of
 from rollout.parity import Scored, ScoreRequest
 from rollout.picture import Picture
@@ -43,7 +40,6 @@ from rollout.picture import Picture
 TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap
 PATCH_BUCKET = 64
 FRAME_BUCKET = 8
-SCORE_WIRE = Wire((ScoreRequest, Picture))
 BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
 
@@ -85,29 +81,6 @@ class LearnerScorer:
                 exact = self._exact(*inputs)
             logps = (np.asarray(logp)[: len(ids)] for logp in (exact, self._rounded(*inputs)))
         return Scored(ids.astype(np.int32), *logps)
-
-
-class SharedScorer(LearnerScorer):
-    """The same on the devices of several hosts: who asks tells the others, who compute with it."""
-
-    def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None, hosts: Hosts, asker: int):
-        super().__init__(model, contract, mesh)
-        self._hosts, self._asker = hosts, asker
-        self._turn = threading.Lock()  # all hosts compute in one order
-
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        with self._turn:
-            self._hosts.gather("score", list(requests), SCORE_WIRE)
-            return super().score(requests)
-
-    def follow(self) -> None:
-        """Computes until the asker is done."""
-        while asked := self._hosts.gather("score", None, SCORE_WIRE)[self._asker]:
-            super().score(asked)
-
-    def done(self) -> None:
-        """Nothing more is asked."""
-        self._hosts.gather("score", None, SCORE_WIRE)
 
 
 def _as_published(model: Qwen3VL) -> nnx.State:

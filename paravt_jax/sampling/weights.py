@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from model_port.adapters import merged_tensors
 from model_port.model import Qwen3VL
@@ -15,17 +16,19 @@ from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.sharding import on_host
 from model_port.weights import num_params, rules
+from paravt_jax.sampling.local_model import local_model
 
 
-def sampling_model(model: Qwen3VL, dtype: str, *, copied: bool) -> Qwen3VL:
-    """The policy as the embedded engine samples from it: a copy, where an update may take the arrays meanwhile.
+def sampling_model(model: Qwen3VL, dtype: str, mesh: Mesh | None = None, *, copied: bool) -> Qwen3VL:
+    """The policy on this host, as the embedded engine samples from it: a copy, where an update may take the arrays.
 
     It takes none of those that adapters lie beside, so of such a policy the adapters alone are copied.
     """
     if not copied:
-        return model
+        return local_model(model, dtype, mesh)
     graphdef, changing, kept = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), changing), kept)
+    copy = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), changing)
+    return local_model(nnx.merge(graphdef, copy, kept), dtype, mesh)
 
 
 @dataclass(frozen=True, eq=False)

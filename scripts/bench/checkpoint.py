@@ -23,7 +23,8 @@ from model_port.tiny import make_tiny
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
-from paravt_jax.run.checkpoint import OWN_SUM, Checkpoints
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint_layout import OWN_SUM
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
 LAYER_PARAMS = 12_600_000  # about

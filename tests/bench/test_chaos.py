@@ -176,7 +176,7 @@ def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatc
 
     def weights(self):
         """Those of step 1 after step 1, and again after step 2."""
-        model = sampling_model(self.training.learner.model, "float32", copied=True)
+        model = sampling_model(self.training.learner.model, "float32", None, copied=True)
         published.append(ModelWeights(model, np.dtype(np.float32)))
         return published[0]
 

@@ -14,7 +14,7 @@ import model_port
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR
 from model_port.tiny import tiny_config
 from paravt_jax.learner.learner import LANGUAGE
-from paravt_jax.run.checkpoint import verify
+from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.sampling.weights import ModelWeights
 from scripts.bench import hosts, shared_checkpoint

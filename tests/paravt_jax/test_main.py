@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes, with nobody to read their help
     "paravt_jax",
     "paravt_jax.bench.gpu_parts",
-    "paravt_jax.run.coordinator",
     "paravt_jax.sampling.score",
     "rollout.staging",
     "rollout.supervisor",

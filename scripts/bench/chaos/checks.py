@@ -7,7 +7,7 @@ from typing import Any
 
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import TrainConfig
-from paravt_jax.run.checkpoint import verify
+from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
 # Engine and learner both compute in float32. At the stage's learning rate the previous version is above this bound.

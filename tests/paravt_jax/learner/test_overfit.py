@@ -108,7 +108,7 @@ def cold_start(tiny_hf):
 def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
-    learner = learner_of(sampling_model(cold_start, "float32", copied=True), config.optim, config.loss)
+    learner = learner_of(sampling_model(cold_start, "float32", None, copied=True), config.optim, config.loss)
     update = update_of(learner, chat, contract, config)
 
     async def train() -> list[float]:

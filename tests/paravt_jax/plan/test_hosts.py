@@ -67,14 +67,14 @@ def test_the_bytes_of_a_checkpoint_are_those_of_the_state():
     assert held == pytest.approx(sum(leaf.size * 4 for leaf in arrays) / 2, rel=0.01)
 
 
-def test_what_is_heard_grows_with_the_episodes_of_others_and_a_lone_host_hears_nothing():
+def test_received_bytes_grow_with_the_episodes_of_others_and_a_single_host_receives_none():
     config = load_config("configs/paragrpo_8b.yaml", *TWO)
-    heard = [
+    received = [
         make_plan(
             replace(config, hosts=HostsConfig("a:1" * (num > 1), num, 0), mesh=MeshConfig(num, 8 // num, 1)),
             preset("8b"),
             device=H100,
-        ).host.heard_bytes
+        ).host.received_bytes
         for num in (1, 2, 4)
     ]
-    assert 0 == heard[0] < heard[1] < heard[2]
+    assert 0 == received[0] < received[1] < received[2]

@@ -14,6 +14,7 @@ from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.run import Run
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import RunLog
+from paravt_jax.run.process import Stopping
 from paravt_jax.run.training import RunDirectory, Training
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
@@ -25,12 +26,12 @@ HELD_OUT = [
 ]
 
 
-def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -> list[dict]:
+def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> list[dict]:
     """What is logged of a validation before the first step."""
     config, chat = load_config(None, "video.overview_frames=3"), Chat.from_hf(tiny_hf)
 
     async def reply(request):
-        asyncio.get_running_loop().call_soon(stopping.set if reply_s else lambda: None)
+        asyncio.get_running_loop().call_soon(lambda: stopping.stop(15) if reply_s else None)
         await asyncio.sleep(reply_s)
         return chat.encode("I have looked.</think><answer>A</answer><|im_end|>").tolist()
 
@@ -45,16 +46,17 @@ def validated(tiny_hf, run_dir, stopping: asyncio.Event, reply_s: float = 0.0) -
     run.greedy = RolloutWorker(agent, config.reward, None, 0)
     asyncio.run(run.validate_if_due())
     training.log.close()
+    stopping.cancel_grace()
     path = run_dir / "validation.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_validation_is_logged_with_its_question_types(tiny_hf, tmp_path):
-    (row,) = validated(tiny_hf, tmp_path, asyncio.Event())
+    (row,) = validated(tiny_hf, tmp_path, Stopping())
     assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
     assert (row["validation/accuracy_mean_mcq"], row["validation/accuracy_mean_oe"]) == (1.0, 0.0)
 
 
 @pytest.mark.timeout(30)
 def test_validation_that_is_stopped_is_not_logged(tiny_hf, tmp_path):
-    assert validated(tiny_hf, tmp_path, asyncio.Event(), reply_s=60.0) == []
+    assert validated(tiny_hf, tmp_path, Stopping(), reply_s=60.0) == []

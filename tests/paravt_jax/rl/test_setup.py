@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,11 +27,13 @@ def gate(monkeypatch, servers):
 
     monkeypatch.setattr(setup, "check", check)
     monkeypatch.setattr(setup, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
-    monkeypatch.setattr(setup, "SharedScorer", lambda *_: SimpleNamespace(done=lambda: None))
+    monkeypatch.setattr(setup, "LearnerScorer", lambda *_: None)
     log = SimpleNamespace(say=said.append, phase=lambda text: None)
     learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None, mesh=None)
-    run = SimpleNamespace(training=SimpleNamespace(log=log, learner=learner), policy=policy, hosts=ALONE)
-    asyncio.run(setup._check_parity(SimpleNamespace(urls=list(servers)), run, 0))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(model=SimpleNamespace(dtype="float32"), engine=SimpleNamespace(connects=True))
+    training = SimpleNamespace(log=log, learner=learner)
+    run = SimpleNamespace(config=config, training=training, policy=policy, hosts=ALONE)
+    asyncio.run(setup._check_parity(SimpleNamespace(urls=list(servers)), run))  # type: ignore[arg-type]
     return said
 
 

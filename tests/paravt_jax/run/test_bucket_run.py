@@ -18,7 +18,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.run import lease as lease_module
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
-from paravt_jax.run.checkpoint import verify
+from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.directory import LogCopies, held_for_bucket
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.lease import OWNER

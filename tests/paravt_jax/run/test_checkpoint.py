@@ -31,7 +31,9 @@ from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.run.checkpoint import Checkpoints, _record_sum, verify
+from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint_layout import record_sum
+from paravt_jax.run.checkpoint_read import verify
 
 OPTIM = OptimConfig(learning_rate=1e-3)
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
@@ -303,7 +305,7 @@ def test_with_nothing_whole_an_error_says_what_to_do_and_the_state_stays(record,
     (tmp_path / "2" / "state.json").write_text(record)
     before = bits(at_step(subject, 7))
     for _ in range(2):  # also when it was found out before
-        with opened(tmp_path, tiny_hf) as checkpoints, pytest.raises(RuntimeError, match=r"no whole .*\(2\.broken\)"):
+        with opened(tmp_path, tiny_hf) as checkpoints, pytest.raises(RuntimeError, match=r"no intact .*\(2\.broken\)"):
             checkpoints.restore(subject)
     assert bits(subject) == before
 
@@ -343,7 +345,7 @@ RECORDS = {
 
 def sign(record) -> None:
     record.pop("sum")
-    record["sum"] = _record_sum(record)
+    record["sum"] = record_sum(record)
 
 
 @pytest.mark.parametrize("kind", RECORDS)
@@ -385,12 +387,12 @@ def full_disk():
 @pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(tiny_hf, subject, tmp_path):
     with opened(tmp_path, tiny_hf, said=(said := [])) as checkpoints:
-        for step, latest in ((1, "would begin anew"), (3, "would continue from step 2")):
+        for step, latest in ((1, "would start over"), (3, "would resume from step 2")):
             with full_disk():
                 checkpoints.save(at_step(subject, step), {})
                 checkpoints.wait()
             assert said[-1].startswith(f"The checkpoint of step {step} could not be written (")
-            assert "File too large" in said[-1] and said[-1].endswith(f"Training goes on; a restart {latest}.")
+            assert "File too large" in said[-1] and said[-1].endswith(f"Training continues; a restart {latest}.")
             checkpoints.save(at_step(subject, 2), {"step": 2})
             checkpoints.wait()
         assert len(said) == 2

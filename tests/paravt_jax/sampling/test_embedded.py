@@ -235,7 +235,7 @@ def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tin
     model, lora = model_port.load(tiny_hf), LoraConfig(rank=3)
     begun = new_adapter(model.config, lora, seed=0)
     add_adapter(model, lora, {path: value + 0.1 for path, value in begun.items()})
-    copy = sampling_model(model, "float32", copied=True)
+    copy = sampling_model(model, "float32", None, copied=True)
     params, copied = (flat_params(nnx.state(one)) for one in (model, copy))
     shared = {path for path in params if params[path] is copied[path]}
     assert shared == {path for path in params if "_lora." not in path}

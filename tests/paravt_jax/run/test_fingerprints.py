@@ -8,7 +8,7 @@ import pytest
 
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.run.sources import EVERY_BYTES, check_sources, code_sums, model_sums, sum_of_rows
+from paravt_jax.run.fingerprints import EVERY_BYTES, check_sources, code_sums, model_sums, sum_of_rows
 
 
 def test_code_is_that_of_the_program_and_what_a_setting_names(tmp_path):

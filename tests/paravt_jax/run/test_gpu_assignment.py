@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from paravt_jax.config import EngineConfig, load_config
-from paravt_jax.run.placement import Placement, place_servers, placement, visible_gpus
+from paravt_jax.run.gpu_assignment import Placement, place_servers, placement, visible_gpus
 from paravt_jax.run.process import claim_memory
 from paravt_jax.train import train
 

@@ -69,6 +69,10 @@ def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:
     return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
+def num_visible_gpus() -> int:
+    return len(visible_gpus(os.environ, _num_gpus()))
+
+
 def _num_gpus() -> int:
-    """Of this machine or container, asked without starting CUDA."""
+    """GPUs of this machine or container, counted without starting CUDA."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

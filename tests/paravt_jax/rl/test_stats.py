@@ -1,8 +1,10 @@
 """What hosts play and pack by parts is one step: the same groups, the same sums, the same update as on one host."""
 
 import asyncio
+import json
 import pickle
 import time
+from dataclasses import replace
 
 import hosts as several
 import jax
@@ -19,21 +21,18 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import LANGUAGE, Learner
+from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl import batches
-from paravt_jax.rl.dealing import FORMS, RECORDS
-from paravt_jax.rl.episodes import Rollout
-from paravt_jax.rl.groups import Group
-from paravt_jax.rl.metrics import group_metrics, num_tokens
-from paravt_jax.rl.records import records
+from paravt_jax.rl.groups import Group, over_step, rewards_of
+from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
+from paravt_jax.rl.scheduler import interleave, scatter
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
-from paravt_jax.run.wire import Wire
-from paravt_jax.sampling.score import SCORE_WIRE
+from paravt_jax.run.hosts import Hosts
 from rollout.chat import Chat
-from rollout.check import ScoreRequest
+from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
-from rollout.picture import Picture
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(3)]
 SLOW_S = 1.5
@@ -112,7 +111,7 @@ def two_steps(hosts, tiny_hf, file):
         for step in (1, 2):
             groups = await rollouts.next_groups(step)
             rollouts.cursor.done([group.sample.number for group in groups])
-            tokens = num_tokens(groups, chat, contract.unit_px)
+            tokens = sum(hosts.gather("tokens", num_tokens(groups, chat, contract.unit_px)))
             found.append(group_metrics(groups) | update.run(groups) | {"tokens": tokens})
         return found, rollouts, groups
 
@@ -155,42 +154,39 @@ def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
     }
 
 
-def there_and_back(value, results=(Group, Rollout)):
-    wire = Wire((*RECORDS, *results), FORMS)
-    return wire.decode(wire.encode(value))
-
-
-def test_a_picture_that_is_sent_keeps_its_name_and_size_and_nothing_else():
-    picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
-    (again,) = there_and_back([picture])
-    assert (again.key, again.size_px) == (picture.key, (64, 96)) and len(Wire((), FORMS).encode([picture])) < 300
-    assert picture.has_pixels and not again.has_pixels
-
-
-def test_groups_arrive_as_they_were_played(tiny_hf):
-    """Without pixels, and without the arguments of calls, which may be anything that Python has a literal for."""
+def test_groups_arrive_on_another_host_with_all_their_numbers(tiny_hf):
+    """One of them is missing, and calls have arguments that are not JSON."""
     odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
     config, chat = load_config(None, *SETTINGS[1:]), Chat.from_hf(tiny_hf)
 
     async def reply(request):
+        if request.episode.endswith("/3"):
+            raise EngineError("down")
         said = f"Look.{odd}<|im_end|>" if "tool_response>\n" not in chat.decode(request.ids) else ANSWER
         return chat.encode(said).tolist()
 
-    async def play():
+    async def run():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
+        rollouts = rollouts_of(agent, order := SampleOrder(PROMPTS, 0), Cursor(), config)
+        return await rollouts.next_groups(1), order
 
-    groups = asyncio.run(play())
+    groups, order = asyncio.run(run())
     calls = groups[0].rollouts[0].episode.calls
     assert [one.outcome for one in calls] == ["invalid", "ok"] and calls[0].call.arguments
-    again = there_and_back(groups)
-    assert records(again, 1, chat) == records(groups, 1, chat)
-    assert group_metrics(again) == group_metrics(groups)
-    assert again[0].rollouts[0].terms == groups[0].rollouts[0].terms
+    advantage = replace(config.advantage, normalise="batch")
+    rewards = [rewards_of(group.rollouts, RewardConfig(), advantage) for group in groups]
+    sent = json.dumps([group.to_message(own) for group, own in zip(groups, rewards, strict=True)])
+    remote = [Group.from_message(message, order[message["sample"]]) for message in json.loads(sent)]
+    assert all(group.is_remote for group in remote)
+    assert len(sent) < 1000 * sum(len(group.rollouts) for group in remote)
+    metrics = group_metrics(groups)
+    assert metrics["rollout/missing_engine"] == 6 and metrics["rollout/calls_ok"] > 0
+    assert group_metrics(remote) == metrics and staleness_mean(remote, 7) == staleness_mean(groups, 7) == 7
+    for one, other in zip(*(over_step(each, RewardConfig(), advantage) for each in (groups, remote)), strict=True):
+        assert one.advantages.sequence.tolist() == other.advantages.sequence.tolist()
 
 
-def test_a_dialogue_to_score_arrives_with_its_pixels():
-    picture = Picture.of(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
-    (again,) = SCORE_WIRE.decode(SCORE_WIRE.encode([ScoreRequest(np.arange(5, dtype=np.int32), (picture,), 0.7)]))
-    assert (again.pictures[0].pixels == picture.pixels).all() and again.pictures[0].key == picture.key
-    assert again.ids.tolist() == [0, 1, 2, 3, 4] and again.temperature == 0.7
+def test_scattered_items_are_interleaved_in_their_order():
+    items = list(range(7))
+    parts = [scatter(items, Hosts(host, 3)) for host in range(3)]
+    assert parts == [[0, 3, 6], [1, 4], [2, 5]] and interleave(parts) == items

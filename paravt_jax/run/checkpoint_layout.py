@@ -1,0 +1,155 @@
+"""The files of a checkpoint, RUN/checkpoints/N: the state of a learner after N updates.
+
+    N/params/, N/hf/      read by `model_port.load` and `model_port.export`
+    N/adapter_*           instead of N/params when adapters train: read by PEFT and by these two
+    N/optimizer/params/   every other array of the state, named by its path, in the same format
+    N/state.json          scalars, the trainer's progress, array shapes, file checksums; written last
+
+Weights that adapters freeze are not stored, only their path and checksum. Both `params` can be read by
+`orbax.checkpoint.StandardCheckpointer().restore`.
+"""
+
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import xxhash
+
+from model_port.bucket import Bucket
+from model_port.json_files import Section, parse_object
+from model_port.layout import OPTIMIZER_DIR, PARAMS_DIR, RECORD_FILE
+from model_port.output_dir import LIST_FILE, LOCK_FILE, named
+from model_port.sharding import param_name
+from paravt_jax.learner.programs import TrainState
+
+MAX_LENGTH = 2**48  # of an axis, and of a run
+RECORD_KEYS = ("scalars", "shapes", "progress", "files")
+OWN_SUM = "sum"  # checksum of the record without this key
+BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # a block of an array
+SUM_THREADS = 16
+SUM_BYTES = 2**20  # read at a time
+
+Place = Path | Bucket
+FileSums = dict[str, list[Any]]  # size and checksum of files, by path; version 0.2 and older had no checksums
+
+
+class BrokenCheckpoint(Exception):
+    """It cannot be read, whatever the model."""
+
+
+def steps_in(directory: Place) -> list[int]:
+    """The checkpoints in a directory, the oldest first."""
+    if isinstance(directory, Bucket):  # one without its record is incomplete
+        parts = [name.split("/") for name in directory.names()]
+        return sorted(int(part[0]) for part in parts if part[1:] == [RECORD_FILE] and part[0].isdecimal())
+    return sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
+
+
+def leaves_by_name(state: TrainState) -> dict[str, Any]:
+    """The leaves in order: params.text.embed.table_vd, opt_state.1.0.mu.text.embed.table_vd, step, ..."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
+    names = [param_name([path]) for path in paths]
+    by_name = {
+        re.sub(r"^(trainable|frozen)\.", "params.", name): leaf for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
+    assert len(by_name) == len(leaves)
+    return by_name
+
+
+def location(name: str) -> tuple[str, str]:
+    """A leaf's folder in the checkpoint and its path in that folder's params/, which model_port knows."""
+    return (".", name.removeprefix("params.")) if name.startswith("params.") else (OPTIMIZER_DIR, name)
+
+
+def array_folder(folder: str, path: str) -> str:
+    """Where the blocks of an array are."""
+    return f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK_FILE, LIST_FILE))
+
+
+def file_sums(directory: Path, paths: Sequence[Path]) -> FileSums:
+    with ThreadPoolExecutor(SUM_THREADS) as pool:
+        return {
+            str(path.relative_to(directory)): [path.stat().st_size, checksum]
+            for path, checksum in zip(paths, pool.map(file_sum, paths), strict=True)
+        }
+
+
+def file_sum(path: Place) -> str:
+    return read_summed(path, itertools.repeat(memoryview(bytearray(SUM_BYTES))))
+
+
+def read_summed(path: Place, parts: Iterable[memoryview], summed: bool = True) -> str:
+    """Reads a file into consecutive parts, and hashes each while it is in the processor's cache."""
+    checksum = xxhash.xxh3_128()
+    with named(path), _open(path) as file:
+        for part in parts:
+            num_bytes = 0
+            while num_bytes < len(part) and (read := file.readinto(part[num_bytes:])):
+                num_bytes += read
+            if summed:
+                checksum.update(part[:num_bytes])
+            if num_bytes < len(part):
+                break
+    return checksum.hexdigest()
+
+
+def _open(path: Place) -> io.RawIOBase | io.BytesIO:
+    return io.BytesIO(path.read_bytes()) if isinstance(path, Bucket) else path.open("rb", buffering=0)
+
+
+def record_sum(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(record).encode()).hexdigest()
+
+
+def record_bytes(record: dict[str, Any], files: FileSums) -> bytes:
+    """state.json."""
+    record = {**record, "files": dict(sorted(files.items()))}
+    return json.dumps({**record, OWN_SUM: record_sum(record)}).encode()
+
+
+def read_record(directory: Place) -> dict[str, Any]:
+    """The content of state.json, with values of the types that it is written with."""
+    try:
+        record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
+        if "file_bytes" in record:  # version 0.2 and older, without checksums
+            sizes = Section(RECORD_FILE, record).section("file_bytes")
+            record["files"] = {name: [size, None] for name, size in sizes.values.items()}
+        elif OWN_SUM not in record:
+            raise ValueError(f"{RECORD_FILE} has no {OWN_SUM}")
+        unchanged = OWN_SUM not in record or record.pop(OWN_SUM) == record_sum(record)
+        missing = [key for key in RECORD_KEYS if key not in record]
+        if missing:
+            raise ValueError(f"{RECORD_FILE} lacks {', '.join(missing)}")
+        _check_record(Section(RECORD_FILE, record), directory)
+    except (FileNotFoundError, ValueError) as problem:
+        raise BrokenCheckpoint(f"{problem}") from None
+    if not unchanged:
+        raise BrokenCheckpoint(f"{RECORD_FILE} has other bytes than were written")
+    return record
+
+
+def _check_record(record: Section, directory: Place) -> None:
+    record.section("progress")
+    scalars, shapes, files = (record.section(key) for key in ("scalars", "shapes", "files"))
+    for name in shapes.values:
+        shapes.counts(name, MAX_LENGTH)
+    for name, entry in files.values.items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        match entry:
+            case [int(size), str() | None] if inside and size >= 0:
+                continue
+        raise files.wrong(name, "the bytes and the checksum of a file in the checkpoint")
+    step = scalars.count("step", MAX_LENGTH, least=0)
+    if directory.name.isdecimal() and step != int(directory.name):  # a copy may have another name
+        raise ValueError(f"{RECORD_FILE} is of step {step}, not of step {directory.name}")

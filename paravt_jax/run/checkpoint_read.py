@@ -1,0 +1,188 @@
+"""Reads a learner's state from a checkpoint: each host the blocks that its devices need, all compared with checksums.
+
+A checkpoint is broken when a file is missing, has another size or has other bytes than were written. A file that cannot
+be read at the moment proves nothing: the error ends the run.
+"""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from model_port.adapters import AdapterInfo, check_base, check_base_files, read_adapter, read_adapter_info
+from model_port.bucket import Bucket, downloaded
+from model_port.checkpoint import Box, box_of, cast, common_box, grid_of, index_of
+from model_port.config import ModelConfig
+from model_port.progress import Meter
+from paravt_jax.learner.programs import TrainState
+from paravt_jax.run.checkpoint_layout import (
+    BLOCK,
+    SUM_BYTES,
+    SUM_THREADS,
+    BrokenCheckpoint,
+    FileSums,
+    Place,
+    array_folder,
+    file_sum,
+    leaves_by_name,
+    location,
+    read_record,
+    read_summed,
+    steps_in,
+)
+
+
+def stored_part(state: TrainState, adapter: AdapterInfo | None) -> TrainState:
+    """The part of a state that a checkpoint holds: without the weights that adapters freeze."""
+    return state if adapter is None else replace(state, frozen=nnx.State({}))
+
+
+def read_checkpoint(
+    directory: Place, state: TrainState, model: ModelConfig, adapter: AdapterInfo | None
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state and the progress of a checkpoint. `state` is deleted array by array: devices never hold both."""
+    record = read_record(directory)
+    stored = stored_part(state, adapter)
+    _check_shapes(directory, record, stored)
+    with Meter(f"loading {directory}"):
+        restored = _read_state(directory, record, stored, model, adapter)
+    return (restored if adapter is None else replace(restored, frozen=state.frozen)), record["progress"]
+
+
+def verify(directory: Place) -> Iterable[tuple[Place, str]]:
+    """Every checkpoint in a directory, and why it is broken, or nothing."""
+    for checkpoint in [directory / str(step) for step in steps_in(directory)] or [directory]:
+        try:
+            files = read_record(checkpoint)["files"]
+            _check_sizes(checkpoint, files)
+            with Meter(f"checking {checkpoint}"), ThreadPoolExecutor(SUM_THREADS) as pool:
+                _check_files(checkpoint, files, files, pool)
+        except BrokenCheckpoint as problem:
+            yield checkpoint, str(problem)
+        else:
+            yield checkpoint, ""
+
+
+def _check_shapes(directory: Place, record: dict[str, Any], state: TrainState) -> None:
+    saved = {name: tuple(shape) for name, shape in record["shapes"].items()}
+    ours = {name: leaf.shape for name, leaf in leaves_by_name(state).items()}
+    differ = [
+        f"{name} is {saved.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+        for name in sorted(saved.keys() | ours.keys())
+        if saved.get(name) != ours.get(name)
+    ]
+    if differ:
+        raise ValueError(
+            f"{directory} is of another model or optimizer: {len(differ)} arrays differ: {'; '.join(differ[:5])}; "
+            f"use the settings it was saved with, or another run_dir"
+        )
+
+
+def _check_sizes(directory: Place, files: FileSums) -> None:
+    wrong, sizes = [], directory.sizes() if isinstance(directory, Bucket) else {}
+    for name, (num_bytes, _) in files.items():
+        try:
+            size = (directory / name).stat().st_size if isinstance(directory, Path) else sizes.get(name, 0)
+        except FileNotFoundError:
+            size = 0
+        if size != num_bytes:
+            wrong.append(f"{name} has {size} of {num_bytes} bytes")
+    if wrong:
+        raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are cut or lost, first {wrong[0]}")
+
+
+def _check_files(directory: Place, files: FileSums, names: Iterable[str], pool: Executor) -> None:
+    summed = [name for name in names if files[name][1] is not None]
+    list(pool.map(lambda name: _check_sum(name, files, file_sum(directory / name)), summed))
+
+
+def _check_sum(name: str, files: FileSums, checksum: str) -> None:
+    if files[name][1] not in (None, checksum):
+        raise BrokenCheckpoint(f"{name} has other bytes than were written")
+
+
+def _read_state(
+    directory: Place, record: dict[str, Any], old: TrainState, model: ModelConfig, adapter: AdapterInfo | None
+) -> TrainState:
+    """Reads every file once, and compares it with its checksum on the way."""
+    files = record["files"]
+    _check_sizes(directory, files)
+    with ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checkpoint") as pool:
+        _check_files(directory, files, [name for name in files if not BLOCK.search(name)], pool)
+        adapter_arrays = {} if adapter is None else _read_adapter(directory, model, adapter)
+
+        def read(name: str, leaf: jax.Array) -> jax.Array:
+            scalar = record["scalars"].get(name)
+            needed = {box_of(index, leaf.shape) for index in _local_indices(leaf)}
+            if name in adapter_arrays:
+                stored = {box: adapter_arrays[name][index_of(box)] for box in needed}
+            elif scalar is None:
+                stored = _read_array(directory, files, name, needed, pool)
+            else:
+                stored = {box: np.array(scalar, leaf.dtype) for box in needed}
+            leaf.delete()
+            stored = {box: cast(values, np.dtype(leaf.dtype), name) for box, values in stored.items()}
+            # An array that was not placed on a device stays so: it must suit the mesh of the others.
+            if not leaf.committed:
+                return jax.device_put(*stored.values())
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index: stored[box_of(index, leaf.shape)]
+            )
+
+        leaves = [read(name, leaf) for name, leaf in leaves_by_name(old).items()]
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def _read_adapter(directory: Place, model: ModelConfig, adapter: AdapterInfo) -> dict[str, np.ndarray]:
+    """A checkpoint's adapter, if it is of this run and beside the same weights."""
+    if isinstance(directory, Bucket):
+        directory = downloaded(str(directory), lambda name: "/" not in name)
+    saved = read_adapter_info(directory)
+    if saved.lora != adapter.lora:
+        raise ValueError(
+            f"{directory} is of lora.alpha={saved.lora.alpha:g}, not {adapter.lora.alpha:g}; set it back, or choose "
+            f"another run_dir"
+        )
+    assert adapter.base.sum is not None
+    check_base(directory, saved.base, adapter.base.sum)
+    check_base_files(directory, saved.base, adapter.base.files)
+    return {f"params.{path}": array for path, array in read_adapter(directory, model, adapter.lora.rank).items()}
+
+
+def _local_indices(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
+    return leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+
+
+def _read_array(
+    directory: Place, files: FileSums, name: str, boxes: Iterable[Box], pool: Executor
+) -> dict[Box, np.ndarray]:
+    """Parts of an array that `write_shards` has written as raw blocks; reads the blocks that a part needs once."""
+    folder = array_folder(*location(name))
+    layout = json.loads((directory / f"{folder}.zarray").read_bytes())
+    shape, chunk, dtype = tuple(layout["shape"]), tuple(layout["chunks"]), np.dtype(layout["dtype"])
+    arrays = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
+
+    def read_block(block: Box) -> None:
+        overlaps = [(array, box, common) for box, array in arrays.items() if (common := common_box(block, box))]
+        if not overlaps:
+            return
+        array, box, common = overlaps[0]
+        part = array[index_of(common, origin=box)]
+        in_place = len(overlaps) == 1 and part.flags.c_contiguous and part.shape == chunk
+        content = part if in_place else np.empty(chunk, dtype)  # at an edge it is longer than the array
+        file = folder + ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
+        raw = content.reshape(-1).view(np.uint8).data
+        parts = (raw[begin : begin + SUM_BYTES] for begin in range(0, len(raw), SUM_BYTES))
+        _check_sum(file, files, read_summed(directory / file, parts, summed=files[file][1] is not None))
+        if not in_place:
+            for array, box, common in overlaps:
+                array[index_of(common, origin=box)] = content[index_of(common, origin=block)]
+
+    list(pool.map(read_block, grid_of(box_of(None, shape), chunk)))
+    return arrays
