@@ -25,12 +25,12 @@ BENCHES = {
 
 
 def run_bench(package: str, benches: Mapping[str, str]) -> None:
-    """Runs the module of `package` that the command line names; `benches` has a summary of each."""
+    """Runs the module of `package` named on the command line. `benches` maps module names to summaries."""
     parser = argparse.ArgumentParser(prog=prog_of(package), description="Measures this machine.")
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(benches))
     for name, summary in benches.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name in sys.argv[1:2]:  # does not import the others
+        if name in sys.argv[1:2]:  # imports only this benchmark
             importlib.import_module(f"{package}.{name}").add_arguments(subparser)
         subparser.add_argument("--json", metavar="OUT", help="also write all results to this file")
         subparser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")

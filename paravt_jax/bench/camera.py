@@ -11,7 +11,7 @@ SHOT_S, MARGIN_PX = 8, 200
 
 
 def camera(height: int, width: int, num_s: int) -> Iterator[np.ndarray]:
-    """FPS frames a second, with a cut every few seconds."""
+    """Yields `FPS` frames per second, with a cut every `SHOT_S` seconds."""
     for number in range(num_s * FPS):
         scene = _scene(number // (SHOT_S * FPS), height + 2 * MARGIN_PX, width + 2 * MARGIN_PX)
         y, x = (round(MARGIN_PX * (1 + np.sin(number / period))) for period in (70, 43))

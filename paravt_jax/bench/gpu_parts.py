@@ -130,7 +130,7 @@ def attention(check: Check) -> Iterator[Row]:
 
 
 def attention_time(check: Check) -> Iterator[Row]:
-    """Forward and backward of one layer's attention in bfloat16 on a long packed, branched row."""
+    """Times a layer's attention, forward and backward, in bfloat16 on a long packed row with branches."""
     import jax
     import jax.numpy as jnp
 
@@ -189,7 +189,7 @@ def attention_inputs(num_tokens: int, heads: tuple[int, int], head_dim: int) -> 
 
 
 def with_gradients(form: Any) -> Callable[..., tuple[Any, ...]]:
-    """The output of the tokens that are no padding, and the gradients of its weighted sum."""
+    """The output without padding tokens, and the gradients of its weighted sum."""
     import jax
     import jax.numpy as jnp
 
@@ -258,7 +258,7 @@ def update(check: Check) -> Iterator[Row]:
 
 
 def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
-    """As many of the layers as leave room for activations."""
+    """The deepest model that leaves room for activations."""
     depths = [depth for depth in DEPTHS if depth < model.text.num_layers]
     for depth in (model.text.num_layers, *depths):
         shallow = replace(model, text=replace(model.text, num_layers=depth))
@@ -268,9 +268,9 @@ def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
 
 
 def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
-    """6·N for each token, of the head for each scored one, and causal attention; nothing computed again, no frames.
+    """6·N per token (for the head: per scored token) and causal attention, without recomputation and frames.
 
-    Attention of all pairs has 12·heads·head_dim FLOPs a pair and layer, forward and backward; a causal row has half.
+    Full attention takes 12·heads·head_dim FLOPs per pair and layer, forward and backward; causal attention takes half.
     """
     text = model.text
     of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width

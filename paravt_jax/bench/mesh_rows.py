@@ -110,7 +110,7 @@ def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | N
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Meshes that fit first, of those the ones on most devices, of those the fastest: by the whole step if known."""
+    """Sorts meshes: fitting ones first, then by most devices, then by speed, of the whole step if known."""
     return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), _slowness(row)))
 
 

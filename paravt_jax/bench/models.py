@@ -29,7 +29,7 @@ MID = ModelConfig(
     vision_end_token_id=31_993,
 )
 MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "small": lambda: SMALL, "mid": lambda: MID}
-FRAME_GRID = (14, 14)  # a frame of the recipe: 224 x 224 pixels, 49 tokens
+FRAME_GRID = (14, 14)  # the recipe's frames: 224 x 224 pixels, 49 tokens
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EpisodeGroup:
-    """Episodes of one prompt: its ids with placeholders expanded, its frames, and the responses' ids."""
+    """Episodes of a prompt: its ids with placeholders expanded, its frames, and the responses' ids."""
 
     config: ModelConfig
     prompt: np.ndarray
@@ -32,7 +32,7 @@ class EpisodeGroup:
     responses: list[np.ndarray]
 
     def dialogues(self, way: str) -> tuple[list[Dialogue], dict[str, Frame]]:
-        """Dialogues with positive and negative advantages that vary by token, and noisy behavior log-probs."""
+        """Builds dialogues with noisy behavior log-probs, and advantages of both signs that vary by token."""
         dialogues: list[Dialogue] = []
         frames_by_key: dict[str, Frame] = {}
         shared = way == "branches"
