@@ -27,7 +27,7 @@ from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_layout import OWN_SUM
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
-LAYER_PARAMS = 12_600_000  # about
+LAYER_PARAMS = 12_600_000  # approximate
 BYTES_PER_PARAM = 12  # master and two moments of Adam, in float32
 READ_BYTES = 2**22
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -111,7 +111,7 @@ def _read(directory: Path) -> None:
 
 
 def sized_model(num_params: float) -> ModelConfig:
-    """A model of about this many parameters; at least a vocabulary and a layer."""
+    """A model with about `num_params` parameters, and at least one layer."""
     fixed = 2 * VOCABULARY * WIDTH
     num_layers = max(1, round((num_params - fixed) / LAYER_PARAMS))
     text = TextConfig(

@@ -112,7 +112,7 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     """Writes a Hugging Face directory of random weights and returns the checksum of every tensor."""
     config = preset(name)
     directory.mkdir()
-    # Without the top bit of the exponent, so that every value is finite and below 2.
+    # Clears the top exponent bit, so that every value is finite and below 2.
     values = np.random.default_rng(0).integers(0, 2**16, 2 * BLOCK_VALUES, np.uint16) & np.uint16(0xBFFF)
     offsets = np.random.default_rng(1)
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}

@@ -30,7 +30,7 @@ from scripts.bench.video import SIZES_PX, read_cold, reads_of
 NUM_S, CLIP_PX = 4, (96, 128)
 GROUP_FRAMES = 30
 HEVC = "log-level=none:keyint=30"
-# Ending of the file, codec and its options.
+# File extension, codec and codec options.
 CLIPS: dict[str, tuple[str, str, dict[str, str]]] = {
     "mp4, H.264": ("mp4", "libx264", {}),
     "mov, H.264": ("mov", "libx264", {}),

@@ -81,7 +81,7 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
-    """Seconds of one copy."""
+    """Seconds of a copy."""
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file, ThreadPoolExecutor(len(targets)) as readers:
         begun_s = time.perf_counter()
         file.write(source.data)

@@ -32,7 +32,7 @@ SETTINGS = (
 
 
 class Usage(NamedTuple):
-    """Resources of one or several processes."""
+    """Resource usage, summed over processes."""
 
     memory_mib: float = 0.0  # shared pages count in proportion (PSS)
     files: int = 0
@@ -86,7 +86,7 @@ def usage_of(pid: int) -> Usage:
     process = Path(f"/proc/{pid}")
     lines = (process / "smaps_rollup").read_text().splitlines()
     memory_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    fields = (process / "stat").read_text().rpartition(")")[2].split()  # from the third on, see man proc
+    fields = (process / "stat").read_text().rpartition(")")[2].split()  # from field 3 of proc(5)
     ticks = sum(map(int, fields[11:15]))
     cpu_s = ticks / os.sysconf("SC_CLK_TCK")
     return Usage(memory_kib / 1024, len(list((process / "fd").iterdir())), int(fields[17]), cpu_s)

@@ -46,7 +46,7 @@ STOPPED = (0, 128 + signal.SIGTERM)
 # leak of 1 MiB a step would be 360 MiB.
 GROWTH = {"memory_mib": (1.15, 32.0), "files": (1.0, 8.0), "threads": (1.0, 8.0)}
 CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # for a service
-STEPS_TOGETHER = 10  # CPU seconds are averaged over, because samples are seconds apart
+STEPS_TOGETHER = 10  # window for CPU seconds, because samples are seconds apart
 COLORS = {"trainer": BLUE, "servers": ORANGE, "decoders": GREEN}
 STEP_S, CPU_S = "seconds of a step", "CPU seconds of a step"
 LABELS = {"memory_mib": "memory, MiB", "files": "open files", "threads": "threads"}
@@ -166,7 +166,7 @@ def _ask(url: str, video: str, number: int, answered: list[float], failed: list[
 def soak(
     command: Sequence[str], out: Path, seconds: float, count: Callable[[], int]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Samples a command's resource usage once `count` is positive, stops it, and lists what it leaves behind.
+    """Samples a command's resource usage once `count` is positive, stops it, and lists leftover processes and files.
 
     Its working directory and temporary directory are empty, and must stay so.
     """

@@ -236,5 +236,5 @@ def _counted(exits: Sequence[Exit]) -> dict[str, int]:
 
 
 def _shortened(text: str) -> str:
-    """Without numbers, paths and URLs, so that messages of one kind are equal."""
+    """Removes numbers, paths and URLs, so that messages of the same kind are equal."""
     return re.sub(r"http://\S+|/\S+|\d+(\.\d+)?", "…", text)[:100]
