@@ -20,7 +20,7 @@ from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
-from paravt_jax.run.directory import held, settings_of, write_settings
+from paravt_jax.run.directory import locked, settings_of, write_settings
 from paravt_jax.run.gpu_assignment import place_servers
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.policy import policy_of
@@ -114,7 +114,7 @@ def _undone(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> 
 async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> AsyncIterator[Evaluation]:
     """Opens an evaluation or one shard of it. The model is loaded only if samples remain."""
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(held(_directory(config, shard)))
+        directory = stack.enter_context(locked(_directory(config, shard)))
         loaded, record = _load(config), to_record(config)
         _check_same(directory, record)
         write_settings(record, directory)

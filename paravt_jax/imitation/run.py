@@ -134,7 +134,7 @@ async def open_sft_run(
     """
     config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
-        directory = RunDirectory.enter(config.run_dir, stack, to_record(config), allow_changes, hosts)
+        directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         remarks: list[str] = []
         train = _traces(config.data, config.data.train, remarks)
         held_out = _traces(config.data, config.data.validation, remarks)[: config.validation.max_prompts]

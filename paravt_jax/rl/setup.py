@@ -69,7 +69,7 @@ async def open_run(
     config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config)
-        directory = RunDirectory.enter(config.run_dir, stack, to_record(config), allow_changes, hosts)
+        directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _keep_apart(directory, log))
         train, held_out, remarks = hosts.host_0_first(lambda: _prompts(config, directory.path))
         plugin = load_plugin(config.reward)

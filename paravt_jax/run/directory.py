@@ -21,7 +21,7 @@ from model_port.output_dir import check_local
 from paravt_jax.config.changed_keys import updated_record
 from paravt_jax.config.keys import flat
 from paravt_jax.run.hosts import Hosts
-from paravt_jax.run.lease import Lease, held_in_bucket, token_of
+from paravt_jax.run.lease import Lease, leased, token_of
 from paravt_jax.run.log import (
     EPISODES_DIR,
     METRICS_FILE,
@@ -53,7 +53,7 @@ def user_cache(name: str) -> Path:
 
 
 @contextmanager
-def held(run_dir: str | Path) -> Iterator[Path]:
+def locked(run_dir: str | Path) -> Iterator[Path]:
     """The directory, made where it is not there. Two trainers in one would undo each other's files."""
     check_local(run_dir)
     directory = Path(run_dir).absolute()
@@ -71,10 +71,10 @@ def held(run_dir: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def held_by_first(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
+def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
     """The same where several hosts train: host 0 holds it, and all others must see what it holds."""
     directory, token = Path(run_dir).absolute(), secrets.token_hex(8)
-    with held(run_dir) if hosts.leads else nullcontext():
+    with locked(run_dir) if hosts.leads else nullcontext():
         if hosts.leads:
             (directory / TOKEN_FILE).write_text(token)
         first, *_ = hosts.gather("run_dir", token)
@@ -104,18 +104,18 @@ def run_id(directory: Path, hosts: Hosts) -> str:
 
 
 @contextmanager
-def held_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
+def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
     """Each host's own directory on its disk, for a run whose checkpoints are in a bucket, which host 0 holds there.
 
     The logs of the run are brought back where the bucket has a checkpoint beyond them.
     """
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
-    with held(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
+    with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
         lease = None
         token_of(directory, bucket)
         if hosts.leads:
             say(f"checkpoints and copies of the logs are in {bucket}, the run's own files in {directory}")
-            lease = stack.enter_context(held_in_bucket(bucket, directory, say))
+            lease = stack.enter_context(leased(bucket, directory, say))
         hosts.gather("bucket", None)
         names = bucket.sizes()
         saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]

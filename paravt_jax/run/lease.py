@@ -23,7 +23,7 @@ RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
 
 
 class Lease:
-    """Use `with held_in_bucket(bucket, directory, say) as lease`."""
+    """Use `with leased(bucket, directory, say) as lease`."""
 
     def __init__(self, bucket: Bucket, token: str):
         self._bucket, self._object, self._token = bucket, bucket / OWNER, token
@@ -90,7 +90,7 @@ class Lease:
 
 
 @contextmanager
-def held_in_bucket(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
+def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
     """By host 0 of a run, whose directory on this disk is locked already: a dead owner from there is known at once."""
     lease = Lease(bucket, token_of(directory, bucket))
     lease.take(say)

@@ -23,9 +23,9 @@ from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import (
     LogCopies,
     changed_settings,
-    held,
-    held_by_first,
-    held_for_bucket,
+    locked,
+    locked_by_host_0,
+    locked_for_bucket,
     versions,
     write_settings,
 )
@@ -65,7 +65,7 @@ class RunDirectory:
     lease: Lease | None = None  # of host 0, on that
 
     @classmethod
-    def enter(
+    def acquire(
         cls,
         run_dir: str,
         stack: AsyncExitStack,
@@ -84,9 +84,9 @@ class RunDirectory:
         )
         bucket, lease = Bucket.of(run_dir) if is_address(run_dir) else None, None
         if bucket is not None:
-            path, lease = stack.enter_context(held_for_bucket(bucket, hosts))
+            path, lease = stack.enter_context(locked_for_bucket(bucket, hosts))
         else:
-            path = stack.enter_context(held(run_dir) if hosts.num == 1 else held_by_first(run_dir, hosts))
+            path = stack.enter_context(locked(run_dir) if hosts.num == 1 else locked_by_host_0(run_dir, hosts))
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)

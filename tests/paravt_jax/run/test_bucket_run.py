@@ -19,7 +19,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.run import lease as lease_module
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
-from paravt_jax.run.directory import LogCopies, held_for_bucket
+from paravt_jax.run.directory import LogCopies, locked_for_bucket
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.lease import OWNER
 
@@ -166,21 +166,21 @@ def test_a_second_record_of_a_step_is_refused(gcs, tiny_hf, subject):
 
 def test_two_runs_in_one_directory_are_refused_and_a_dead_one_is_taken_over(gcs, tmp_path, monkeypatch, capsys):
     bucket = Bucket.of(ADDRESS)
-    with held_for_bucket(bucket, ALONE) as (directory, _):
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
         assert directory == tmp_path / "runs" / "x"
         assert f"are in {ADDRESS}" in capsys.readouterr().err
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
         with pytest.raises(RuntimeError, match=rf"process \d+ on .* trains in {ADDRESS}; wait for it"):
-            held_for_bucket(bucket, ALONE).__enter__()
+            locked_for_bucket(bucket, ALONE).__enter__()
     assert f"bkt/runs/x/{OWNER}" not in gcs.objects
     gcs.objects[f"bkt/runs/x/{OWNER}"] = (77, b'{"token": "of a machine that is gone", "who": "process 1 on tpu-0"}')
-    with held_for_bucket(bucket, ALONE):
+    with locked_for_bucket(bucket, ALONE):
         assert "was last held by process 1 on tpu-0" in capsys.readouterr().err
 
 
 def test_a_run_that_was_taken_over_ends_and_writes_no_checkpoint(gcs):
-    with held_for_bucket(Bucket.of(ADDRESS), ALONE) as (_, lease):
+    with locked_for_bucket(Bucket.of(ADDRESS), ALONE) as (_, lease):
         lease.renew()
         gcs.objects[f"bkt/runs/x/{OWNER}"] = (10**6, b'{"token": "other", "who": "process 9 on tpu-9"}')
         with pytest.raises(RuntimeError, match="was taken over by process 9 on tpu-9"):
@@ -190,7 +190,7 @@ def test_a_run_that_was_taken_over_ends_and_writes_no_checkpoint(gcs):
 
 def test_logs_are_copied_and_come_back_on_a_fresh_disk(gcs, tmp_path, monkeypatch):
     bucket = Bucket.of(ADDRESS)
-    with held_for_bucket(bucket, ALONE) as (directory, _):
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
         (directory / "episodes").mkdir()
         (directory / "episodes" / "000001.jsonl").write_text("{}\n")
         (directory / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -205,7 +205,7 @@ def test_logs_are_copied_and_come_back_on_a_fresh_disk(gcs, tmp_path, monkeypatc
     assert gcs.names("bkt/runs/x/") == {"episodes/000001.jsonl", "metrics.jsonl", "checkpoints/1/state.json"}
     (tmp_path / "fresh").mkdir()
     monkeypatch.chdir(tmp_path / "fresh")
-    with held_for_bucket(bucket, ALONE) as (directory, _):
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
         assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert (directory / "episodes" / "000001.jsonl").is_file() and not (directory / "checkpoints").exists()
 
@@ -216,11 +216,11 @@ def test_a_directory_of_another_run_here_is_not_used(gcs, tmp_path):
     with pytest.raises(
         ValueError, match=r"runs/x is where gs://bkt/runs/x would be trained, and it holds metrics\.jsonl"
     ):
-        held_for_bucket(Bucket.of(ADDRESS), ALONE).__enter__()
-    with held_for_bucket(Bucket.of("gs://bkt/runs/y"), ALONE):
+        locked_for_bucket(Bucket.of(ADDRESS), ALONE).__enter__()
+    with locked_for_bucket(Bucket.of("gs://bkt/runs/y"), ALONE):
         pass
     with pytest.raises(ValueError, match="is where gs://bkt/runs/y is trained, not gs://other/y"):
-        held_for_bucket(Bucket.of("gs://other/y"), ALONE).__enter__()
+        locked_for_bucket(Bucket.of("gs://other/y"), ALONE).__enter__()
 
 
 def test_an_adapter_comes_back_bit_for_bit(gcs, tiny_hf):

@@ -21,7 +21,7 @@ from paravt_jax.run import checkpoint, checkpoint_read
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_read import verify
-from paravt_jax.run.directory import held_for_bucket
+from paravt_jax.run.directory import locked_for_bucket
 from paravt_jax.run.hosts import ALONE
 
 pytestmark = pytest.mark.slow
@@ -212,7 +212,7 @@ def through_a_bucket(hosts, url, folder, tiny_hf):
     disk = folder / f"disk{hosts.index}"
     disk.mkdir()
     os.chdir(disk)
-    with held_for_bucket(Bucket.of(ADDRESS), hosts) as (_, lease):
+    with locked_for_bucket(Bucket.of(ADDRESS), hosts) as (_, lease):
         assert (lease is not None) == hosts.leads
         learner, said = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
         checkpoints = open_bucket_on(hosts, tiny_hf, said)
