@@ -6,24 +6,24 @@ from paravt_jax.config import HostsConfig
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import Workload
 
-MASTER_BYTES, TRAINED_BYTES = 4, 12  # of a parameter in a checkpoint; of a trained one, with its moments
-EPISODE_BYTES = 1000  # of the numbers that other hosts get of an episode, at most
+MASTER_BYTES, TRAINED_BYTES = 4, 12  # per parameter in a checkpoint: frozen; trained, with moments
+EPISODE_BYTES = 1000  # upper bound per episode for the numbers that hosts exchange
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """The most that a host has; of a step all that it does for rollouts."""
+    """A host's part at most: of the batch, the step's rollouts and a checkpoint."""
 
     num_hosts: int
-    rows: int  # of a batch
+    rows: int  # per batch
     visits: int
-    frames: int  # decoded: overviews once for a group, and the windows of calls
+    frames: int  # decoded: an overview per group, and the windows of calls
     checkpoint_bytes: int
-    received_bytes: int  # the numbers of all other hosts' episodes
+    received_bytes: int  # for the episodes of all other hosts
 
 
 def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
-    """From the config, or the usual number of devices per host."""
+    """The config's number of hosts, or devices over the usual number per host."""
     return hosts.num if hosts.num > 1 else device.num_hosts(num_devices)
 
 

@@ -42,7 +42,7 @@ class Rollout:
     reason: Reason = "other"  # the same as a category
     num_lost: int = 0  # tokens that the main agent had sampled before a missing episode ended
     left_out: bool = False  # counts in its group's statistics, but has no loss tokens
-    remote_stats: EpisodeStats | None = None  # of an episode that another host ran
+    remote_stats: EpisodeStats | None = None  # from the host that ran the episode
 
     @property
     def missing(self) -> bool:
@@ -53,7 +53,7 @@ class Rollout:
         return self.remote_stats if self.episode is None else EpisodeStats.of(self.episode, self.terms)
 
     def to_message(self) -> dict[str, Any]:
-        """What this host sends the others."""
+        """The message to the other hosts."""
         names = ("id", "format_reward", "problem", "reason", "num_lost", "left_out")
         stats = self.stats and asdict(self.stats)
         return {name: getattr(self, name) for name in names} | {"remote_stats": stats}

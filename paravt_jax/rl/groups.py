@@ -37,7 +37,7 @@ class Group:
         return bool(self.keep.any())
 
     def to_message(self, rewards: GroupRewards | None) -> dict[str, Any]:
-        """What this host sends the others."""
+        """The message to the other hosts."""
         return {
             "sample": self.sample.number,
             "frame_budget": self.frame_budget,

@@ -121,7 +121,7 @@ class Run:
                 self.training.parts.clear()
 
     def _rows(self, groups: Sequence[Group]) -> Iterator[Mapping[str, Any] | bytes]:
-        """Every episode of the step, in the order of the groups; those of other hosts as lines."""
+        """Every episode of the step, in the order of the groups; episodes from other hosts are lines."""
         remote = self.training.parts.read(self.training.step) if self.hosts.num > 1 else {}
         for group in groups:
             if group.is_remote:

@@ -8,7 +8,7 @@ With train.oversample, more groups start than the step needs, and the slowest ar
 timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
 comes first in the next step, which waits for it: no prompt is lost for being slow.
 
-With several hosts each runs every num-th group, and receives the numbers of the others (`rl/stats.py`).
+With several hosts, each runs every num-th group and receives the others' numbers (`rl/stats.py`).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class UnlessStopped(Protocol):
-    """Returns the result of some work; or cancels it, and returns None on all hosts, when one host has to stop."""
+    """Returns the result of the work; when a host has to stop, cancels it and returns None on all hosts."""
 
     def __call__(self, work: Coroutine[Any, Any, Result], /) -> Awaitable[Result | None]: ...
 
@@ -149,7 +149,7 @@ class RolloutScheduler:
     async def _collect(self, step: int) -> tuple[list[Group], StepCost]:
         """Groups for one step. Groups without signal are replaced up to max_resamples times.
 
-        With several hosts, this host's part of the first round: whether groups are replaced depends on all hosts.
+        With several hosts, only this host's part of the first round, because replacing groups depends on all hosts.
         """
         num_rounds = 1 + self._train.max_resamples if self._hosts.num == 1 else 1
         groups, cost = [], StepCost()

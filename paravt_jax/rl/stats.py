@@ -17,7 +17,7 @@ from rollout.episode import Episode
 
 @dataclass(frozen=True)
 class EpisodeStats:
-    """What metrics need of an episode. Values are JSON; the terms of the reward are None where there is no score."""
+    """An episode's numbers for metrics, as JSON values; reward terms are None without a score."""
 
     num_calls: int
     num_turns: int
@@ -30,7 +30,7 @@ class EpisodeStats:
     anchor: float | None = None
     tool: float | None = None
     parseable: bool | None = None
-    own: tuple[tuple[str, float], ...] = ()  # terms of a plugin, and of the length
+    own: tuple[tuple[str, float], ...] = ()  # plugin terms and the length penalty
 
     @classmethod
     def of(cls, episode: Episode, terms: RewardTerms | None) -> "EpisodeStats":
@@ -53,7 +53,7 @@ class EpisodeStats:
 
 
 def advantages_record(advantages: GroupAdvantages) -> dict[str, Any]:
-    """What other hosts need of a group's advantages: its tokens' shares stay with its host."""
+    """A group's advantages for other hosts; the advantages of tags stay on the host that samples."""
     return {
         "sequence": advantages.sequence.tolist(),
         "keep": advantages.keep.tolist(),
