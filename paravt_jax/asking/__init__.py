@@ -1,1 +1,1 @@
-"""A policy that is asked: opened from its name or at its servers, and what comes of a question."""
+"""Answers questions with a policy: opens the model or connects to its servers, and serves or prints the answers."""

@@ -1,4 +1,4 @@
-"""One question about videos, and what comes of it: the answer, what it rests on, and how long each part took."""
+"""Answers one question about videos: the answer, its evidence, and the time of each part."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,15 +12,15 @@ from rollout.records import Episode, Turn
 
 
 class Listener(EpisodeCallbacks):
-    """A watcher that is told of the overview as well."""
+    """An EpisodeCallbacks that also receives the overview."""
 
     def looked(self, overview: Overview, seconds: float) -> None:
-        """The overview is there."""
+        """Called when the overview frames are read."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A part of a video that was looked at, and what was reported of it."""
+    """A part of a video that the model looked at, and the tool's report on it."""
 
     video: str
     start_s: float | int
@@ -30,12 +30,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long each part took; what a turn's calls took side by side, and would have one after the other."""
+    """The time of each part. A turn's calls run in parallel."""
 
     overview: float
     turns: tuple[float, ...]
-    calls: tuple[float, ...]  # of each turn that made some
-    calls_in_turn: tuple[float, ...]  # likewise, had they waited for each other
+    calls: tuple[float, ...]  # wall time of the calls, per turn with calls
+    calls_in_turn: tuple[float, ...]  # sum over the turn's calls, as if they ran one after the other
 
     @property
     def total(self) -> float:
@@ -44,7 +44,7 @@ class Seconds:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    text: str  # empty where none was given
+    text: str  # empty without an answer
     evidence: tuple[Evidence, ...]
     seconds: Seconds
     episode: Episode
@@ -69,14 +69,14 @@ class Reply:
 
 @dataclass(frozen=True, eq=False)
 class Answerer:
-    """An agent, and how many frames of a video it is shown first."""
+    """An agent and the number of overview frames it gets."""
 
     agent: Agent
     num_frames: int
-    samples_top_p: bool = True  # the engine can; the embedded one cannot
+    samples_top_p: bool = True  # SGLang supports top_p, the embedded engine does not
 
     def with_sampling(self, temperature: float | int, top_p: float | int) -> "Answerer":
-        """At a temperature of 0 the likeliest token is among any `top_p`, and no engine has to be asked for it."""
+        """At temperature 0 `top_p` has no effect, so 1.0 is sent: not every engine supports other values."""
         return replace(
             self, agent=self.agent.with_settings(temperature=temperature, top_p=top_p if temperature else 1.0)
         )
@@ -90,9 +90,9 @@ class Answerer:
         seed: int = 0,
         max_tokens: int | None = None,
     ) -> Reply:
-        """`name` tells questions apart that are asked at the same time; the engine aborts them by it.
+        """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
-        `max_tokens` are sampled by all agents together; None: as many as their settings allow.
+        `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
         """
         listener = listener or Listener()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
@@ -103,7 +103,7 @@ class Answerer:
 
 
 def _text(episode: Episode) -> str:
-    """What stands between the tags of the answer; without thinking and tags, all that was said last."""
+    """The text inside the answer tags. Without tags, the last turn without its thinking."""
     turns = [turn.text for turn in episode.turns]
     prediction = find_prediction(turns)
     if prediction is None and turns and episode.finish == "done":

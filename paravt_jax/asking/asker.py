@@ -1,4 +1,4 @@
-"""Opens a model to be asked, in the words and pixels that it was trained with."""
+"""Opens a model for questions, with the prompts and pixel budgets that it was trained with."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,11 +25,11 @@ from rollout.chat import Chat
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch
 
-MAX_ROWS = 16  # that the embedded engine samples at the same time; each has a whole context in memory
+MAX_ROWS = 16  # concurrent rows of the embedded engine; each takes memory for a full context
 
 
 def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
-    """How a model is asked: as its own files say, but for what the user wants otherwise."""
+    """The recipe in the model's files, with the user's overrides."""
     recipe = read_recipe(hf_files_of(source))
     if recipe is None:
         say(f"{source} has no {RECIPE_FILE}: it is asked in the words of this project, which may not be its own")
@@ -42,7 +42,7 @@ def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | Non
 async def open_asker(
     model: str, urls: list[str], *, num_frames: int | None, dispatch: Dispatch | None, num_questions: int = 1
 ) -> AsyncIterator[Answerer]:
-    """`num_questions` are asked at the same time. `urls` are SGLang servers that have the model; none: it is loaded."""
+    """Expects `num_questions` at the same time. Without `urls` of SGLang servers, it loads the model itself."""
     source = await in_thread(lambda: source_directory(model, "--model DIR"))
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)

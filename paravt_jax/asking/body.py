@@ -1,6 +1,6 @@
-"""The JSON of a request, read before it costs anything: within a deadline, and small once it is parsed, too.
+"""Reads and parses the JSON of requests within limits of time and memory.
 
-Sixty megabytes of `[],[]…` are gigabytes of Python objects, so what a text holds is counted before it is parsed.
+60 MB of `[],[]…` become gigabytes of Python objects, so values are counted before the text is parsed.
 """
 
 import asyncio
@@ -13,19 +13,19 @@ from aiohttp import web
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Refused
 
-MAX_BODY_BYTES = 64 * 2**20  # videos in the request itself included
-MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # of all that are being read; small ones come through all the same
+MAX_BODY_BYTES = 64 * 2**20  # includes videos sent inside the request
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies being read; small ones are always accepted
 SMALL_BODY_BYTES = 2**20
 BODY_DEADLINE_S = 60.0
 MAX_DEPTH = 32
-MAX_ITEMS = 100_000  # values, names, and what parts them
-# Strings are skipped whole, one that does not end to the end of the text: nothing is looked at twice.
+MAX_ITEMS = 100_000  # values, names and separators
+# Strings match as a whole, an unterminated one up to the end of the text, so the scan takes linear time.
 TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]|,', re.DOTALL)
 
 
 @dataclass
 class Bodies:
-    """Reads the bodies of all requests, and bounds what they take together."""
+    """Reads request bodies and limits their total size."""
 
     num_bytes: int = 0
 
@@ -56,7 +56,7 @@ class Bodies:
 
 
 def parsed(text: bytes) -> Any:
-    if b"\0" in text:  # UTF-16 or UTF-32, whose strings TOKEN would not see
+    if b"\0" in text:  # in UTF-16 or UTF-32, TOKEN would not match strings
         raise BadRequest("the body must be JSON in UTF-8")
     depth = 0
     for number, token in enumerate(TOKEN.finditer(text)):

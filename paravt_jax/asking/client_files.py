@@ -1,4 +1,4 @@
-"""Where a server keeps what clients send: a directory that the next server removes if this one is killed."""
+"""The server's directory for files from clients. If the server is killed, the next one removes it."""
 
 import fcntl
 import os
@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "paravt_serve_"
-LOCK = "lock"  # held as long as the server lives: the kernel lets go of it, however a process ends
+LOCK = "lock"  # locked while the server runs; the kernel releases the lock however the process ends
 
 
 @contextmanager
 def client_files() -> Iterator[Path]:
-    """The directory; gone at the end, and those that killed servers of this user have left are gone at once."""
+    """A new directory, removed at the end. First removes directories that this user's killed servers left."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another one removes it just now
+        with suppress(OSError):  # in use by a running server, or being removed by another one
             _remove_if_left(left)
     directory, lock = _locked()
     try:
@@ -32,7 +32,7 @@ def _locked() -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (directory / LOCK).exists():  # else a server that starts at the same time took it for a dead one's
+            if (directory / LOCK).exists():  # else another server that is starting removed it
                 return directory, lock
             os.close(lock)
 

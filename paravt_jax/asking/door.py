@@ -1,7 +1,7 @@
-"""Who may ask: whoever has the key, and at an address of this machine alone nobody but this machine.
+"""Access control: an API key, and at a loopback address only clients on this machine.
 
-A web page can have its visitor's browser connect here, under a name that it lets lead to 127.0.0.1 (DNS rebinding); the
-browser then says where the page is from, in Host or Origin.
+A web page can make its visitor's browser connect here through a host name that resolves to 127.0.0.1 (DNS rebinding).
+The browser then sends that name in Host or Origin, so requests with other names are rejected.
 """
 
 import hmac
@@ -23,8 +23,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Door:
-    key: str = ""  # empty: nobody needs one
-    own_names: tuple[str, ...] = ()  # beside loopback's; of a server at loopback
+    key: str = ""  # empty: no key needed
+    own_names: tuple[str, ...] = ()  # accepted besides loopback names if the server listens at loopback
     loopback_only: bool = True
 
     @web.middleware
@@ -56,7 +56,7 @@ class Door:
 
     def _has_key(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # In the time of a comparison there is nothing to learn about the key.
+        # constant-time comparison, so response times reveal nothing about the key
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self.key.encode())
         return same and scheme.lower() == "bearer"
 
@@ -69,7 +69,7 @@ def is_loopback(name: str) -> bool:
 
 
 def door_of(place: socket.socket, host: str, key: str, without_key: bool) -> Door:
-    """For a server that listens at `place`, which was given as `host`."""
+    """For a server that listens at `place`; `host` is the user's name for it."""
     if key and (without_key or not key.isascii() or not key.isprintable() or " " in key):
         said = f"be given beside {WITHOUT_KEY}" if without_key else "have spaces or other than ASCII characters"
         raise ValueError(f"an API key, by --api-key or {KEY_VARIABLE}, cannot {said}")

@@ -1,7 +1,7 @@
-"""Where the videos of a question come from: below one directory, in the request itself, or, if allowed, the web.
+"""The videos of a question: files below one directory, data in the request itself, or, if allowed, the web.
 
-A client's names open no file elsewhere, links included, and nothing of this machine or its network is fetched: every
-address is judged when a socket is made for it, so after IDNA, DNS and redirects, however a URL spells it.
+Clients cannot open other files, not even through links, and cannot fetch from this machine or its network: every
+address is checked when its socket is created, after IDNA, DNS and redirects, however the URL spells it.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from PIL import Image
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, Refused, cut
 from rollout.video.encode import write_video
 
-MAX_FETCHED_BYTES = 2 * 2**30  # of a request
-MAX_ALL_FETCHED_BYTES = 8 * 2**30  # of all requests that are being answered
+MAX_FETCHED_BYTES = 2 * 2**30  # per request
+MAX_ALL_FETCHED_BYTES = 8 * 2**30  # over all requests in progress
 FETCH_DEADLINE_S = 300.0
 MAX_REDIRECTS = 3
 MAX_IMAGE_PIXELS = 8192 * 4352
-MAX_IMAGE_SIDE_PX = 16_384  # x264's own
-MAX_IMAGE_ASPECT = 200  # longer side by shorter; the model's frame sizes allow no more
+MAX_IMAGE_SIDE_PX = 16_384  # x264's limit
+MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 CHUNK_BYTES = 2**20
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
@@ -37,11 +37,11 @@ NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class NotPublic(OSError):
-    """Nobody fetches from there for a client."""
+    """The address is not on the public internet."""
 
 
 def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket for an address that is about to be connected to."""
+    """Creates the socket for a connection, if its address is public."""
     family, kind, protocol, _, address = info
     if not is_public(str(address[0])):
         raise NotPublic("not on the public web")
@@ -49,7 +49,7 @@ def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def is_public(address: str) -> bool:
-    """Of IPv6 only global unicast, and what stands for an IPv4 address that is public itself."""
+    """IPv6 must be global unicast, or embed an IPv4 address that is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         stands_for = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip.ipv4_mapped
@@ -60,17 +60,17 @@ def is_public(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether an interface of this machine has it: what is sent there then comes from the same address."""
+    """Whether the address belongs to this machine: packets to it then have it as their source address as well."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
-        route.connect((address, 9))  # sends nothing
+        route.connect((address, 9))  # sends no packet
         return ipaddress.ip_address(route.getsockname()[0]) == ipaddress.ip_address(address)
     return False
 
 
 @dataclass
 class Room:
-    """Bytes on disk that may still be fetched."""
+    """Disk space left for fetched files."""
 
     left: int
 
@@ -83,16 +83,16 @@ class Room:
 
 @dataclass(frozen=True)
 class Sources:
-    """What may be asked about."""
+    """The videos that clients may use."""
 
-    video_root: Path | None  # of files; None: none may
+    video_root: Path | None  # directory of the videos that clients may name; None: no files
     allow_fetch: bool
-    directory: Path | None = None  # where clients' files are written; None: the system's for temporary files
+    directory: Path | None = None  # for clients' files; None: the system's temporary directory
     room: Room = field(default_factory=lambda: Room(MAX_ALL_FETCHED_BYTES))
 
     @asynccontextmanager
     async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[list[str]]:
-        """A file with a video for each, as long as the context lasts."""
+        """Yields one video file per medium; they exist while the context is open."""
         room = Room(MAX_FETCHED_BYTES)
         with TemporaryDirectory(prefix="paravt_", dir=self.directory) as made:
             try:
@@ -102,7 +102,7 @@ class Sources:
                 self.room.left += MAX_FETCHED_BYTES - room.left
 
     async def _path_of(self, medium: Medium, target: Path, room: Room) -> Path:
-        """What has to be written for it is written to `target`, or beside it."""
+        """Files that it has to create are `target`, or next to it."""
         source = target
         try:
             parts = urlsplit(medium.url)
@@ -125,8 +125,8 @@ class Sources:
     def _below_root(self, name: str) -> Path:
         if self.video_root is None:
             raise BadRequest("files of this machine are not read: it was started without --video-root", "messages")
-        # One sentence for what is not there and what may not be seen: a client learns nothing of other files.
-        with suppress(OSError, ValueError, RuntimeError):  # a name that no file can have; links that go in a circle
+        # The same message for missing and forbidden files, so that clients learn nothing about other files.
+        with suppress(OSError, ValueError, RuntimeError):  # invalid names, circular links
             path = (self.video_root / name).resolve()
             if path.is_relative_to(self.video_root.resolve()) and path.is_file():
                 return path
@@ -157,7 +157,7 @@ class Sources:
 
     async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, room: Room) -> None:
         for _ in range(MAX_REDIRECTS + 1):
-            if urlsplit(url).scheme not in ("http", "https"):  # a redirect may lead anywhere
+            if urlsplit(url).scheme not in ("http", "https"):  # a redirect may use another scheme
                 raise BadRequest(f"{cut(url)} is no address of the web", "messages")
             async with session.get(url, allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308):
@@ -190,7 +190,7 @@ def _write_data(url: str, target: Path) -> None:
 
 
 def _as_video(path: Path, video: Path) -> Path:
-    """A picture as a video of one second that shows it."""
+    """Makes a one-second video from a picture."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions as far as they mean something here: what is asked, and how an answer is put.
+"""Parses requests and formats responses of OpenAI's chat completions API.
 
-A question is the text of one user message, with what a system message says before it, and the videos and pictures of
-that message. Every parameter of OpenAI's is acted on, refused, or without effect, and those of nobody are refused.
+A question is one user message with its videos and pictures, after the text of the system message if there is one. Each
+of OpenAI's parameters is supported, rejected or ignored; unknown parameters are rejected.
 """
 
 import time
@@ -16,12 +16,12 @@ MAX_QUESTION_CHARS = 100_000
 MAX_MEDIA = 64
 MAX_TOKENS = 2**31 - 1
 ROLES = ("system", "developer", "user")
-MAX_SHOWN_CHARS = 100  # of what a client sent, in an error
+MAX_SHOWN_CHARS = 100  # characters of a client's value in an error
 ACTED_ON = (
     *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
     *("max_tokens", "max_completion_tokens"),
 )
-# What would change the answer and cannot be had, with the values that ask for nothing.
+# Parameters that would change the answer but are not supported, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "frequency_penalty": (0,),
@@ -42,17 +42,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Names and bills for the client's side, hints at how fast, and how calls go that cannot be had.
+# Ignored: the client's bookkeeping, hints about speed, and settings of unsupported calls.
 WITHOUT_EFFECT = (
     *("metadata", "user", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
-RETRY_S = 10  # where nothing shows how long something takes
+RETRY_S = 10  # before any question has been timed
 FINISHES = {"done": "stop", "length": "length", "context": "length", "abort": "stop"}
 
 
 class BadRequest(ValueError):
-    """The message is for the client; `param` is what of its request is wrong."""
+    """An invalid request. The message goes to the client; `param` is the invalid parameter."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -60,7 +60,7 @@ class BadRequest(ValueError):
 
 
 class Refused(Exception):
-    """An answer that is an error, in OpenAI's form."""
+    """An error response in OpenAI's format."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Asked:
     temperature: float | int = 0.0
     top_p: float | int = 1.0
     seed: int = 0
-    max_tokens: int | None = None  # of all agents together, as usage counts them; None: as many as the model may
+    max_tokens: int | None = None  # for all agents together, as usage counts them; None: no limit beyond the settings
 
 
 def question_of(body: Any, model: str) -> Asked:
@@ -129,7 +129,7 @@ def question_of(body: Any, model: str) -> Asked:
 
 
 def cut(value: Any) -> str:
-    """What a client sent, as an error repeats it."""
+    """A client's value, shortened for an error message."""
     if not isinstance(value, str):
         return str(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__
     return repr(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…")
@@ -152,7 +152,7 @@ def _asked(messages: Any) -> tuple[str, tuple[Medium, ...]]:
     for said in (*texts, *(medium.url for medium in media)):
         try:
             said.encode()
-        except UnicodeEncodeError:  # JSON can spell halves of characters that no encoding has
+        except UnicodeEncodeError:  # JSON can contain lone surrogates, which no encoding can represent
             raise BadRequest("messages hold a text that is no Unicode", "messages") from None
     text = "\n\n".join(filter(None, map(str.strip, texts)))
     if not text:
@@ -206,7 +206,7 @@ def _switch(given: Mapping[str, Any], name: str) -> bool:
 
 
 def usage(answer: Reply) -> dict[str, Any]:
-    """Of the main agent and all its sub-agents."""
+    """Includes all sub-agents."""
     episode = answer.episode
     return {
         "prompt_tokens": episode.num_prompt_tokens,
@@ -217,7 +217,7 @@ def usage(answer: Reply) -> dict[str, Any]:
 
 
 def completion(answer: Reply, name: str, model: str) -> dict[str, Any]:
-    """`paravt` is ours: what the answer rests on, and how long each part took."""
+    """`paravt` is our extension: the answer's evidence and the time of each part."""
     message = {"role": "assistant", "content": answer.text, "reasoning_content": _reasoning(answer)}
     record = answer.to_record()
     return {

@@ -1,4 +1,4 @@
-"""The page of one question: the answer, what it rests on, and the episode with pictures of all that was shown."""
+"""The HTML page of a question: the answer, its evidence, and the episode with its frames."""
 
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +23,7 @@ def page_of(answer: Reply, answerer: Answerer, model: str) -> bytes:
 
 
 def _thumbnails(episode: Episode) -> dict[str, str]:
-    """By the keys of their strips, which are those of the record."""
+    """Keyed by the frame strips' keys in the record."""
     record: dict[str, Any] = episode.to_record()
     strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
     shown: list[tuple[str, Picture]] = []

@@ -1,8 +1,8 @@
-"""An agent behind HTTP: OpenAI's chat completions, what can be asked, health, and metrics.
+"""Serves an agent over HTTP: OpenAI's chat completions, model list, health and metrics.
 
-A question costs minutes of a GPU, so there are never more than a few at the same time: whoever comes then is told when
-to come again. A request has all of its body before it is a question. A client that goes takes its question along, and
-no question outlives its deadline.
+A question takes minutes of GPU time, so the number of concurrent questions is limited; further requests get HTTP 429
+with Retry-After. A request counts as a question once its body has arrived. Disconnecting cancels the request, and every
+question has a deadline.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestReject
 from rollout.records import Call
 from rollout.video.errors import VideoError, VideoTimeout
 
-HEADERS_DEADLINE_S = 20.0  # of a connection without a request: nothing sent yet, or not all headers
+HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(eq=False)
 class Service:
-    """Use `service.app()` as an application of aiohttp."""
+    """Use `service.app()` as an aiohttp application."""
 
     answerer: Answerer
     model: str
@@ -60,10 +60,10 @@ class Service:
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0  # of questions that were answered
+    seconds: float = 0.0  # total time of answered questions
     num_tokens: Counter[str] = field(default_factory=Counter)
     bodies: Bodies = field(default_factory=Bodies)
-    busy: Counter[asyncio.BaseTransport] = field(default_factory=Counter)  # connections with a request
+    busy: Counter[asyncio.BaseTransport] = field(default_factory=Counter)  # connections with a request in progress
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def app(self) -> web.Application:
@@ -86,7 +86,7 @@ class Service:
         return web.Response(text=self.metrics(), content_type="text/plain", charset="utf-8")
 
     def metrics(self) -> str:
-        """In the text format of Prometheus."""
+        """Prometheus text format."""
         lines = ["# TYPE paravt_questions_running gauge", f"paravt_questions_running {self.running}"]
         lines += ["# TYPE paravt_questions_total counter"]
         lines += [f'paravt_questions_total{{outcome="{name}"}} {count}' for name, count in sorted(self.counts.items())]
@@ -98,7 +98,7 @@ class Service:
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         transport = request.transport
-        if transport is None:  # the client is gone
+        if transport is None:  # the client has disconnected
             return await handler(request)
         self.busy[transport] += 1
         try:
@@ -107,7 +107,7 @@ class Service:
             self.busy -= Counter([transport])
 
     async def close_idle(self, server: web.Server) -> None:
-        """Ends connections that have been without a whole request for too long, again and again."""
+        """Closes connections that have had no complete request for HEADERS_DEADLINE_S."""
         since: dict[Any, float] = {}
         while True:
             now_s = time.monotonic()
@@ -119,7 +119,7 @@ class Service:
             await asyncio.sleep(HEADERS_DEADLINE_S / 10)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        self._check_free()  # before megabytes are read in vain
+        self._check_free()  # before reading megabytes for nothing
         body = await self.bodies.json(request)
         question = question_of(body, self.model)
         del body
@@ -174,7 +174,7 @@ class Service:
         name: str,
         answer: Callable[[Listener], Coroutine[Any, Any, Reply]],
     ) -> web.StreamResponse:
-        """What is thought, called and reported comes as reasoning while it happens, the answer at the end."""
+        """Streams thinking, calls and reports as reasoning while they happen, and the answer at the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         told: asyncio.Queue[str | None] = asyncio.Queue()
         answering = asyncio.create_task(answer(_Told(told.put_nowait)))
@@ -186,7 +186,7 @@ class Service:
                 await _send(response, chunk(name, self.model, {"reasoning_content": text}))
             for one in last_chunks(await answering, name, self.model, question.usage_in_stream):
                 await _send(response, one)
-        except (TimeoutError, EngineError, VideoError) as problem:  # the status is sent, so it comes as a message
+        except (TimeoutError, EngineError, VideoError) as problem:  # the status is already sent; send an error message
             self.counts["failed while streaming"] += 1
             refused = _refusal(problem)
             await _send(response, error(refused.message, refused.kind))
@@ -204,14 +204,14 @@ class Service:
         self.num_tokens["sampled"] += answer.episode.num_sampled
 
     def _retry_s(self) -> int:
-        """When one of those that are being answered will probably be."""
+        """Expected time until a running question is done."""
         answered = self.counts["answered"]
         mean_s = self.seconds / answered if answered else RETRY_S
         return max(1, round(mean_s / self.max_questions))
 
 
 class _Told(Listener):
-    """What happens, as text."""
+    """Turns events into text for the stream."""
 
     wants_tokens = True
 
@@ -233,7 +233,7 @@ class _Told(Listener):
 
 
 async def _send(response: web.StreamResponse, message: Any) -> None:
-    async with asyncio.timeout(WRITE_DEADLINE_S):  # a client that reads nothing
+    async with asyncio.timeout(WRITE_DEADLINE_S):  # in case the client does not read
         await response.write(f"data: {json.dumps(message)}\n\n".encode())
 
 
@@ -273,7 +273,7 @@ def _refusal(problem: Exception) -> Refused:
 
 
 def _tell(problem: Exception) -> None:
-    """What is for the one who runs the server: it names addresses, paths and code."""
+    """Logs details for the operator: they contain addresses, paths and code."""
     say("".join(traceback.format_exception(problem)).rstrip())
 
 
@@ -286,7 +286,7 @@ def _error(refused: Refused) -> web.Response:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Had before a model is loaded, which takes minutes; nobody can connect until it is served."""
+    """Binds the port before the model loads, which takes minutes. Clients can connect once `serve` listens."""
     with ExitStack() as unless_bound:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -301,7 +301,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 async def serve(service: Service, place: socket.socket, grace_s: float | int, stop: asyncio.Event) -> None:
-    """Until `stop` is set; what is being answered then has so long to be."""
+    """Serves until `stop` is set, then gives running questions `grace_s` to finish."""
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
     await runner.setup()
     assert runner.server is not None, "set up above"

@@ -1,6 +1,6 @@
-"""A question in a terminal: lines that come as things happen, the windows of a turn as bars of the video.
+"""Shows a question in a terminal: one line per event, and the windows of a turn as bars of the video.
 
-Nothing is drawn over, so a log of it reads as well. What the model says is shown without what would steer a terminal.
+Nothing is overwritten, so the output also reads well in a log. Control characters in the model's text are escaped.
 """
 
 import re
@@ -21,11 +21,11 @@ ENDINGS = {
     "abort": "it was aborted",
 }
 TAG = re.compile(r"</?(?:think|answer)>\n?")
-OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become one, or a character, with the next token
+OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become a tag, or a character, with the next token
 
 
 class Live(Listener):
-    """Tells `write` what happens while a question is answered."""
+    """Passes the progress of a question to `write`."""
 
     wants_tokens = True
 
@@ -44,7 +44,7 @@ class Live(Listener):
         self._say("overview", f"{len(overview.pictures)} frames, {seconds:.1f} s")
 
     def on_text(self, turn_number: int, text: str) -> None:
-        """Goes on with a turn's words where they ended; calls are shown when they are made."""
+        """Appends the turn's new text; calls are shown when they are made."""
         if turn_number != self._turn:
             self._turn, self._said = turn_number, 0
             self._write(f"{'thinking':<{NAME_COLUMNS}}")
@@ -76,12 +76,12 @@ class Live(Listener):
 
 
 def spoken(text: str) -> str:
-    """The words of a turn, without tags, calls, and an end that may yet become one or stay empty."""
+    """The text of a turn without tags and calls, and without an incomplete tag or trailing whitespace at its end."""
     return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0]))).rstrip()
 
 
 def bar(window: Window, duration_s: float | int) -> str:
-    """Where in a video a window is; at least one column, however short."""
+    """Draws a window within a video, at least one column wide."""
     begin = min(int(window.start_s / duration_s * BAR_COLUMNS), BAR_COLUMNS - 1)
     end = max(begin + 1, min(BAR_COLUMNS, round(window.end_s / duration_s * BAR_COLUMNS)))
     return "·" * begin + "█" * (end - begin) + "·" * (BAR_COLUMNS - end)
@@ -94,7 +94,7 @@ def clock(seconds: float | int) -> str:
 
 
 def summary(answer: Reply) -> Iterator[str]:
-    """What an answer rests on, and where its time went; why there is none."""
+    """The answer's evidence and times, or why there is no answer."""
     if not answer.text:
         yield f"{'no answer':<{NAME_COLUMNS}}{ENDINGS[answer.finish]}"
     windows = [f"{one.video} {clock(one.start_s)} to {clock(one.end_s)}" for one in answer.evidence]
