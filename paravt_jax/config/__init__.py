@@ -1,4 +1,4 @@
-"""The settings of a run: `schema` declares them, `load` reads them from a file and the command line."""
+"""A run's settings: `schema` declares them, `load` reads them from a file and the command line."""
 
 from paravt_jax.config.load import WRITTEN, as_written, computed_on, load_config, to_record, written_dtype
 from paravt_jax.config.schema import (

@@ -1,13 +1,13 @@
-"""Settings that were renamed or removed. A config that has one gives an error that names the new key or the reason.
+"""Renamed and removed settings. A config that sets one gives an error with the new key or the reason.
 
-The record of an earlier run (RUN/config.json, paravt.json) has every setting, also those that nobody set. There a
-renamed key is read as the new one, and a removed key is ignored if its value is the one that is now fixed.
+The record of an earlier run (RUN/config.json, paravt.json) contains every setting, including defaults. There a renamed
+key is read as the new one, and a removed key is ignored if its value is the one that is now fixed.
 """
 
 from typing import Any, NamedTuple
 
 RENAMED = {
-    "engine.urls_file": "engine.urls",  # which may hold one file
+    "engine.urls_file": "engine.urls",  # accepts a file too
     "loss.kind": "loss.name",
     "loss.numbers": "loss.params",
     "mismatch.stop_kl": "mismatch.max_kl",
@@ -17,7 +17,7 @@ RENAMED = {
 
 
 class Removed(NamedTuple):
-    fixed: Any  # the value that every run has now
+    fixed: Any  # the value that every run uses now
     reason: str
 
 
@@ -68,7 +68,7 @@ REMOVED = {
     "video.memory_gib": _default(2.0),
     "video.stratified": Removed(False, "every prompt draws its own frame budget"),
 }
-IGNORED_IN_RECORDS = {  # at any value: they change neither the method nor the results of a run that continues
+IGNORED_IN_RECORDS = {  # ignored at any value: they change neither the method nor the results of a resumed run
     "checkpoint.grace_s",
     "engine.memory_frac",
     "log.tensorboard",
@@ -83,7 +83,7 @@ IGNORED_IN_RECORDS = {  # at any value: they change neither the method nor the r
 
 
 def change_of(key: str) -> str:
-    """The error for a key that was renamed or removed; empty for any other."""
+    """The error for a renamed or removed key; empty for other keys."""
     if key.startswith("loss.numbers."):
         return f"{key} is now loss.params.{key.removeprefix('loss.numbers.')}"
     if key in RENAMED:
@@ -92,7 +92,7 @@ def change_of(key: str) -> str:
 
 
 def updated_record(record: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """The settings of an earlier run under today's keys; a removed one with another value stays, and is an error."""
+    """An earlier run's settings under today's keys. A removed key with another value stays and causes an error."""
     updated: dict[str, Any] = {}
     for name, value in record.items():
         key = f"{section}{name}"

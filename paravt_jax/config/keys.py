@@ -7,17 +7,17 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MAX_HINTS = 3
-MIN_LIKENESS = 0.7  # of a key that may be meant, by difflib's measure
+MIN_LIKENESS = 0.7  # difflib similarity for a suggested key
 
 
 def section_of(kind: Any) -> type | None:
-    """The dataclass that a field's type is, or may be."""
+    """The dataclass in a field's type, which may be optional; None if there is none."""
     return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 @cache
 def types_of(schema: type) -> dict[str, Any]:
-    """Of a dataclass's fields: asking Python for them is most of reading a config."""
+    """A dataclass's resolved type hints. Cached, because resolving them takes most of the time to read a config."""
     return get_type_hints(schema)
 
 
@@ -32,7 +32,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
-    """Settings that are mappings, each with the keys of the entries that it is known to have; it may have others."""
+    """The settings that are mappings, each with its predefined entries. Users may add others."""
     found: dict[str, list[str]] = {}
     for field in fields(schema):
         key, section = prefix + field.name, section_of(types_of(schema)[field.name])
@@ -43,7 +43,7 @@ def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
 
 
 def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """What a file, a command line or a record sets, by its key."""
+    """Flattens nested settings to dotted keys."""
     found: dict[str, Any] = {}
     for name, value in layer.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -51,7 +51,7 @@ def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """What to say of a key that is none: the same name in another section goes before a similar one in this."""
+    """The error for an unknown key. It suggests the same name in another section before a similar name in this one."""
     settings = [one for one in known if one.startswith(f"{key}.")]
     if settings:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"

@@ -28,7 +28,7 @@ WRITTEN = "_written"  # attribute of loaded settings: their values as written, w
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
-    """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and impossible settings.
+    """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
 
     A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults.
     """
@@ -51,7 +51,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     settings: Any = _told("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
-    # Beside the settings, for `to_record`: what a ${…} stands for may be a secret.
+    # Kept beside the settings for `to_record`, because a ${…} may resolve to a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings
 
@@ -68,7 +68,7 @@ def _with_prompts_file(config: Any) -> Any:
 
 @cache
 def _defaults(schema: type) -> Any:
-    """A copy of it is made five times as fast as OmegaConf reads the schema."""
+    """Cached: copying it is five times as fast as having OmegaConf read the schema."""
     return OmegaConf.structured(schema)
 
 
@@ -81,7 +81,7 @@ def _read(path: Path) -> Any:
 
 
 def _told(place: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives. What OmegaConf and YAML complain of becomes one line that begins with the place."""
+    """Runs `work` and turns errors of OmegaConf and YAML into one line that starts with the place."""
     try:
         return work()
     except OmegaConfBaseException as problem:
@@ -119,14 +119,14 @@ def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
 
 
 def _command_of(layer: Any) -> str:
-    """The one command that knows every key of a file; empty where none does, or several."""
+    """The command with a schema that has every key of a file; empty if none or several do."""
     schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
     knowing = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
     return f"python -m paravt_jax.{knowing[0]}" if len(knowing) == 1 else ""
 
 
 def _line_of(place: str, key: str) -> str:
-    """Where a YAML file has a key, to be said after its name; empty for an override."""
+    """A key's line in a YAML file, as a suffix of the file name; empty for an override."""
     if Path(place).suffix not in (".yaml", ".yml") or not Path(place).is_file():
         return ""
     node, line = compose(Path(place).read_text()), ""
@@ -145,12 +145,12 @@ def _known(schema: type) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _with_value(override: str) -> str:
-    """`a.b=` is the empty text; OmegaConf would take it for null."""
+    """Makes `a.b=` an empty string; OmegaConf would read null."""
     return f"{override}''" if override.endswith("=") else override
 
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
-    """Every setting as it is used, for RUN/config.json; what was written as ${…} stays so."""
+    """Every setting for RUN/config.json, with ${…} unresolved so that no secret is written."""
     record: Any = OmegaConf.to_container(OmegaConf.structured(config))
     return as_written(record, getattr(config, WRITTEN, {}))
 
@@ -164,7 +164,7 @@ def as_written(used: Any, written: Any) -> Any:
 
 
 def computed_on(config: Schema, platform: str) -> Schema:
-    """The settings as devices of this platform carry them out.
+    """The settings as this platform computes them.
 
     A CPU computes in float32: XLA emulates bfloat16 there, which is several times slower and takes more memory.
     """

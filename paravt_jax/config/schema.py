@@ -1,6 +1,6 @@
-"""Every setting of a run with its default and its checks.
+"""Every setting of a run with its default and checks.
 
-A section whose values belong to one module is that module's own dataclass.
+If only one module uses a section, that module declares its dataclass.
 """
 
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis. A mesh of one uses a single device."""
+    """Devices along each axis. A 1 x 1 x 1 mesh uses a single device."""
 
     data: int = setting(1, "data-parallel replicas: each holds all parameters")
     fsdp: int = setting(1, "devices that share the parameters, each with its own rows; raise it if memory is short")
@@ -61,16 +61,16 @@ class MeshConfig:
 
     @property
     def num_row_parts(self) -> int:
-        """How many parts the rows of a batch are split into."""
+        """Number of shards along a batch's row axis."""
         return self.data * self.fsdp
 
 
-AUTO = "auto"  # as hosts.coordinator: what Slurm, a TPU pod or Kubernetes says
+AUTO = "auto"  # as hosts.coordinator: detected from Slurm, a TPU pod or Kubernetes
 
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """Hosts that train together, one process each. All must see run_dir and have the same settings but for index."""
+    """Hosts that train together, one process each. All must see run_dir and have the same settings except index."""
 
     coordinator: str = setting(
         "", "ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes set it; empty: one host"
@@ -116,7 +116,7 @@ class DataConfig:
             raise ValueError("data.allow_outside=true does nothing without data.video_root; set that too, or neither")
 
 
-MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # as rows of data may have, since a model's own file states them too
+MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a model's own files also set them
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class VideoConfig:
 
     @property
     def most_frames(self) -> int:
-        """Of an overview, in training or validation."""
+        """The largest overview, in training or validation."""
         return max([self.overview_frames, *(self.frame_budgets if self.gating else ())])
 
 
@@ -196,7 +196,7 @@ class EngineConfig:
 
     @property
     def connects(self) -> bool:
-        """To servers that somebody else runs."""
+        """Whether the run connects to servers that it did not start."""
         return bool(self.urls)
 
     @property
@@ -237,7 +237,7 @@ class PackConfig:
 
     @property
     def sizes_per_doubling(self) -> int:
-        """Batch shapes per doubling of the size: short rows compile longer than their padding computes."""
+        """Batch shapes per doubling of the size; fewer for short rows, where compiling costs more than padding."""
         return 1 if self.row_tokens <= SHORT_ROW_TOKENS else SIZES_PER_DOUBLING
 
 
@@ -294,7 +294,7 @@ class TrainConfig:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps early a step's rollouts may begin: the last of its updates learns from their oldest tokens."""
+        """How many steps early a step's rollouts may start: the step's last update trains on their oldest tokens."""
         return max(0, (self.max_staleness + 1) // self.updates_per_step - 1)
 
 
@@ -532,7 +532,7 @@ class EvalConfig(RunConfig):
                 "ParaVT/paravt/eval/driver.py --dst paravt.yaml`, then rollout.prompts_file=paravt.yaml"
             )
         for dispatch in self.eval.dispatches:
-            self.episode(dispatch)  # which says what it cannot be with
+            self.episode(dispatch)  # raises if the dispatch conflicts with other settings
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
                 f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "
@@ -540,7 +540,7 @@ class EvalConfig(RunConfig):
             )
 
     def episode(self, dispatch: Dispatch) -> EpisodeConfig:
-        """How an episode of this mode goes."""
+        """The settings of an episode with this dispatch."""
         rollout = self.rollout
         if self.eval.mode in ("agentic_release", "direct"):
             rollout = replace(rollout, forced_prefix="", prompts_file="")

@@ -46,7 +46,7 @@ class Running:
     """A request in the sampler. `changes` are pairs (number of tokens sampled so far, their version)."""
 
     episode: str
-    done: asyncio.Future[Completion] | None = None  # of who waits for it
+    done: asyncio.Future[Completion] | None = None  # set by the caller of `generate`
     number: int | None = None  # the sampler's, once it has the request
     num_prompt_tokens: int = 0
     on_tokens: Callable[[Sequence[int]], object] | None = None
@@ -121,7 +121,7 @@ class EmbeddedEngine:
         )
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Running requests continue with the new weights, on keys and values of the old ones."""
+        """Running requests continue with the new weights but keep keys and values computed with the old ones."""
         if not isinstance(weights, ModelWeights):
             raise EngineError(f"the embedded engine takes the weights of a model, not {type(weights).__name__}")
 

@@ -1,4 +1,4 @@
-"""Opens what samples: an engine of either kind, and the reader of the frames that it is shown."""
+"""Opens the engine, embedded or SGLang, and the frame reader."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -22,12 +22,12 @@ from rollout.server import Dtype, ServerSettings
 from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 
-MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # decoded frames that are cached
-DECODED_PX_PER_S = 300e6  # of H.264 by one thread, docs/results/video.md
-SLOW_OVERVIEW_S = 60  # for which all episodes of a prompt wait
+MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # cache of decoded frames
+DECODED_PX_PER_S = 300e6  # one thread decoding H.264, docs/results/video.md
+SLOW_OVERVIEW_S = 60  # all episodes of a prompt wait for its overview
 HEADER_DEADLINE_S = 60
 MAX_SHOWN = 3
-PATCH_BUCKET = 64  # of the embedded engine; frames that can never be as large must not be filled up to it
+PATCH_BUCKET = 64  # embedded engine; smaller if no picture can be that large, to avoid padding
 
 
 async def open_engine(
@@ -46,10 +46,10 @@ async def open_engine(
     run: str = "",
     take_over: bool = False,
 ) -> Engine:
-    """`model` is what the embedded engine samples from; no other needs it. `max_pixels` is of the largest picture.
+    """Opens the engine. The embedded one samples from `model`, others ignore it. `max_pixels` is the largest picture's.
 
-    `gpus` are those of each server that is started here, on a machine that has any. `run` is the id of a run that
-    publishes to the servers, `take_over` whether it takes those that another run publishes to.
+    `gpus` lists the GPUs of each server that this run starts; empty without GPUs. `run` is the id of the run that
+    publishes to the servers. `take_over` permits servers that another run publishes to.
     """
     if settings.kind == "jax":
         assert model is not None
@@ -97,7 +97,7 @@ async def open_engine(
 
 
 def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:
-    """A detail of a frame may have so many times the pixels of a frame."""
+    """A zoomed detail may have `detail_factor` times the pixels of an overview frame."""
     of_details = replace(contract, max_pixels=contract.max_pixels * detail_factor)
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),
@@ -114,7 +114,7 @@ def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: in
 def warn_of_large(
     frames: FrameReader, videos: Iterable[str], num_frames: int, say: Callable[[str], None], stack: AsyncExitStack
 ) -> None:
-    """Looks at the videos' headers while the run goes on, and says once which take long to show."""
+    """Reads the videos' headers in the background and warns once about videos that are slow to decode."""
     looking = asyncio.create_task(_say_large(frames, tuple(dict.fromkeys(videos)), num_frames, say))
 
     async def stop() -> None:
@@ -128,7 +128,7 @@ async def _say_large(frames: FrameReader, videos: Sequence[str], num_frames: int
     rate = DECODED_PX_PER_S * frames.num_workers
     seconds: dict[str, float] = {}
     for video in videos:
-        with suppress(VideoError):  # which is said where the video is played
+        with suppress(VideoError):  # the episode that needs the video reports it
             seconds[video] = await frames.overview_px(video, num_frames, HEADER_DEADLINE_S) / rate
     slow = sorted((video for video in seconds if seconds[video] > SLOW_OVERVIEW_S), key=lambda video: -seconds[video])
     if slow:

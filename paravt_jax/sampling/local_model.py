@@ -1,7 +1,7 @@
-"""The model on this host's devices alone, for programs that one host runs by itself.
+"""The model on this host's devices, for programs that a single host runs.
 
-Every host samples its own episodes. A program on the devices of all hosts would have to be started by all of them, in
-one order; a program on this host's part of the mesh needs nobody else.
+Each host samples its own episodes. All hosts would have to start a program on the whole mesh together and in the same
+order; a host runs programs on its own part of the mesh independently.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ def local_mesh(mesh: Mesh | None) -> Mesh | None:
 
 
 def local_model(model: Qwen3VL, dtype: str, mesh: Mesh | None) -> Qwen3VL:
-    """A view of the model's arrays where this host has all of them, else a copy in `dtype`: all hosts call this."""
+    """A view of the model's arrays if this host has all of them, else a copy in `dtype`. All hosts must call this."""
     if mesh is None or not mesh.is_multi_process:
         return model
     graphdef, state = nnx.split(model)
@@ -32,10 +32,10 @@ def local_model(model: Qwen3VL, dtype: str, mesh: Mesh | None) -> Qwen3VL:
 
 
 def _gather_over_hosts(state: Any, dtype: str, mesh: Mesh) -> Any:
-    """Replicates over hosts what fsdp splits over them; within a host it stays split."""
+    """Gathers parameters that fsdp shards across hosts; they stay sharded within each host."""
     data, fsdp, tensor = (mesh.shape[axis] for axis in MESH_AXES)
     over_data, over_fsdp = over_hosts(data, fsdp, tensor, jax.process_count())
-    # The same devices in the same order, with the part of an axis that is split over hosts as an axis of its own.
+    # The same devices in the same order, but axes that span hosts are split into an inter-host and an intra-host axis.
     shape = (over_data, data // over_data, over_fsdp, fsdp // over_fsdp, tensor)
     by_host = Mesh(mesh.devices.reshape(shape), ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor"))
     places = jax.tree.map(lambda leaf: NamedSharding(by_host, leaf.sharding.spec), state)

@@ -44,9 +44,9 @@ BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
 
 class LearnerScorer:
-    """Scores dialogues one per row, in float32 and in bfloat16, whose difference is the bfloat16 noise.
+    """Scores dialogues, one per row, in float32 and in bfloat16; the difference is the bfloat16 noise.
 
-    Both use the weights that servers get. If float32 masters are published in bfloat16, these are a copy of half their
+    Both use the weights that servers get. If float32 masters are published in bfloat16, these are a copy at half their
     size, less than an update needs. Weights stored in bfloat16 are used directly.
     """
 

@@ -1,4 +1,4 @@
-"""The learner's parameters as the engines take them: under their Hugging Face names, one tensor at a time."""
+"""The learner's parameters in the engines' format: Hugging Face names, one tensor at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from paravt_jax.sampling.local_model import local_model
 
 
 def sampling_model(model: Qwen3VL, dtype: str, mesh: Mesh | None = None, *, copied: bool) -> Qwen3VL:
-    """The policy on this host, as the embedded engine samples from it: a copy, where an update may take the arrays.
+    """The model that the embedded engine samples from on this host; `copied` if updates may donate the policy's arrays.
 
-    It takes none of those that adapters lie beside, so of such a policy the adapters alone are copied.
+    Updates do not donate frozen base weights, so with adapters only the adapters are copied.
     """
     if not copied:
         return local_model(model, dtype, mesh)
@@ -33,7 +33,7 @@ def sampling_model(model: Qwen3VL, dtype: str, mesh: Mesh | None = None, *, copi
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The weights of a model as it is now, adapters merged into them. `dtype` is what is sent."""
+    """The model's current weights with adapters merged, sent as `dtype`."""
 
     model: Qwen3VL
     dtype: np.dtype
@@ -44,7 +44,7 @@ class ModelWeights:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in merged_tensors(self.model):
-            yield name, on_host(tensor.astype(self.dtype))  # cast before it travels
+            yield name, on_host(tensor.astype(self.dtype))  # cast before the transfer
 
     def write(self, directory: Path) -> None:
         table = rules(self.model.config)
@@ -52,13 +52,13 @@ class ModelWeights:
         _write(directory, shapes, self.tensors())
 
     def on_host(self) -> "HostWeights":
-        """A copy that outlives the model's arrays, which the next update takes."""
+        """A copy that stays valid when the next update donates the model's arrays."""
         return HostWeights({name: np.array(tensor) for name, tensor in self.tensors()})
 
 
 @dataclass(frozen=True, eq=False)
 class HostWeights:
-    """Weights in the memory of the host."""
+    """Weights in host memory."""
 
     by_name: dict[str, np.ndarray]
 
