@@ -1,4 +1,4 @@
-"""Every command by its name: `paravt NAME …`, or `python -m paravt_jax NAME …`; without a name, what there is."""
+"""Runs a command by name: `paravt NAME …`, or `python -m paravt_jax NAME …`. Without a name it lists the commands."""
 
 import importlib
 import sys
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from model_port.cli import run_cli
 
-COMMANDS = {  # name: the module that `python -m` runs as well, and what it does
+COMMANDS = {  # name: the module to run and a description
     "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan says beforehand what that takes"),
     "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
@@ -55,9 +55,9 @@ def main() -> None:
         close = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all"
         raise ValueError(f"{name} is no command ({hint})")
-    sys.argv = [f"paravt {name}", *arguments]  # what its parser shows as its name
+    sys.argv = [f"paravt {name}", *arguments]  # the program name in the parser's messages
     module = importlib.import_module(COMMANDS[name][0])
-    if hasattr(module, "__path__"):  # a package, whose command is in __main__, as for `python -m`
+    if hasattr(module, "__path__"):  # a package has its command in __main__
         module = importlib.import_module(f"{module.__name__}.__main__")
     module.main()
 

@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
-    from paravt_jax.asking.asker import open_asker  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.asker import open_asker  # imported late: --help and wrong arguments need not wait for jax
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary
 
@@ -74,7 +74,7 @@ def _next_question() -> str:
 
 
 def _videos_and_question(asked: list[str], interactive: bool) -> tuple[list[str], str | None]:
-    """The last is the question; while asking on there need not be one yet."""
+    """The last argument is the question, which is optional in interactive mode."""
     question = None if interactive and Path(asked[-1]).is_file() else asked[-1]
     videos = asked if question is None else asked[:-1]
     if not videos:

@@ -27,7 +27,7 @@ async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]
     """Runs all cells, or one shard of them, and returns them in the order of dispatches and budgets."""
     from paravt_jax.evaluation.evaluation import (
         open_evaluation,
-    )  # late: --help and wrong settings need not wait for jax
+    )  # imported late: --help and wrong settings need not wait for jax
 
     async with open_evaluation(config, shard) as evaluation:
         for cell in config.eval.cells:
@@ -47,7 +47,7 @@ def shard_of(text: str) -> Shard:
 
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
-        from paravt_jax.evaluation.table import main as main_table  # late: brings in matplotlib
+        from paravt_jax.evaluation.table import main as main_table  # imported late: loads matplotlib
 
         main_table(sys.argv[2:])
         return

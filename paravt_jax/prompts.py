@@ -1,17 +1,17 @@
-"""Prompts from elsewhere: `python -m paravt_jax.prompts import-release FILE` reads those of the published release.
+"""Imports prompts: `python -m paravt_jax.prompts import-release FILE` reads those in the published release.
 
-The release keeps what it tells its agents in `paravt/eval/driver.py`, as string constants:
+The release has its prompts in `paravt/eval/driver.py`, as string constants:
 
-    GENERAL_AGENTIC_SYSTEM    --mode agentic_general: the published policy, in its tables
-    MINIMAL_AGENTIC_SYSTEM    --mode agentic_minimal: the same policy, on temporal grounding
-    REASONING_SYSTEM          --mode reasoning: without a tool
-    DIRECT_SYSTEM             --mode direct: without a tool
-    TOOL_SCHEMA               stands in the first two, for {tool_schema}
-    q_text = f"{q_text} …"    what is said after the question where there is a tool: how the video is called
+  GENERAL_AGENTIC_SYSTEM    --mode agentic_general: the published policy, in its tables
+  MINIMAL_AGENTIC_SYSTEM    --mode agentic_minimal: the same policy, on temporal grounding
+  REASONING_SYSTEM          --mode reasoning: without a tool
+  DIRECT_SYSTEM             --mode direct: without a tool
+  TOOL_SCHEMA               replaces {tool_schema} in the first two
+  q_text = f"{q_text} …"    text after the question if there is a tool: the name of the video
 
-The file is parsed and never run: what is neither a literal nor put together from such cannot be read. The words of its
-sub-agent are in another file, with times as MM:SS; those of a forced last answer depend on the data set. Neither is
-imported. DIFFERS: the video is called by our name for it, `video.mp4`, there by that of its file.
+The file is parsed but never executed, so only literals and strings built from them can be read. Two kinds of prompts
+are not imported: the sub-agent's, which are in another file and have times as MM:SS, and those that force a last
+answer, which depend on the data set. DIFFERS: the video's name is ours, `video.mp4`; the release uses its file name.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from rollout.output_file import OutputFile
 from rollout.prompts import placeholder_problem
 
-SYSTEMS = {  # --mode: the constant
+SYSTEMS = {  # --mode: name of the constant
     "agentic_general": "GENERAL_AGENTIC_SYSTEM",
     "agentic_minimal": "MINIMAL_AGENTIC_SYSTEM",
     "reasoning": "REASONING_SYSTEM",
@@ -41,20 +41,20 @@ SCHEMA_PLACE = "{tool_schema}"
 QUESTION = "q_text"
 HOME, BESIDE = "paravt/eval/driver.py", "utils.py"
 MAX_FILE_BYTES = 2**20
-MAX_CHARS = 2**22  # of all that is put together while a file is read
+MAX_CHARS = 2**22  # limit for all strings built while reading a file
 
 
 class Unreadable(ValueError):
-    """An expression that says something only when it is run."""
+    """An expression that only running the file could evaluate."""
 
 
 class TooLong(Exception):
-    """A few lines that double a text would otherwise take all memory."""
+    """The strings exceed MAX_CHARS: a few lines that double a string would otherwise exhaust memory."""
 
 
 @dataclass(frozen=True)
 class Strings:
-    """The string constants of a module, by name; of those that cannot be read, why."""
+    """A module's string constants by name, and the reasons why others cannot be read."""
 
     texts: dict[str, str]
     unreadable: dict[str, str]
@@ -85,7 +85,7 @@ def _prompts_of(tree: ast.Module, path: Path, mode: str) -> dict[str, Any]:
 
 def _with_tool(tree: ast.Module, strings: Strings, path: Path, mode: str) -> dict[str, Any]:
     system = _text(SYSTEMS[mode], strings, path)
-    if SCHEMA_PLACE in system:  # a text with placeholders there, too
+    if SCHEMA_PLACE in system:  # this constant is a template in the release, too
         schema = _doubled(_text(SCHEMA, strings, path))
         if len(system) + system.count(SCHEMA_PLACE) * len(schema) > MAX_CHARS:
             raise TooLong
@@ -94,7 +94,7 @@ def _with_tool(tree: ast.Module, strings: Strings, path: Path, mode: str) -> dic
         system = _doubled(system)
     prompts = {"system": system, "system_has_tools": True}
     called = next(_questions(tree), None)
-    if called is None:  # then the line before the frames is left to say how the video is called
+    if called is None:  # keep our overview prompt, which names the video
         return prompts | {"with_tool": "{question}"}
     return prompts | {"overview": "", "with_tool": called}
 
@@ -104,7 +104,7 @@ def _without_tool(strings: Strings, path: Path, mode: str) -> dict[str, Any]:
 
 
 def strings_of(tree: ast.Module) -> Strings:
-    """The values of a module's assignments, as far as they can be evaluated without running them."""
+    """Evaluates a module's assignments as far as possible without running them."""
     reader = _Reader(Strings({}, {}))
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
@@ -116,7 +116,7 @@ def strings_of(tree: ast.Module) -> Strings:
 
 
 class _Reader:
-    """Evaluates assignments one after the other; what it puts together is bounded over all of them."""
+    """Evaluates assignments in order, and limits the total length of the strings that it builds."""
 
     def __init__(self, found: Strings):
         self.found = found
@@ -162,7 +162,7 @@ def _dumped(node: ast.expr) -> str:
 
 
 def _questions(tree: ast.Module) -> Iterator[str]:
-    """What is made of a question where that is the f-string `q_text = f"{q_text}…{…}…"`: a text for with_tool."""
+    """Finds assignments `q_text = f"{q_text}…{…}…"` and returns their text as a template for with_tool."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(
@@ -177,7 +177,7 @@ def _part(node: ast.expr) -> str:
 
 
 def _doubled(text: str) -> str:
-    """As it stands in a text with placeholders, in which a brace of its own is written twice."""
+    """Escapes braces for a template."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -196,14 +196,14 @@ def _parsed(path: Path) -> ast.Module:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; give the release's {HOME}")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about a style that is not ours
+        with warnings.catch_warnings(action="ignore"):  # about the style of the release's code
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         raise ValueError(f"{path} is no Python file: {problem}") from None
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stand as they are read."""
+    """Writes multi-line strings as literal blocks."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,4 +1,4 @@
-"""The agent and its sub-agents as one model, behind OpenAI's chat completions: python -m paravt_jax.serve --model M"""
+"""Serves the agent with its sub-agents as one model, with OpenAI's API: python -m paravt_jax.serve --model M"""
 
 import argparse
 import asyncio
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def run(args: argparse.Namespace) -> None:
     from paravt_jax.asking.asker import open_asker
-    from paravt_jax.asking.client_files import client_files  # late: --help and wrong arguments need not wait for jax
+    from paravt_jax.asking.client_files import client_files  # imported late so that --help need not wait for jax
     from paravt_jax.asking.media import Sources
     from paravt_jax.asking.service import Service, bound, serve
 
@@ -66,7 +66,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def stop_on_signals(directory: Path) -> asyncio.Event:
-    """Set by the first SIGTERM or Ctrl-C; a second one ends the process at once, without what clients sent."""
+    """Set by the first SIGTERM or Ctrl-C. A second one removes clients' files and exits at once."""
     stop = asyncio.Event()
 
     def signalled() -> None:

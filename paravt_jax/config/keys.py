@@ -65,7 +65,7 @@ def _name(key: str) -> str:
 
 
 def _meant(key: str, known: list[str]) -> list[str]:
-    """Keys of the same name, or that it goes on from; else with it as a word or as initials; else of a similar name."""
+    """Suggests keys with the same name or a prefix of it, else with it as word or initials, else with similar names."""
     section, name = key.removesuffix(_name(key)), _name(key)
     same = [one for one in known if _name(one) == name or key.startswith(f"{one}.")]
     word = [one for one in known if one.startswith(section) and name in _words(_name(one))]

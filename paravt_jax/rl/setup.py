@@ -42,8 +42,8 @@ from rollout.episode import Agent
 from rollout.parity import Parity, table
 from rollout.video.reader import FrameReader
 
-REPLAY_OF_FILE = "replay_of"  # in a replay's directory: the path of the run
-SERVERS_AT_ONCE = 16  # that are compared with the learner, which scores what one of them said at a time
+REPLAY_OF_FILE = "replay_of"  # file in a replay's directory with the path of the replayed run
+SERVERS_AT_ONCE = 16  # concurrent requests to servers in the parity gate; the learner scores one dialogue at a time
 
 
 @asynccontextmanager
@@ -57,10 +57,10 @@ async def open_run(
 ) -> AsyncIterator[Run]:
     """Opens a run and resumes it from its newest checkpoint. Cheap checks come first.
 
-    `replay` is a run whose log replaces rollouts and engine. `allow_changes` permits another model, seed or data than
-    the run started with. `take_over` permits servers that another run publishes to.
+    A `replay` run's log replaces rollouts and engine. `allow_changes` permits another model, seed or data than at the
+    run's start. `take_over` permits servers that another run publishes to.
     """
-    variant_of(config.loss)  # of the user's own file, which may not load
+    variant_of(config.loss)  # fail early if the user's own file does not load
     if replay is not None and is_address(config.run_dir):
         raise ValueError(f"run_dir={config.run_dir}: a replay writes to a local directory; choose another run_dir")
     if hosts.num > 1:
@@ -111,8 +111,8 @@ async def open_run(
             probe=DeviceProbe(hosts),
         )
         if isinstance(run.engine, SGLangEngine):
-            await hosts.gather_async("engine", None)  # a server that loads answers no host that looks for it
-            await run.publish()  # whatever the servers were started with
+            await hosts.gather_async("engine", None)  # a server that is loading does not answer other hosts
+            await run.publish()  # servers may have been started with other weights
             await _check_parity(run.engine, run)
         yield run
         if log is not None:
@@ -129,7 +129,7 @@ async def _resume(
     remarks: list[str],
     stack: AsyncExitStack,
 ) -> Training:
-    """The learner, and where it goes on; a replay ends where its log does."""
+    """Opens the learner and resumes it. A replay ends with its log."""
     num_steps = config.train.num_steps
     if log is not None:
         log.lend_checkpoint(directory.path)
@@ -168,7 +168,7 @@ async def _rollouts(
     take_over: bool,
     stack: AsyncExitStack,
 ) -> RolloutScheduler | Replay:
-    """What gives a step its groups: an engine that plays, or a log."""
+    """The source of groups: rollouts with an engine, or a log."""
     cursor = Cursor.from_record(training.begun_with["cursor"])
     if log is not None:
         agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
@@ -209,7 +209,7 @@ async def _rollouts(
 
 
 def _sampling_model(config: Config, model: Qwen3VL, policy: Policy) -> Qwen3VL | None:
-    """What the embedded engine samples from."""
+    """The embedded engine's model; None for other engines."""
     if config.engine.kind != "jax":
         return None
     return sampling_model(model, config.model.dtype, policy.mesh, copied=config.train.max_staleness > 0)
@@ -237,7 +237,7 @@ def _check_for_hosts(config: Config, replay: Path | None) -> None:
 
 
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
-    """What a directory has logged is of a run of its own, or of the replay of one other."""
+    """Ensures that a directory has a single run's steps: a normal run's, or a replay's of one other run."""
     path, now = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
     before = path.read_text() if path.exists() else ""
     if directory.num_logged and before != now:
@@ -248,9 +248,9 @@ def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
 
 
 async def _check_parity(engine: SGLangEngine, run: Run) -> None:
-    """Refuses servers whose log-probs differ from the learner's. Host 0 checks shared servers.
+    """Rejects servers with log-probs that differ from the learner's. Host 0 checks shared servers.
 
-    A server that is down meanwhile is left out: before it gets anything to do, it must agree with those compared here.
+    A server that is down is skipped; before it gets requests, it must agree with the servers compared here.
     """
     run.training.log.phase("parity gate")
     mesh = run.policy.mesh
@@ -263,7 +263,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
 
 
 async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run) -> str:
-    """Why this host's servers are refused, or nothing."""
+    """The reason to reject this host's servers, or an empty string."""
     log, down, places = run.training.log, [], asyncio.Semaphore(SERVERS_AT_ONCE)
 
     async def compared(url: str) -> list[Parity]:
@@ -285,7 +285,7 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 
 
 def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
-    """Those to train on, the held-out ones, and what is to be said about rows that were left out."""
+    """Training prompts, held-out prompts, and log messages about dropped rows."""
     made = directory / SYNTHETIC / "train.jsonl"
     if SYNTHETIC in (config.data.train, config.data.validation):
         made = make_synthetic(directory / SYNTHETIC, config.seed)
