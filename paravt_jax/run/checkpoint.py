@@ -1,8 +1,8 @@
 """Saves and restores a learner's state in RUN/checkpoints, in the background; a checkpoint is complete or absent.
 
-Each host writes the shards of its own devices, from one copy in its memory, into a hidden directory that all hosts see,
-and leaves their checksums there. When all hosts have written, host 0 adds the record and renames the directory. Orbax
-writes per host too, but has no checksums and would copy the state once more.
+Each host copies its devices' shards to memory once and writes them to a hidden directory that all hosts share, with
+their checksums. When all hosts have written, host 0 adds the record and renames the directory. Orbax writes per host
+too, but has no checksums and would copy the state once more.
 
 python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or contains some
 """
@@ -47,7 +47,7 @@ from paravt_jax.run.checkpoint_read import read_checkpoint, stored_part, verify
 from paravt_jax.run.hosts import ALONE, Hosts
 
 BROKEN_SUFFIX = ".broken"
-SUMS_FILE = ".sums{}.json"  # of a host's files, until the record has them
+SUMS_FILE = ".sums{}.json"  # a host's checksums, until they are in the record
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class LocalArray:
     """This host's part of an array, in its memory."""
 
     shape: tuple[int, ...]  # of the whole array
-    shard: tuple[int, ...]  # the shape of each part
+    shard: tuple[int, ...]  # the shape of each shard
     dtype: np.dtype
     parts: list[ArrayPart]
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -75,7 +75,7 @@ Arrays = dict[str, LocalArray]
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that several hosts write. `written` is this host's part: why it failed, or nothing."""
+    """A checkpoint that several hosts are writing. `written` is this host's error, or an empty string."""
 
     step: int
     place: Place
@@ -85,7 +85,7 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run; one process at a time."""
+    """A run's checkpoints. Only one process may use them at a time."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Checkpoints:
         adapter: AdapterInfo | None = None,
         hosts: Hosts = ALONE,
     ):
-        """`hf_dir` has the files beside the weights that every checkpoint contains. `adapter`: only it trains."""
+        """Every checkpoint includes `hf_dir`'s files except weights. With `adapter`, only the adapter trains."""
         self._directory: Any = directory if isinstance(directory, Bucket) else directory.absolute()
         self._config, self._say, self._hosts = config, say, hosts
-        # Refused now, not when the first checkpoint is exported.
+        # Raises now instead of at the first export.
         self._adapter, self._model = adapter, config_from_hf(read_hf_config(hf_dir), str(hf_dir))
         self._hf_files = read_side_files(hf_dir)
         if hosts.leads:
@@ -110,7 +110,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The complete checkpoints, the oldest first."""
+        """The complete checkpoints' steps, in ascending order."""
         return steps_in(self._directory)
 
     @property
@@ -118,7 +118,7 @@ class Checkpoints:
         return self._directory / str(self.steps[-1]) if self.steps else None
 
     def save(self, learner: Learner, progress: dict[str, Any]) -> None:
-        """Returns when the state is copied to the host; the learner may update it then."""
+        """Returns when the state is copied to host memory; then the learner may update it."""
         self.wait()  # the host holds one copy of the state at a time
         step = int(learner.state.step)
         if self._hosts.gather("saved steps", step in self.steps)[0]:
@@ -138,14 +138,14 @@ class Checkpoints:
             self._begin_together(step, arrays, record)
 
     def commit_if_written(self) -> None:
-        """Host 0 completes a checkpoint when all hosts have written their parts. All hosts call this together."""
+        """Host 0 commits a checkpoint if all hosts have written their parts. All hosts must call this together."""
         if self._pending is not None:
             written = self._hosts.gather("checkpoint written", self._pending.written.done())
             if all(written):
                 self._complete()
 
     def wait(self) -> None:
-        """Until everything is on disk, or has failed. All hosts call this together."""
+        """Waits until all checkpoints are on disk or have failed. All hosts must call this together."""
         if self._pending is not None:
             self._complete()
         if self._committing is not None:
@@ -155,15 +155,15 @@ class Checkpoints:
                 self._report(step, problem)
 
     def close(self) -> None:
-        """A single host completes its last checkpoint; of several, one may close alone after an error."""
+        """Completes a single host's last checkpoint. With several hosts, one may close alone after an error."""
         if self._hosts.num == 1:
             self.wait()
         self._pool.shutdown()
 
     def restore(self, learner: Learner) -> dict[str, Any] | None:
-        """Sets the learner's state from the newest intact checkpoint and returns its progress; None without any.
+        """Sets the learner's state from the newest intact checkpoint and returns its progress; None if there is none.
 
-        Broken checkpoints become N.broken; when no other is left, an error names them.
+        Broken checkpoints become N.broken. If no intact one is left, an error lists them.
         """
         self.wait()
         old = learner.state
@@ -184,19 +184,19 @@ class Checkpoints:
             )
         return None
 
-    # Each returns why it failed, or nothing. Not an exception: its traceback would keep the arrays alive.
+    # These return an error message, or an empty string. An exception's traceback would keep the arrays alive.
 
     def _save_alone(self, step: int, arrays: Arrays, record: dict[str, Any]) -> str:
         try:
             with ExitStack() as stack:
                 place = self._begin(step, arrays, stack)
                 self._commit(place, record, self._write_parts(place, arrays), stack)
-        except Exception as error:  # the run is worth more than one checkpoint
+        except Exception as error:  # a failed checkpoint must not end the run
             return _sentence(error)
         return ""
 
     def _write_own(self, place: Place, arrays: Arrays) -> str:
-        """This host's part, and its checksums for host 0."""
+        """Writes this host's part and its checksums."""
         try:
             sums = json.dumps(self._write_parts(place, arrays)).encode()
             file: Any = place / SUMS_FILE.format(self._hosts.index)
@@ -206,7 +206,7 @@ class Checkpoints:
         return ""
 
     def _commit_together(self, pending: _Pending, problem: str) -> str:
-        """Host 0 completes what all hosts have written, or removes it where one of them could not."""
+        """Host 0 commits the checkpoint, or removes it if a host failed to write its part."""
         try:
             with pending.stack:
                 if problem:
@@ -221,7 +221,7 @@ class Checkpoints:
             return _sentence(error)
         return ""
 
-    # Several hosts begin and complete a checkpoint together, and write it in the background.
+    # Several hosts start and commit a checkpoint together, and write it in the background.
 
     def _begin_together(self, step: int, arrays: Arrays, record: dict[str, Any]) -> None:
         place, problem, stack = "", "", ExitStack()
@@ -256,10 +256,10 @@ class Checkpoints:
             f"The checkpoint of step {step} could not be written ({problem}). Training continues; a restart {restart}."
         )
 
-    # Files of a directory; a bucket has others.
+    # For directories; BucketCheckpoints overrides these.
 
     def _clear(self) -> None:
-        """Removes what a killed process has left."""
+        """Removes files that a killed process left."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in (".*.partial", ".*.removed"):
             for leftover in self._directory.glob(pattern):
@@ -282,14 +282,14 @@ class Checkpoints:
         return renamed.name
 
     def _begin(self, step: int, arrays: Arrays, stack: ExitStack) -> Place:
-        """Host 0 creates the hidden directory, with arrays that have no content yet."""
+        """Creates the hidden directory with empty arrays, on host 0."""
         num_bytes = sum(array.num_bytes for array in arrays.values())
         partial = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
         self._make_files(partial, arrays)
         return partial
 
     def _make_files(self, partial: Path, arrays: Arrays) -> None:
-        """Everything but the blocks of arrays."""
+        """Creates all files except the arrays' blocks."""
         for folder, in_folder in by_folder(arrays).items():
             (partial / folder).mkdir(exist_ok=True)
             if folder == "." and self._adapter is not None:
@@ -313,7 +313,7 @@ class Checkpoints:
         return file_sums(partial, files)
 
     def _commit(self, partial: Any, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
-        """Host 0 writes the record, and renames the directory when `stack` closes."""
+        """Writes the record on host 0, and renames the directory by closing `stack`."""
         others = [path for path in files_in(partial) if str(path.relative_to(partial)) not in sums]
         (partial / RECORD_FILE).write_bytes(record_bytes(record, sums | file_sums(partial, others)))
         stack.close()
@@ -322,7 +322,7 @@ class Checkpoints:
 
 
 def by_folder(arrays: Arrays) -> dict[str, Arrays]:
-    """The arrays of each folder of a checkpoint, by their paths in it."""
+    """Groups arrays by folder of the checkpoint, with their paths in that folder."""
     folders: dict[str, Arrays] = {".": {}, OPTIMIZER_DIR: {}}
     for name, array in arrays.items():
         folder, path = location(name)
@@ -331,14 +331,15 @@ def by_folder(arrays: Arrays) -> dict[str, Arrays]:
 
 
 def common_dtype(arrays: Arrays) -> np.dtype:
-    """The dtype that holds every value of all these arrays."""
+    """The dtype that can represent every value of all arrays."""
     return np.result_type(*{array.dtype for array in arrays.values()})
 
 
 def _copy(leaf: jax.Array, whole: bool) -> LocalArray:
-    """On CPU these are views, and an update does not overwrite an array that has one.
+    """Copies to host memory. On CPU the copies are views; updates do not overwrite an array that has one.
 
-    `whole`: all of it, on every host. Otherwise only the first of equal shards, so that each is written once.
+    `whole` copies the whole array on every host. Otherwise replicated shards are copied once, so that each is written
+    once.
     """
     dtype = np.dtype(leaf.dtype)
     if whole:
@@ -354,7 +355,7 @@ def _sentence(problem: Exception) -> str:
 
 
 def _remove(directory: Path) -> None:
-    """Renames first: a process killed half-way must not leave half a checkpoint."""
+    """Renames first, so that a process killed half-way does not leave half a checkpoint."""
     hidden = directory.with_name(f".{directory.name}.removed")
     directory.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

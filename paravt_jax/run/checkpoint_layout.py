@@ -1,11 +1,11 @@
-"""The files of a checkpoint, RUN/checkpoints/N: the state of a learner after N updates.
+"""The files of a checkpoint, RUN/checkpoints/N: the learner's state after N updates.
 
     N/params/, N/hf/      read by `model_port.load` and `model_port.export`
-    N/adapter_*           instead of N/params when adapters train: read by PEFT and by these two
+    N/adapter_*           instead of N/params when adapters train: read by PEFT, `load` and `export`
     N/optimizer/params/   every other array of the state, named by its path, in the same format
     N/state.json          scalars, the trainer's progress, array shapes, file checksums; written last
 
-Weights that adapters freeze are not stored, only their path and checksum. Both `params` can be read by
+Weights that adapters freeze are not stored, only their path and checksum. Orbax can read both `params` with
 `orbax.checkpoint.StandardCheckpointer().restore`.
 """
 
@@ -28,31 +28,31 @@ from model_port.output_dir import LIST_FILE, LOCK_FILE, named
 from model_port.sharding import param_name
 from paravt_jax.learner.programs import TrainState
 
-MAX_LENGTH = 2**48  # of an axis, and of a run
+MAX_LENGTH = 2**48  # limit for an axis and for the number of steps
 RECORD_KEYS = ("scalars", "shapes", "progress", "files")
-OWN_SUM = "sum"  # checksum of the record without this key
-BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # a block of an array
+OWN_SUM = "sum"  # key of the record's checksum, which covers the other keys
+BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # matches an array's block
 SUM_THREADS = 16
-SUM_BYTES = 2**20  # read at a time
+SUM_BYTES = 2**20  # bytes hashed at a time
 
 Place = Path | Bucket
-FileSums = dict[str, list[Any]]  # size and checksum of files, by path; version 0.2 and older had no checksums
+FileSums = dict[str, list[Any]]  # path: size and checksum; version 0.2 and older had no checksums
 
 
 class BrokenCheckpoint(Exception):
-    """It cannot be read, whatever the model."""
+    """A checkpoint that no model can read."""
 
 
 def steps_in(directory: Place) -> list[int]:
-    """The checkpoints in a directory, the oldest first."""
-    if isinstance(directory, Bucket):  # one without its record is incomplete
+    """The checkpoints in a directory, in ascending order."""
+    if isinstance(directory, Bucket):  # without its record, a checkpoint is incomplete
         parts = [name.split("/") for name in directory.names()]
         return sorted(int(part[0]) for part in parts if part[1:] == [RECORD_FILE] and part[0].isdecimal())
     return sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
 
 
 def leaves_by_name(state: TrainState) -> dict[str, Any]:
-    """The leaves in order: params.text.embed.table_vd, opt_state.1.0.mu.text.embed.table_vd, step, ..."""
+    """The leaves by path, in order: params.text.embed.table_vd, opt_state.1.0.mu.text.embed.table_vd, step, ..."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     paths = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
     names = [param_name([path]) for path in paths]
@@ -64,12 +64,12 @@ def leaves_by_name(state: TrainState) -> dict[str, Any]:
 
 
 def location(name: str) -> tuple[str, str]:
-    """A leaf's folder in the checkpoint and its path in that folder's params/, which model_port knows."""
+    """A leaf's folder in the checkpoint, and its path in model_port's params/ format within that folder."""
     return (".", name.removeprefix("params.")) if name.startswith("params.") else (OPTIMIZER_DIR, name)
 
 
 def array_folder(folder: str, path: str) -> str:
-    """Where the blocks of an array are."""
+    """The directory of an array's blocks."""
     return f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
 
 
@@ -90,7 +90,7 @@ def file_sum(path: Place) -> str:
 
 
 def read_summed(path: Place, parts: Iterable[memoryview], summed: bool = True) -> str:
-    """Reads a file into consecutive parts, and hashes each while it is in the processor's cache."""
+    """Reads a file into consecutive buffers and hashes each while it is in the CPU cache."""
     checksum = xxhash.xxh3_128()
     with named(path), _open(path) as file:
         for part in parts:
@@ -113,16 +113,16 @@ def record_sum(record: dict[str, Any]) -> str:
 
 
 def record_bytes(record: dict[str, Any], files: FileSums) -> bytes:
-    """state.json."""
+    """The content of state.json."""
     record = {**record, "files": dict(sorted(files.items()))}
     return json.dumps({**record, OWN_SUM: record_sum(record)}).encode()
 
 
 def read_record(directory: Place) -> dict[str, Any]:
-    """The content of state.json, with values of the types that it is written with."""
+    """The content of state.json, with the types checked."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
-        if "file_bytes" in record:  # version 0.2 and older, without checksums
+        if "file_bytes" in record:  # version 0.2 and older had no checksums
             sizes = Section(RECORD_FILE, record).section("file_bytes")
             record["files"] = {name: [size, None] for name, size in sizes.values.items()}
         elif OWN_SUM not in record:
@@ -151,5 +151,5 @@ def _check_record(record: Section, directory: Place) -> None:
                 continue
         raise files.wrong(name, "the bytes and the checksum of a file in the checkpoint")
     step = scalars.count("step", MAX_LENGTH, least=0)
-    if directory.name.isdecimal() and step != int(directory.name):  # a copy may have another name
+    if directory.name.isdecimal() and step != int(directory.name):  # a renamed copy is valid
         raise ValueError(f"{RECORD_FILE} is of step {step}, not of step {directory.name}")

@@ -1,7 +1,7 @@
-"""Reads a learner's state from a checkpoint: each host the blocks that its devices need, all compared with checksums.
+"""Reads a learner's state from a checkpoint. Each host reads the blocks that its devices need and verifies checksums.
 
-A checkpoint is broken when a file is missing, has another size or has other bytes than were written. A file that cannot
-be read at the moment proves nothing: the error ends the run.
+A checkpoint is broken if a file is missing or has another size or checksum. A read error does not prove that: it ends
+the run.
 """
 
 import json
@@ -39,14 +39,14 @@ from paravt_jax.run.checkpoint_layout import (
 
 
 def stored_part(state: TrainState, adapter: AdapterInfo | None) -> TrainState:
-    """The part of a state that a checkpoint holds: without the weights that adapters freeze."""
+    """The part of a state that checkpoints store: without frozen base weights."""
     return state if adapter is None else replace(state, frozen=nnx.State({}))
 
 
 def read_checkpoint(
     directory: Place, state: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The state and the progress of a checkpoint. `state` is deleted array by array: devices never hold both."""
+    """Returns the state and progress. It deletes `state` array by array, so that devices never hold both."""
     record = read_record(directory)
     stored = stored_part(state, adapter)
     _check_shapes(directory, record, stored)
@@ -56,7 +56,7 @@ def read_checkpoint(
 
 
 def verify(directory: Place) -> Iterable[tuple[Place, str]]:
-    """Every checkpoint in a directory, and why it is broken, or nothing."""
+    """Yields every checkpoint in a directory with its error, or an empty string."""
     for checkpoint in [directory / str(step) for step in steps_in(directory)] or [directory]:
         try:
             files = read_record(checkpoint)["files"]
@@ -110,7 +110,7 @@ def _check_sum(name: str, files: FileSums, checksum: str) -> None:
 def _read_state(
     directory: Place, record: dict[str, Any], old: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> TrainState:
-    """Reads every file once, and compares it with its checksum on the way."""
+    """Reads every file once and verifies its checksum."""
     files = record["files"]
     _check_sizes(directory, files)
     with ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checkpoint") as pool:
@@ -128,7 +128,7 @@ def _read_state(
                 stored = {box: np.array(scalar, leaf.dtype) for box in needed}
             leaf.delete()
             stored = {box: cast(values, np.dtype(leaf.dtype), name) for box, values in stored.items()}
-            # An array that was not placed on a device stays so: it must suit the mesh of the others.
+            # Keep uncommitted arrays uncommitted, so that they work with arrays on any mesh.
             if not leaf.committed:
                 return jax.device_put(*stored.values())
             return jax.make_array_from_callback(
@@ -140,7 +140,7 @@ def _read_state(
 
 
 def _read_adapter(directory: Place, model: ModelConfig, adapter: AdapterInfo) -> dict[str, np.ndarray]:
-    """A checkpoint's adapter, if it is of this run and beside the same weights."""
+    """Reads the adapter, if this run's settings and base weights match it."""
     if isinstance(directory, Bucket):
         directory = downloaded(str(directory), lambda name: "/" not in name)
     saved = read_adapter_info(directory)
@@ -162,7 +162,7 @@ def _local_indices(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
 def _read_array(
     directory: Place, files: FileSums, name: str, boxes: Iterable[Box], pool: Executor
 ) -> dict[Box, np.ndarray]:
-    """Parts of an array that `write_shards` has written as raw blocks; reads the blocks that a part needs once."""
+    """Reads parts of an array from the raw blocks that `write_shards` wrote. Each needed block is read once."""
     folder = array_folder(*location(name))
     layout = json.loads((directory / f"{folder}.zarray").read_bytes())
     shape, chunk, dtype = tuple(layout["shape"]), tuple(layout["chunks"]), np.dtype(layout["dtype"])
@@ -175,7 +175,7 @@ def _read_array(
         array, box, common = overlaps[0]
         part = array[index_of(common, origin=box)]
         in_place = len(overlaps) == 1 and part.flags.c_contiguous and part.shape == chunk
-        content = part if in_place else np.empty(chunk, dtype)  # at an edge it is longer than the array
+        content = part if in_place else np.empty(chunk, dtype)  # the last block may extend beyond the array
         file = folder + ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
         raw = content.reshape(-1).view(np.uint8).data
         parts = (raw[begin : begin + SUM_BYTES] for begin in range(0, len(raw), SUM_BYTES))

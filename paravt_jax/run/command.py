@@ -1,6 +1,6 @@
-"""What the commands that run a config have in common: where its settings come from, and how they are shown.
+"""Command-line interface of the commands that run a config: they read, override and print settings.
 
-Until the settings are read no command loads jax, so that help and what is wrong with a setting come at once.
+Commands load jax only after reading the settings, so that --help and errors in settings appear at once.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def add_changes_flag(parser: argparse.ArgumentParser) -> None:
 def read_config(
     parser: argparse.ArgumentParser, args: argparse.Namespace, schema: type[Settings], example: str, *needed: str
 ) -> Settings | None:
-    """The settings, or None when they were only to be shown. `needed` stand in for those without a default there."""
+    """The settings, or None if --show only printed them. Without a file, `needed` overrides required settings."""
     if "plan" in args:
         _check_plan_flags(parser, args)
     if args.config is None and not args.show:
@@ -68,7 +68,7 @@ def read_config(
 
 
 def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
-    """The lines of a config file that says the same, each setting with its comment; what was `written` as ${…} is."""
+    """The lines of a YAML config with these settings and their comments. Values `written` as ${…} stay unresolved."""
     comments = helps_of(type(section))
     written = getattr(section, WRITTEN, {}) if written is None else written
     for field in fields(section):
@@ -84,19 +84,19 @@ def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
 
 
 def _docstring(section: type) -> str:
-    """Where somebody wrote one; the dataclass itself makes up another."""
+    """A class's own docstring, without the one that dataclasses generate."""
     text = section.__doc__ or ""
     return "" if text.startswith(f"{section.__name__}(") else " ".join(text.split())
 
 
 def _yaml(name: str, value: Any) -> str:
     if isinstance(value, list) or "\n" in str(value):
-        return f"{name}: {json.dumps(value, ensure_ascii=False)}"  # which YAML reads as well, on one line
+        return f"{name}: {json.dumps(value, ensure_ascii=False)}"  # JSON is valid YAML, on one line
     return OmegaConf.to_yaml(OmegaConf.create({name: value}))
 
 
 def _commented(lines: list[str], comment: str) -> Iterator[str]:
-    """The comment beside the first line and below it, or above where there is no room."""
+    """Puts the comment beside the line, wrapped below, or above if it does not fit."""
     beside = len(lines) == 1 and len(lines[0]) < COMMENT_COLUMN
     column = COMMENT_COLUMN if beside else len(lines[0]) - len(lines[0].lstrip())
     said = [" " * column + line for line in textwrap.wrap(f"# {comment}", LAST_COLUMN - column, subsequent_indent="# ")]

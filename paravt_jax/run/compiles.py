@@ -1,4 +1,4 @@
-"""XLA's compilations: how many, how long, and where their programs are kept."""
+"""Counts and times XLA compilations, and sets up the compilation cache."""
 
 import os
 
@@ -8,7 +8,7 @@ from paravt_jax.run.directory import user_cache
 
 
 class Compiles:
-    """How often, and how long, XLA compiled: a run that compiles in every step wastes its time."""
+    """Counts and times compilations: a run that compiles in every step is slow."""
 
     def __init__(self) -> None:
         self._number, self._seconds = 0, 0.0
@@ -20,13 +20,13 @@ class Compiles:
             self._seconds += duration_secs
 
     def taken(self) -> dict[str, float]:
-        """Since the last call."""
+        """Metrics since the last call."""
         metrics = {"perf/num_compiles": float(self._number), "time/compile_s": self._seconds}
         self._number, self._seconds = 0, 0.0
         return metrics
 
 
 def use_compilation_cache() -> None:
-    """Compiled programs are kept on disk, so that a run that goes on does not compile again."""
+    """Caches compiled programs on disk, so that a resumed run need not compile again."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("xla")))

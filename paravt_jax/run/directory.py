@@ -1,4 +1,4 @@
-"""A run's directory: held by one process at a time, it says what the run was started with."""
+"""A run's directory, which one process locks at a time, and its record of settings."""
 
 import fcntl
 import hashlib
@@ -36,11 +36,11 @@ from paravt_jax.run.log import (
 from paravt_jax.run.process import say
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-TOKEN_FILE = ".hosts"  # says to all hosts whether they see the same directory
+TOKEN_FILE = ".hosts"  # shows whether all hosts see the same directory
 RUN_ID_FILE = ".run_id"
-MAX_NAME_CHARS = 40  # of a directory, in the id of its run
+MAX_NAME_CHARS = 40  # limit for the directory name in a run's id
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
-BESIDE_BUCKET = "runs"  # below the working directory: where a run in a bucket has its own files
+BESIDE_BUCKET = "runs"  # in the working directory: local files of runs with checkpoints in a bucket
 LOGGED = {
     *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
     *(SETTINGS_FILE, SETTINGS_LOG_FILE, PLOTS_DIR, RUN_ID_FILE),
@@ -48,13 +48,13 @@ LOGGED = {
 
 
 def user_cache(name: str) -> Path:
-    """Where this user's runs keep what they need not compute again."""
+    """The user's cache directory for values that runs can recompute."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / name
 
 
 @contextmanager
 def locked(run_dir: str | Path) -> Iterator[Path]:
-    """The directory, made where it is not there. Two trainers in one would undo each other's files."""
+    """Creates and locks the directory: two trainers in one would corrupt each other's files."""
     check_local(run_dir)
     directory = Path(run_dir).absolute()
     directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def locked(run_dir: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
-    """The same where several hosts train: host 0 holds it, and all others must see what it holds."""
+    """The same for several hosts: host 0 locks the directory, and the others must see its lock."""
     directory, token = Path(run_dir).absolute(), secrets.token_hex(8)
     with locked(run_dir) if hosts.leads else nullcontext():
         if hosts.leads:
@@ -88,10 +88,10 @@ def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
 
 
 def run_id(directory: Path, hosts: Hosts) -> str:
-    """The id by which servers know a run, on all of its hosts and after a restart.
+    """The id by which servers identify a run, equal on all hosts and after a restart.
 
-    It is the name of the directory and a hash of its path and of a random token in it: two runs of one name differ, and
-    so do a run and a copy of its directory.
+    It has the directory's name and a hash of its path and of a random token in it, so runs with the same name differ,
+    and so does a copy of the directory.
     """
     file = directory / RUN_ID_FILE
     if hosts.leads and not file.exists():
@@ -105,9 +105,9 @@ def run_id(directory: Path, hosts: Hosts) -> str:
 
 @contextmanager
 def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
-    """Each host's own directory on its disk, for a run whose checkpoints are in a bucket, which host 0 holds there.
+    """Locks a local directory per host for a run with checkpoints in a bucket; host 0 also holds the bucket's lease.
 
-    The logs of the run are brought back where the bucket has a checkpoint beyond them.
+    Downloads the run's logs if the bucket has a checkpoint beyond the local ones.
     """
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
     with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
@@ -120,18 +120,18 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
         names = bucket.sizes()
         saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
         if not hosts.leads or last_step(directory) < max(map(int, filter(str.isdecimal, saved)), default=0):
-            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # whatever is here, it is theirs that counts
+            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # download all logs; the bucket's are authoritative
             download(bucket, {name: num_bytes for name, num_bytes in names.items() if is_log(name)}, directory)
         yield directory, lease
 
 
 def is_log(name: str) -> bool:
-    """Whether this is what a run has logged, by its path in the run's directory."""
+    """Whether a path in the run's directory is part of its logs."""
     return name.partition("/")[0] in LOGGED
 
 
 class LogCopies:
-    """Copies to the bucket what of the logs has changed since it was copied there."""
+    """Copies logs to the bucket if they changed since the last copy."""
 
     def __init__(self, directory: Path, bucket: Bucket):
         self._directory, self._bucket = directory, bucket
@@ -147,9 +147,9 @@ class LogCopies:
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:
-    """RUN/config.json: every setting as it is used, the commit, and the versions of what computes.
+    """Writes RUN/config.json: every setting in use, the commit, and package versions.
 
-    Every change has its line in RUN/settings.jsonl, with the number of steps that were done before it.
+    Each change adds a line to RUN/settings.jsonl, with the number of steps done before it.
     """
     record = {"config": settings, **versions()}
     path = directory / SETTINGS_FILE
@@ -164,7 +164,7 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
 
 @cache
 def versions() -> dict[str, Any]:
-    """The commit, and the versions of what computes, as this process began with them."""
+    """The commit and package versions, cached because they may change on disk while the process runs."""
     return {"git_commit": _commit(Path(__file__)), "packages": {name: version(name) for name in VERSIONED}}
 
 
@@ -175,7 +175,7 @@ def settings_of(directory: Path) -> dict[str, Any]:
 
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
-    """By key, what RUN/config.json says and what is asked for now."""
+    """By key, the value in RUN/config.json and the current one."""
     before, now = flat(settings_of(directory)), flat(json.loads(json.dumps(settings)))
     if not before:
         return {}
@@ -183,7 +183,7 @@ def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, 
 
 
 def _commit(file: Path) -> str | None:
-    """Of the repository that the file belongs to; one that it is only installed in says nothing of it, nor no git."""
+    """The commit of the repository that tracks the file; None without git, or if the file is untracked."""
     if shutil.which("git") is None:
         return None
 

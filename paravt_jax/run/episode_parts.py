@@ -1,6 +1,6 @@
-"""The episodes of a step on their way into one file: each host leaves its own in the run's shared directory or bucket.
+"""Collects a step's episodes into one file: each host writes its own to the run's shared directory or bucket.
 
-Only host 0 reads them, and writes RUN/episodes/NNNNNN.jsonl: episodes do not travel between the hosts.
+Only host 0 reads them and writes RUN/episodes/NNNNNN.jsonl, so no episodes are sent between hosts.
 """
 
 import json
@@ -16,14 +16,14 @@ SUFFIX = ".part"
 
 
 class EpisodeParts:
-    """`directory` is seen by all hosts."""
+    """All hosts must see `directory`."""
 
     def __init__(self, directory: Path | Bucket, hosts: Hosts):
         self._directory: Any = directory / EPISODES_DIR
         self._hosts = hosts
 
     def write(self, step: int, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """This host's episodes, in groups that host 0 finds by their keys."""
+        """Writes this host's episodes in groups, with the keys that host 0 looks up."""
         content = json.dumps({key: b"".join(map(json_line, group)).decode() for key, group in rows.items()}).encode()
         file = self._file(step, self._hosts.index)
         if isinstance(file, Bucket):
@@ -34,12 +34,12 @@ class EpisodeParts:
             stream.write(content)
 
     def read(self, step: int) -> dict[str, bytes]:
-        """The groups of all other hosts: lines of the step's file, by key. All hosts have written them before."""
+        """The other hosts' groups, as lines of the step's file by key. All hosts must have written them."""
         files = [self._file(step, host) for host in range(1, self._hosts.num)]
         return {key: lines.encode() for file in files for key, lines in json.loads(file.read_bytes()).items()}
 
     def clear(self) -> None:
-        """Removes what is in the step's file by now, or was left by a run that was killed."""
+        """Removes parts that are already in the step's file, or that a killed run left."""
         if isinstance(self._directory, Bucket):
             self._directory.clear([name for name in self._directory.names() if name.endswith(SUFFIX)])
         else:

@@ -1,4 +1,4 @@
-"""What a run is made from, by sums that several hosts can compare: code, rows and the files they name, the model."""
+"""Checksums of a run's sources, which hosts compare: code, data rows and their files, the model."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
 
 PACKAGES = ("paravt_jax", "model_port", "rollout")
-OWN_CODE = re.compile(r"(.+\.py):\w+")  # a setting that names a function of the user's
-SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # of a file: so many in each so many, and its end; all weights are too many
+OWN_CODE = re.compile(r"(.+\.py):\w+")  # a setting that names a user's function
+SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # bytes hashed of every so many, and at the end: all weights are too many
 SHOWN_DIGITS = 12
 
 
@@ -23,7 +23,7 @@ class NamingFiles(Protocol):
 
 
 def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence[NamingFiles], policy: Policy) -> None:
-    """All hosts learn from the same rows, and begin with the same model."""
+    """Raises unless all hosts have the same rows and the same model."""
 
     def sums() -> dict[str, str]:
         rows = {"data.train": sum_of_rows(train), "data.validation": sum_of_rows(held_out)}
@@ -34,7 +34,7 @@ def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence
 
 
 def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Of every file of the program, and of those that settings name: a commit says nothing of what is not committed."""
+    """Checksums of all source files and of users' files in settings: a commit misses uncommitted changes."""
     root = Path(__file__).parents[2]
     files = {str(path.relative_to(root)): path for name in PACKAGES for path in (root / name).rglob("*.py")}
     files |= dict(_own_files(settings))
@@ -46,11 +46,11 @@ def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and (named := OWN_CODE.fullmatch(one)):
                 path = Path(named[1]).expanduser()
-                yield from [(named[1], path)] * path.is_file()  # one that is not there is refused by what reads it
+                yield from [(named[1], path)] * path.is_file()  # the reader of a missing file raises
 
 
 def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
-    """Of what they say of themselves; of files the name and size, since where they lie may differ between hosts."""
+    """The rows' checksum. Files count by name and size, because their directories may differ between hosts."""
     found = xxhash.xxh3_128()
     sizes = {file: Path(file).stat().st_size for file in {file for row in rows for file in row.files}}
     for row in rows:
@@ -62,7 +62,7 @@ def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
 
 
 def model_sums(directory: Path, what: str) -> dict[str, str]:
-    """Of every file of a model; what downloads leave in hidden folders is none."""
+    """Checksums of a model's files, without the hidden folders that downloads leave."""
     sums = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)

@@ -1,8 +1,8 @@
-"""Which GPUs of this machine each SGLang server has, and which the learner: no two share one.
+"""Assigns this machine's GPUs to the SGLang servers and the learner, without overlap.
 
-JAX takes its part of a GPU before anything is computed, and so does SGLang. Who has what is said by
-CUDA_VISIBLE_DEVICES, which a process reads when it first asks for a GPU: ours is set before jax starts a backend.
-`engine.gpus` are places in what is visible to us, whatever that is called there: 0, 5, GPU-4f2c…, a part by MIG.
+JAX and SGLang both preallocate GPU memory. CUDA_VISIBLE_DEVICES sets each process's GPUs; a process reads it when it
+first uses a GPU, so the learner's is set before jax starts a backend. `engine.gpus` are indices into the GPUs visible
+to this process, under any naming scheme: 0, 5, GPU-4f2c…, a MIG instance.
 """
 
 import os
@@ -15,7 +15,7 @@ from paravt_jax.config import EngineConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-Gpus = tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+Gpus = tuple[str, ...]  # in the format of CUDA_VISIBLE_DEVICES
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Placement:
 def place_servers(
     engine: EngineConfig, num_learner: int, environment: MutableMapping[str, str] = os.environ
 ) -> tuple[Gpus, ...]:
-    """The GPUs of each server that the run starts. From here on this process sees the others only.
+    """Returns the GPUs of each server that the run starts, and hides them from this process.
 
-    `num_learner` is the number of devices that the learner computes on, 0 where there is none.
+    `num_learner` is the number of the learner's devices, 0 without a learner.
     """
     if engine.kind != "sglang" or engine.connects or engine.device != "cuda":
         return ()
@@ -39,7 +39,7 @@ def place_servers(
 
 
 def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -> Placement:
-    """The servers take `engine.gpus` in their order, as many each; the learner has what is left, and all of it."""
+    """Splits `engine.gpus` evenly over the servers, in order. The learner gets all other GPUs."""
     if not engine.gpus:
         raise ValueError(
             f"engine.gpus is empty, and the {engine.num_servers} servers that this run starts need GPUs apart from the "
@@ -62,7 +62,7 @@ def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) ->
 
 
 def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:
-    """By the names under which CUDA knows them. It reads its variable up to the first name that is none, such as -1."""
+    """The GPUs' names in CUDA. CUDA reads its variable up to the first invalid name, such as -1."""
     if VISIBLE not in environment:
         return tuple(map(str, range(num_gpus)))
     names = (name.strip() for name in environment[VISIBLE].split(","))
@@ -74,5 +74,5 @@ def num_visible_gpus() -> int:
 
 
 def _num_gpus() -> int:
-    """GPUs of this machine or container, counted without starting CUDA."""
+    """Number of GPUs of this machine or container, counted without starting CUDA."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

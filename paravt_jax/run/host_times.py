@@ -1,7 +1,7 @@
-"""How long each host takes for what it does by itself, so that the slowest shows in the metrics.
+"""Times each host's own work, so that the metrics show the slowest host.
 
-Where hosts add up, all of them take as long as the slowest, and nobody can tell which that is. So what is compared is
-what a host does between two waits for others, and how long its devices take for products that nobody else waits for.
+In a collective, all hosts take as long as the slowest, so it does not show which host that is. These metrics compare
+the time that a host works between two collectives, and the time its devices take for local matrix products.
 """
 
 import time
@@ -15,15 +15,15 @@ import numpy as np
 from paravt_jax.run.hosts import Hosts
 
 PRODUCT_WIDTH = 512
-PROBE_S = 5e-3  # of the devices of host 0, a step: longer than it takes to start a program
-TRIED_PRODUCTS = 8  # to find out how many these are
+PROBE_S = 5e-3  # probe time per step on host 0's devices; longer than launching a program
+TRIED_PRODUCTS = 8  # products in the trial that determines their number
 
 
 class OwnTime:
-    """Seconds of work, without those in which it waits."""
+    """Measures a host's working time without its waiting time."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # of the last one
+        self.seconds = 0.0  # the last measurement
         self._waited_s = 0.0
 
     @contextmanager
@@ -40,7 +40,7 @@ class OwnTime:
 
 
 class DeviceProbe:
-    """Times the devices of a host by themselves."""
+    """Times a host's devices."""
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
@@ -48,12 +48,12 @@ class DeviceProbe:
         self._num_products = 0
 
     def seconds(self, after: Any) -> float:
-        """Of the slowest device here, for as many products as on every host; once the arrays of `after` are there."""
+        """The slowest local device's time for a fixed number of products, once the arrays in `after` are ready."""
         jax.block_until_ready(after)
         if not self._matrices:
             matrix = np.eye(PRODUCT_WIDTH, dtype=np.float32)
             self._matrices = [jax.device_put(matrix, device) for device in jax.local_devices()]
-            self._took_s(TRIED_PRODUCTS)  # compiles
+            self._took_s(TRIED_PRODUCTS)  # compile first
             num = round(TRIED_PRODUCTS * PROBE_S / self._took_s(TRIED_PRODUCTS))
             self._num_products = max(1, self._hosts.gather("probe", num)[0])
         return self._took_s(self._num_products)
@@ -70,7 +70,7 @@ def products(matrix: jax.Array, num: int) -> jax.Array:
 
 
 def by_host(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of what each of several hosts took so many seconds for: the most, the least, and which took the most."""
+    """For each timing, the maximum and minimum over hosts, and the slowest host's index."""
     metrics: dict[str, float] = {}
     if len(told) == 1:
         return metrics

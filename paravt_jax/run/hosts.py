@@ -2,11 +2,11 @@
 
 Every host runs the same program on its part of the mesh. Values travel as bytes through the devices
 (`multihost_utils.process_allgather`), like gradients, so all hosts must exchange them in the same order as they start
-programs on the shared mesh: on the main path of the program, never in a thread beside it. A single host gets back what
-it gives, and calls nothing of jax.
+programs on the shared mesh: on the program's main path, never in a thread beside it. A single host gets its own value
+back, without jax.
 
-`jax.distributed` detects failures too: when a host ends, jax ends the others within HEARTBEAT_S, with a message of its
-own and an exit code that is not 0. The launcher then restarts all of them.
+`jax.distributed` detects failures too: when a host ends, jax ends the others within HEARTBEAT_S, with a message and an
+exit code that is not 0. The launcher then restarts all of them.
 """
 
 import asyncio

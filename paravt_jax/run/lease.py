@@ -1,8 +1,8 @@
-"""A run's directory at gs://BUCKET/PATH, held by one run at a time: what a lock on a file is on a disk.
+"""Locks a run's directory at gs://BUCKET/PATH for one run at a time, like a file lock on a disk.
 
-An object names the run that holds it and is written again every RENEW_S, each time in the place of the generation that
-this run wrote before. Another run waits LEASE_S to see whether it changes: if it does somebody trains there, else its
-owner is dead, as after a preemption, and it is taken over. Whoever was replaced notices before its next checkpoint.
+An object names the run that holds the lease. The run rewrites it every RENEW_S, conditional on the generation that it
+wrote before. Another run waits LEASE_S: if the object changes, a run trains there; otherwise its owner is dead, for
+example after a preemption, and the new run takes over. A run that lost its lease notices before its next checkpoint.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 from model_port.bucket import Bucket, Conflict
 
 OWNER = ".owner.json"
-PLACE_FILE = ".bucket.json"  # of the directory on this disk: which bucket it is of, and its token
+PLACE_FILE = ".bucket.json"  # in the local directory: its bucket and its token
 RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
 
 
@@ -29,7 +29,7 @@ class Lease:
         self._bucket, self._object, self._token = bucket, bucket / OWNER, token
         self._generation, self._num_renewals = b"", 0
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self.lost = ""  # why it is not this run's any more
+        self.lost = ""  # why this run lost the lease; empty while it holds it
 
     def take(self, say: Callable[[str], None]) -> None:
         content, generation = self._object.read()
@@ -50,7 +50,7 @@ class Lease:
         threading.Thread(target=self._keep, daemon=True).start()
 
     def renew(self) -> None:
-        """Raises where the directory is another run's by now."""
+        """Raises if another run has taken over the directory."""
         with self._lock:
             if not self.lost:
                 self._num_renewals += 1
@@ -66,12 +66,12 @@ class Lease:
         self._ended.set()
         with self._lock:
             if not self.lost:
-                with suppress(RuntimeError, Conflict):  # it is then taken over as that of a dead run is
+                with suppress(RuntimeError, Conflict):  # another run can still take it over, as from a dead run
                     self._object.delete(self._generation)
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_S) and not self.lost:
-            with suppress(RuntimeError):  # said by the next checkpoint, which renews it too
+            with suppress(RuntimeError):  # the next checkpoint renews too, and reports the error
                 self.renew()
 
     def _content(self) -> bytes:
@@ -91,7 +91,7 @@ class Lease:
 
 @contextmanager
 def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
-    """By host 0 of a run, whose directory on this disk is locked already: a dead owner from there is known at once."""
+    """For host 0, which must have locked its local directory: a dead run from there is then recognized at once."""
     lease = Lease(bucket, token_of(directory, bucket))
     lease.take(say)
     try:
@@ -101,7 +101,7 @@ def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Itera
 
 
 def token_of(directory: Path, bucket: Bucket) -> str:
-    """Of the run's directory on this disk, which belongs to one bucket, or has nothing in it yet."""
+    """The token in the run's local directory, which must be empty or belong to this bucket."""
     file = directory / PLACE_FILE
     if not file.exists():
         if others := [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]:

@@ -1,7 +1,7 @@
-"""What a run leaves behind while it goes: metrics and episodes of every step, TensorBoard, and a line on the terminal.
+"""A run's log: metrics and episodes of every step, TensorBoard, Weights & Biases and the terminal.
 
-The files are the record, the rest is for looking. Log a step before its checkpoint is saved: a run that goes on from a
-checkpoint then finds every step up to it here, puts aside what came later, and does that again.
+The files are the record; the other outputs are for viewing. Log a step before saving its checkpoint: a resumed run then
+finds all steps up to its checkpoint here, moves later ones aside and runs them again.
 """
 
 import importlib
@@ -38,20 +38,20 @@ SHOWN = {
     "kappa": "rollout/tool_calls_mean",
     "loss": "loss/imitation",
 }
-ETA_STEPS = 20  # the newest ones say best how long the next ones will take
+ETA_STEPS = 20  # only the newest steps, which predict the next ones best
 
 
 class RunLog:
-    """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows how far the run is.
+    """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows the progress.
 
-    `first_step` is the number of steps that the checkpoint holds. What is here of later steps will be done again, so it
-    goes to RUN/superseded/, and nothing is counted twice. `settings` are for Weights & Biases to show.
+    `first_step` is the number of steps in the checkpoint. Later steps in the log will run again, so they are moved to
+    RUN/superseded/ and nothing is counted twice. Weights & Biases shows `settings`.
     """
 
     def __init__(
         self, run_dir: Path, config: LogConfig, *, num_steps: int, first_step: int, settings: dict[str, Any]
     ) -> None:
-        wandb = _import_wandb(config.wandb_project) if config.wandb_project else None  # or fail before files change
+        wandb = _import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
         self._run_dir = run_dir
         self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
@@ -70,9 +70,9 @@ class RunLog:
     def step(
         self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
     ) -> None:
-        """Logs the step just finished; the first is 1. Where its metrics are, its episodes are too, if it has any.
+        """Logs the step just finished; the first is 1. Episodes are written before their step's metrics.
 
-        An episode is a record, or the line of one that another host has made.
+        An episode is a record, or a line that another host made.
         """
         if step != self._last_step + 1:
             raise ValueError(f"step {step} was logged after step {self._last_step}, expected {self._last_step + 1}")
@@ -84,27 +84,27 @@ class RunLog:
         self._progress.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Logs how the policy after `step` steps does on held-out prompts, under keys of its own: `validation/…`."""
+        """Logs the metrics on held-out prompts after `step` steps, with the prefix `validation/`."""
         self._validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
 
     def validated(self, step: int) -> bool:
-        """Whether that is logged already, as after a restart."""
+        """Whether that step's validation is in the log, for example after a restart."""
         return step in self._validated
 
     def validated_steps(self) -> list[int]:
         return sorted(self._validated)
 
     def phase(self, text: str) -> None:
-        """What the run is at: shown on a terminal, and elsewhere said now and then while it lasts."""
+        """Sets the current activity. A terminal shows it; other outputs repeat it every half a minute."""
         self._progress.phase(text)
 
     def where(self) -> str:
-        """What is said of it then; empty before there is a phase."""
+        """The text about the current activity; empty before the first one."""
         return self._progress.where()
 
     def say(self, message: str) -> None:
-        """A line for a human, on stderr."""
+        """Prints a line to stderr."""
         self._progress.say(message)
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class RunLog:
 
 
 class QuietLog(RunLog):
-    """That of a host that does not lead: what it would say is said by host 0, of all of them."""
+    """The log of a host that does not lead. Host 0 logs for all hosts."""
 
     def __init__(self, validated: Iterable[int]) -> None:
-        """`validated` are the steps whose validation host 0 has: its files need not be seen by the others."""
+        """`validated` are host 0's steps with validation; other hosts need not see its files."""
         self._validated = set(validated)
 
     def step(
@@ -156,8 +156,8 @@ class QuietLog(RunLog):
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears, or replaces the one there, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")  # what a kill leaves of it is overwritten by the next attempt
+    """Writes or replaces a file atomically."""
+    partial = path.with_name(f".{path.name}.partial")  # the next attempt overwrites one that a kill left
     try:
         with named(path):
             with partial.open("wb") as file:
@@ -169,7 +169,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one on each line; a last line that a kill cut short is left out."""
+    """Reads a JSONL file, without an incomplete last line that a kill left."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -182,17 +182,17 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Of a file with metrics; none where there is no file."""
+    """A metrics file's rows by step; empty if there is no file."""
     return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
 
 
 def last_step(run_dir: Path) -> int:
-    """The last one whose metrics are logged; 0 where none is."""
+    """The last step with logged metrics; 0 if there is none."""
     return max(rows_by_step(run_dir / METRICS_FILE), default=0)
 
 
 def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
-    """Leaves what belongs to the first steps; the directory that the rest was moved to, if there was any."""
+    """Moves everything after the first steps to a new directory and returns it; None if there was nothing to move."""
     aside = next(
         place for n in count(1) if not (place := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()
     )
@@ -201,7 +201,7 @@ def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
             rows = list(load_jsonl(path))
             if later := [row for row in rows if row["step"] > first_step]:
                 _write_rows(aside / path.name, later)
-            _write_rows(path, [row for row in rows if row["step"] <= first_step])  # without a line that a kill cut
+            _write_rows(path, [row for row in rows if row["step"] <= first_step])  # drops an incomplete last line
     for path in (run_dir / EPISODES_DIR).glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > first_step:
             (aside / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
@@ -216,10 +216,10 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """JSON knows neither NaN nor infinity: they become null."""
+    """JSON has no NaN or infinity, so they become null."""
     try:
         text = json.dumps(record, allow_nan=False)
-    except ValueError:  # rare, and to look at every number first would take longer than to write them
+    except ValueError:  # rare; checking every number first would take longer than writing
         text = json.dumps(_without_nan(record), allow_nan=False)
     return text.encode() + b"\n"
 
@@ -238,19 +238,20 @@ def _sync(file: IO[bytes]) -> None:
 
 
 class _TensorBoard:
-    """Scalars that are on disk when `write` returns.
+    """Writes scalars to disk before `write` returns.
 
-    tensorboardX's SummaryWriter has a thread write them later: a kill would leave holes that no resume fills.
+    tensorboardX's SummaryWriter writes them later in a thread, so a kill would leave gaps that a resumed run does not
+    fill.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # late: brings in torch where that is installed
+        from tensorboardX.event_file_writer import EventsWriter  # imported late: loads torch if it is installed
 
         self._make_event: Any = importlib.import_module("tensorboardX.proto.event_pb2").Event
         directory.mkdir(exist_ok=True)
-        # Its name has the time in seconds: a restart within one must not overwrite what came before.
+        # The file name has the time in seconds: restarting within one second must not overwrite the last file.
         self._events = EventsWriter(str(directory / "events"), f".after_step_{first_step}")
-        self._add(step=first_step + 1, session_log={"status": "START"})  # hides what there is from this step on
+        self._add(step=first_step + 1, session_log={"status": "START"})  # hides older events from this step on
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         values = [{"tag": key, "simple_value": value} for key, value in metrics.items()]
@@ -275,7 +276,7 @@ def _import_wandb(project: str) -> Any:
 
 
 def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, settings: dict[str, Any]) -> Any:
-    """The same run there as before, unless this one begins anew. Steps that it has already it ignores."""
+    """Resumes the run in Weights & Biases unless this one starts over. It ignores steps that it already has."""
     id_file = run_dir / WANDB_ID_FILE
     if first_step == 0 or not id_file.exists():
         with whole_file(id_file) as file:
@@ -286,7 +287,7 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
 
 
 class _StepBar:
-    """A bar on a terminal, else a line for every step, and one every half a minute of a long step."""
+    """A progress bar on a terminal; otherwise a line per step, and one every half a minute during a long step."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
         self._num_steps, self._step, self._phase = num_steps, first_step, ""
@@ -301,7 +302,7 @@ class _StepBar:
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         now_s = time.monotonic()
         self._step, self._phase = step, ""
-        self._step_times_s.append(now_s - self._last_s)  # with checkpoint and validation, which time/step_s is without
+        self._step_times_s.append(now_s - self._last_s)  # includes checkpoint and validation, unlike time/step_s
         self._last_s = now_s
         shown = [f"{name} {metrics[key]:.2f}" for name, key in SHOWN.items() if key in metrics]
         if "perf/tokens_per_s" in metrics:
@@ -314,7 +315,7 @@ class _StepBar:
             self._summary = " ".join([*shown, eta])
             self._bar.set_description_str(self._summary, refresh=False)
             self._bar.update()
-            self._bar.refresh()  # update alone shows nothing of steps that follow each other fast
+            self._bar.refresh()  # without it, the bar does not show fast steps
 
     def phase(self, text: str) -> None:
         self._phase = text = visible(text)
@@ -339,6 +340,6 @@ class _StepBar:
             self._bar.close()
 
     def _typical_step_s(self) -> float:
-        """The first step compiles, so it says nothing about others."""
+        """The mean time without the first step, which compiles."""
         times_s = list(self._step_times_s)[1:] or list(self._step_times_s)
         return sum(times_s) / len(times_s)

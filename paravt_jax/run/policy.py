@@ -1,4 +1,4 @@
-"""From the name of a model to everything that a run needs of it: tokenizer, pixels, files, parameters on the mesh."""
+"""Opens a model for a run: tokenizer, pixel budget, files, and parameters on the mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,27 +44,27 @@ from rollout.chat import Chat
 from rollout.episode_config import TOKEN_PX
 
 HF_FILES_DIR = "hf_files"
-MODEL_DIR = "model.path=DIR"  # how a user names a directory
+MODEL_DIR = "model.path=DIR"  # the directory argument in errors
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The model that a run begins with; its parameters are read by `load`."""
+    """The model that a run starts from; `load` reads its parameters."""
 
     mesh: Mesh | None  # None: one device
     contract: VisionContract
     chat: Chat
-    hf_files: Path  # config, tokenizer, processor and template, with this run's bounds of pixels
+    hf_files: Path  # config, tokenizer, processor and template, with this run's pixel limits
     source: Path  # a Hugging Face directory or a converted checkpoint
     compute: Compute
-    name: str = ""  # of the source, by which others find it
-    adapter: Path | None = None  # what lies beside it already
-    lora: LoraConfig = NO_ADAPTERS  # what is to train beside it
-    seed: int = 0  # of what begins at random
-    kernel_check: KernelCheck | None = None  # of the accelerator's attention kernel, when model.attention=auto
+    name: str = ""  # the source's name, as others find it
+    adapter: Path | None = None  # a trained adapter that the run starts from
+    lora: LoraConfig = NO_ADAPTERS  # the adapter to train
+    seed: int = 0  # random seed for new adapters
+    kernel_check: KernelCheck | None = None  # check of the accelerator's attention kernel, if model.attention=auto
 
     def load(self) -> Qwen3VL:
-        """On the mesh, with float32 masters; of what adapters freeze, in the dtype of activations."""
+        """Loads the parameters onto the mesh in float32; if adapters train, in the activations' dtype."""
         dtype = self.compute.dtype if self.lora.rank else "float32"
         with Meter(f"loading {self.adapter or self.source}"):
             model = model_port.load(self.adapter or self.source, dtype, self.mesh)
@@ -74,7 +74,7 @@ class Policy:
         return model
 
     def attention(self, row_tokens: int) -> str:
-        """The log line about attention. Raises if model.attention names a form that this device does not have."""
+        """The log line about attention. Raises if this device does not support model.attention."""
         with on_mesh(self.mesh):
             machine = platform()
         form = form_of(self.compute.attention, row_tokens, machine)
@@ -83,7 +83,7 @@ class Policy:
         return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
     def adapter_info(self, model: Qwen3VL) -> AdapterInfo | None:
-        """Of the adapter that trains, if one does; all weights of its base are read for it."""
+        """The adapter's metadata, or None without an adapter. It reads all base weights for their checksum."""
         dtype = self.compute.dtype
         if not self.lora.rank:
             return None
@@ -94,7 +94,7 @@ class Policy:
 async def policy_of(
     config: Config | SftConfig | EvalConfig, run_dir: Path, hosts: Hosts = ALONE, data: str = ""
 ) -> Policy:
-    """What a run says of its policy, opened; its parameters are not read yet. `data` says how much there is of it."""
+    """Opens a run's policy without reading its parameters. `data` is the start line's text about the data."""
     recipe, lora = recipe_of(config), None if isinstance(config, EvalConfig) else config.lora
     devices = await in_thread(find_devices)
 
@@ -104,7 +104,7 @@ async def policy_of(
         return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
 
     policy = await in_thread(lambda: hosts.host_0_first(work))
-    if lora is not None:  # now with the base of an adapter
+    if lora is not None:  # now that an adapter's base is known
         check_cpu_size(config.model.path, size_of(policy.hf_files), devices)
     if hosts.leads:
         servers = isinstance(config, EvalConfig) and config.engine.kind == "sglang"
@@ -132,14 +132,14 @@ async def policy_of(
 
 
 def meet(hosts: Hosts, mesh: Mesh) -> None:
-    """While all hosts are at it: CPUs of several give up where one comes half a minute later to their first sum."""
+    """Runs a first collective together: CPU collectives time out if hosts reach it half a minute apart."""
     if hosts.num > 1:
         hosts.gather("mesh", None)
         add_up_once(mesh)
 
 
 def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:
-    """The policy, allowed to use the accelerator's attention kernel if that passes its check on every host."""
+    """Allows the accelerator's attention kernel if it passes its check on every host."""
     with on_mesh(policy.mesh):
         machine = platform()
     if policy.compute.attention != "auto" or machine not in KERNEL_PLATFORMS:
@@ -166,7 +166,7 @@ def open_policy(
     seed: int,
     run_dir: Path,
 ) -> Policy:
-    """`recipe` is how the run asks it; `seed` is that of what begins at random. Without `lora` nothing trains."""
+    """`recipe` has the run's prompts and pixels; `seed` initializes random weights. Without `lora` nothing trains."""
     source, name, adapter = _source(model.path, seed, run_dir), model.path, None
     if is_adapter(source):
         adapter, source, name = source, base_directory(source), base_of(source)
@@ -200,7 +200,7 @@ def open_policy(
 
 
 def _check_cpu_size(path: str, devices: Sequence[Any]) -> None:
-    """Before weights are fetched; of an adapter whose base is on the hub nothing is known yet."""
+    """Checks before weights are downloaded. The size of an adapter's base on the hub is not known yet."""
     if path == TINY or not fell_back(devices):
         return
     hf_dir = hf_files_of(source_directory(path, MODEL_DIR, weights=False))
@@ -209,7 +209,7 @@ def _check_cpu_size(path: str, devices: Sequence[Any]) -> None:
 
 
 def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
-    """One that is to train on is what the settings say."""
+    """Raises unless an adapter to train has the settings' rank and alpha."""
     there = read_adapter_info(adapter).lora
     if lora is not None and lora != there:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run is as a process: how it is told to stop, and what it says before and after it has a log."""
+"""A run as a process: memory preallocation, signals, and messages before and after it has a log."""
 
 import asyncio
 import os
@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from model_port.terminal import say
 
-RESERVE_FRAC = 0.1  # of a device's memory, for what no plan sees: layouts, collectives, fragments, the runtime
+RESERVE_FRAC = 0.1  # of device memory: layouts, collectives, fragmentation and the runtime, which plans do not count
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
-MEMORY_FRAC_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name: jax refuses both together
+MEMORY_FRAC_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name; jax rejects both together
 
 
 def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Of a GPU JAX may take what a plan counts on, and not the 75 % of its own default; a user's word stands."""
+    """Lets JAX preallocate as much GPU memory as plans assume, not its default 75 %. A user's setting wins."""
     if MEMORY_FRAC_BEFORE not in environment:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
@@ -28,7 +28,7 @@ class Stopping(asyncio.Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self.signal = 0  # its number
+        self.signal = 0  # signal number
         self._timer: threading.Timer | None = None
 
     def stop(self, number: int) -> None:
@@ -48,9 +48,9 @@ class Stopping(asyncio.Event):
 
 
 def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
-    """SIGTERM and Ctrl-C end a run after the step it is in; a second one, or the end of the grace, ends it at once.
+    """SIGTERM and Ctrl-C end a run after its current step; a second one, or the end of the grace period, ends it at once.
 
-    Returns a function that undoes this.
+    Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
     received: list[int] = []

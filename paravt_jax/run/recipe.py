@@ -1,7 +1,7 @@
-"""paravt.json beside a model's weights: the words, pixels and turns that it was trained with, to ask it in the same.
+"""paravt.json, next to a model's weights: the prompts, pixels and turns that it was trained with.
 
-A run writes it, checkpoints and exports carry it. It comes with a model from anywhere, so what it says is checked as a
-stranger's: it can name no file, neither of prompts nor of a tool, and nothing in it stands for something else.
+Runs write it, and checkpoints and exports include it, so that the model is used as it was trained. Models can come from
+anywhere, so the file is untrusted: it cannot name prompt files or tool code, and ${…} is rejected.
 """
 
 import json
@@ -20,21 +20,21 @@ from paravt_jax.config.changed_keys import updated_record
 from paravt_jax.config.keys import flat
 from rollout.episode_config import EpisodeConfig
 
-# Of an episode, what is the asker's to choose.
+# Settings of an episode that are not stored, because the user chooses them.
 NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "prompts_file")
-NOT_COMPARED = ("num_frames", "rollout.dispatch")  # which runs vary on purpose
-MAX_SHOWN = 60  # characters of a value that differs
+NOT_COMPARED = ("num_frames", "rollout.dispatch")  # runs vary these on purpose
+MAX_SHOWN = 60  # characters of a differing value in a message
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is asked; its defaults are those of a run."""
+    """Settings for using a model; the defaults are a run's."""
 
-    num_frames: int = VideoConfig.overview_frames  # of an overview
+    num_frames: int = VideoConfig.overview_frames  # overview frames
     min_pixels: int = VideoConfig.min_pixels
     max_pixels: int = VideoConfig.max_pixels
     rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
-    mode: Mode = "agentic"  # as runs train; what an evaluation sets otherwise is told
+    mode: Mode = "agentic"  # the mode of training runs; an evaluation in another mode logs the difference
 
     def __post_init__(self) -> None:
         VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
@@ -50,7 +50,7 @@ class Recipe:
 
 def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
     video, rollout = config.video, config.rollout
-    if isinstance(config, SftConfig):  # samples nothing, so that its turns may be longer than its context
+    if isinstance(config, SftConfig):  # SFT samples nothing, so its turns may be longer than its context
         turn_tokens = min(rollout.max_new_tokens, rollout.max_context_tokens)
         rollout = replace(rollout, max_new_tokens=turn_tokens, prompts_file="")
     mode = config.eval.mode if isinstance(config, EvalConfig) else "agentic"
@@ -58,7 +58,7 @@ def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
 
 
 def read_recipe(directory: Path) -> Recipe | None:
-    """That of a model's files; None where there is none."""
+    """The recipe in a model's files; None if there is none."""
     record, told = _record(directory), directory / RECIPE_FILE
     if record is None:
         return None
@@ -85,7 +85,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 
 def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
-    """What the files of a model say of how it is asked, where that is another."""
+    """Messages about settings that differ from the recipe in the model's files."""
     record = _record(directory)
     if record is None:
         return

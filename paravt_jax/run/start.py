@@ -1,7 +1,7 @@
-"""What every command says when it starts: where it computes, what, and on which data, in one line.
+"""The start line of every command: devices, model, data and precision.
 
-A computation that lands on a CPU by mistake looks like one that hangs. So a GPU that jax cannot use is named with the
-way out, and large models train on a CPU only where JAX_PLATFORMS=cpu asks for it.
+A run that computes on a CPU by mistake looks like one that hangs. So if jax cannot use a GPU, the line explains how to
+fix it, and large models train on a CPU only with JAX_PLATFORMS=cpu.
 """
 
 import os
@@ -19,16 +19,16 @@ from paravt_jax.config import MeshConfig
 from paravt_jax.run.gpu_assignment import VISIBLE
 
 PLATFORMS = "JAX_PLATFORMS"
-MAX_CPU_PARAMS = 100_000_000  # of a model that trains on a CPU without JAX_PLATFORMS=cpu
+MAX_CPU_PARAMS = 100_000_000  # largest model that trains on a CPU without JAX_PLATFORMS=cpu
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg")  # below /dev, with a driver, in a container and in WSL
+NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg")  # in /dev: a driver's files, also in containers and WSL
 
 
 def find_devices() -> Sequence[Any]:
-    """The devices of this run; raises where jax has none for JAX_PLATFORMS."""
+    """The run's devices. Raises if jax finds none for JAX_PLATFORMS."""
     try:
         return jax.devices()
-    except (AssertionError, RuntimeError) as problem:  # the former where a platform has no hardware
+    except (AssertionError, RuntimeError) as problem:  # AssertionError: a platform without hardware
         wanted = os.environ.get(PLATFORMS, "")
         why = _no_gpu() if {"cuda", "gpu"} & set(wanted.split(",")) else one_line(problem)
         raise RuntimeError(
@@ -38,7 +38,7 @@ def find_devices() -> Sequence[Any]:
 
 
 def fell_back(devices: Sequence[Any]) -> bool:
-    """Whether they are a CPU that JAX_PLATFORMS does not ask for."""
+    """Whether jax uses a CPU although JAX_PLATFORMS does not ask for one."""
     return devices[0].platform == "cpu" and os.environ.get(PLATFORMS, "").split(",")[0] != "cpu"
 
 
@@ -66,19 +66,19 @@ def _no_gpu() -> str:
 
 
 def said_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
-    """Such as `8 x NVIDIA H100 80GB HBM3`; of a CPU also why it is no GPU, where one might be expected."""
+    """For example `8 x NVIDIA H100 80GB HBM3`. For a CPU also why, if this machine seems to have a GPU."""
     why = _no_gpu() if fell_back(devices) and (_gpu_is_visible() or _cuda_is_installed()) else ""
     on_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
     return f"{len(devices)} x {devices[0].device_kind}{on_hosts}" + f" ({why})" * bool(why)
 
 
 def size_of(hf_dir: Path) -> int:
-    """The number of parameters, by config.json."""
+    """Number of parameters, computed from config.json."""
     return num_params(config_from_hf(read_hf_config(hf_dir), str(hf_dir)))
 
 
 def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
-    """Refuses to train a large model on a CPU that nobody asked for."""
+    """Raises if a large model would train on a CPU by mistake."""
     if fell_back(devices) and size > MAX_CPU_PARAMS:
         raise RuntimeError(
             f"model.path={model} has {_in_words(size)} parameters, and jax would train it on {said_devices(devices)}: "
@@ -89,7 +89,7 @@ def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
 def start_line(
     devices: str, size: int, dtype: str, written: str, *, mesh: MeshConfig | None = None, **rest: object
 ) -> str:
-    """`size` parameters compute in `dtype`, where the settings have `written`; `rest` is all else, by name."""
+    """`size` parameters compute in `dtype`; `written` is the dtype in the settings. `rest` has more items by name."""
     parts: dict[str, object] = {"devices": devices}
     if mesh is not None:
         axes = " ".join(f"{name}={number}" for name, number in vars(mesh).items())

@@ -1,4 +1,4 @@
-"""Work beside the event loop, and how it ends when somebody wants to stop."""
+"""Runs work in threads beside the event loop, and cancels it on a stop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Like asyncio.to_thread, but a cancellation waits for the work: half an update would be none."""
+    """Like asyncio.to_thread, but a cancellation waits for the work: an update must not stop half-way."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
@@ -20,7 +20,7 @@ async def in_thread(work: Callable[[], Result]) -> Result:
 
 
 async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` gives; or None as soon as somebody wants to stop, and then it is cancelled."""
+    """Returns the result of `work`, or cancels it and returns None as soon as the run must stop."""
     working, told = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -1,7 +1,7 @@
-"""What RL and imitation have in common while they train: steps, the log, checkpoints, a beginning and an end.
+"""Shared by RL and SFT: steps, the log, checkpoints, resuming and the end of a run.
 
-A run's directory is its name: started again with the same one, it goes on from its newest checkpoint. What it draws at
-random is keyed by seed and number, so a checkpoint needs no more than the learner and a few numbers, its progress.
+A run's directory identifies it: a run with the same directory resumes from its newest checkpoint. Random draws are
+keyed by seed and number, so a checkpoint needs only the learner's state and a few numbers, the progress.
 """
 
 import time
@@ -52,17 +52,17 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
-    """Where a run trains, held from before anything is loaded until everything is closed."""
+    """A run's directory, locked before anything loads until everything is closed."""
 
     path: Path
-    stopping: Stopping  # somebody asked the run to end
-    num_logged: int  # steps, before this start
+    stopping: Stopping  # set when the run must stop
+    num_logged: int  # steps logged before this start
     settings: Mapping[str, Any]
-    changes: Mapping[str, tuple[Any, Any]]  # of the settings since the run was last started
+    changes: Mapping[str, tuple[Any, Any]]  # changed settings since the last start
     allow_changes: bool
     hosts: Hosts
-    bucket: Bucket | None = None  # where its checkpoints are, and copies of its logs, if not here
-    lease: Lease | None = None  # of host 0, on that
+    bucket: Bucket | None = None  # for checkpoints and copies of logs; None: local
+    lease: Lease | None = None  # host 0's lease on the bucket
 
     @classmethod
     def acquire(
@@ -73,10 +73,10 @@ class RunDirectory:
         allow_changes: bool,
         hosts: Hosts,
     ) -> "RunDirectory":
-        """Holds the directory and listens to signals until `stack` closes.
+        """Locks the directory and handles signals until `stack` closes.
 
-        Settings without which the steps to come are no continuation are refused, unless `allow_changes`; and hosts
-        that have others, or other code, or see another directory.
+        Raises if hosts differ in settings or code or see different directories. Also raises if settings changed that
+        make a resumed run incomparable, unless `allow_changes`.
         """
         hosts.check_same(
             lambda: {**comparable_settings(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
@@ -100,7 +100,7 @@ class RunDirectory:
         return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease)
 
     def checkpoints(self, copies: "LogCopies | None", *options: Any) -> Checkpoints:
-        """`copies` are of the logs, made before a checkpoint in a bucket counts."""
+        """`copies` uploads the logs before a checkpoint in a bucket is committed."""
         if self.bucket is None:
             return Checkpoints(self.path / CHECKPOINTS_DIR, *options)
 
@@ -112,7 +112,7 @@ class RunDirectory:
         return BucketCheckpoints(self.bucket / CHECKPOINTS_DIR, *options, before_commit=before_commit)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What `work` gives; or None on all hosts when one of them was asked to stop."""
+        """Returns the result of `work`, or None on all hosts if one of them must stop."""
         result = await unless_stopped(self.stopping, work)
         signal_number = max(await self.hosts.gather_async("stop", self.stopping.signal))
         if signal_number:
@@ -122,7 +122,7 @@ class RunDirectory:
 
 @dataclass(eq=False)
 class Training:
-    """The state of a run that trains, whatever it learns from."""
+    """State of a training run, RL or SFT."""
 
     directory: RunDirectory
     learner: Learner
@@ -130,13 +130,13 @@ class Training:
     checkpoints: Checkpoints
     num_steps: int
     save_every_steps: int
-    begun_with: Progress  # what the newest checkpoint says; of a new run, its beginning
+    begun_with: Progress  # the newest checkpoint's progress; for a new run, its beginning
     step: int  # steps done
-    parts: EpisodeParts  # episodes of the other hosts
-    copies: LogCopies | None = None  # of its logs, in a bucket
+    parts: EpisodeParts  # other hosts' episodes
+    copies: LogCopies | None = None  # copies its logs to a bucket
     compiles: Compiles = field(default_factory=Compiles)
     began_step_s: float = 0.0
-    exit_code: int = 0  # of the command: 0 where all steps are done, 128 + n where signal n stopped the run before
+    exit_code: int = 0  # of the command: 0 if all steps are done, 128 + n if signal n stopped the run earlier
 
     @classmethod
     async def resume(
@@ -153,10 +153,10 @@ class Training:
         log: LogConfig,
         remarks: Sequence[str],
     ) -> "Training":
-        """From the newest whole checkpoint, or from the beginning: {"step": 0} and what else a checkpoint will carry.
+        """Resumes from the newest complete checkpoint, or starts from `beginning`: {"step": 0} and further progress.
 
-        `visits` are the fingerprint of the order of the data, and the settings that it follows from. The settings are
-        written here: from now on the run is what they say.
+        `visits` has the fingerprint of the data order and the settings that determine it. This writes the settings to
+        the run's directory.
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
@@ -166,7 +166,7 @@ class Training:
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner))
-        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first one was long whole
+        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first checkpoint was complete by then
             raise RuntimeError(
                 f"{directory.path} has a log of {directory.num_logged} steps and no checkpoint; put one back, "
                 f"move the directory away to begin anew, or choose another run_dir"
@@ -207,7 +207,7 @@ class Training:
         return int(self.learner.state.step)
 
     def begin_step(self, phase: str) -> bool:
-        """False when all steps are done."""
+        """False if all steps are done."""
         self.began_step_s = time.monotonic()
         if self.step >= self.num_steps:
             return False
@@ -215,7 +215,7 @@ class Training:
         return True
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
-        """Of the step that ends now, whatever it was."""
+        """Metrics of the current step, which ends now."""
         step_s = time.monotonic() - self.began_step_s
         return {
             "policy_version": float(self.version),
@@ -228,7 +228,7 @@ class Training:
         return self.step % every_steps == 0 or self.step >= self.num_steps
 
     def validation_due(self, validation: ValidationConfig) -> bool:
-        """Before the first step, every so many steps and after the last one; never twice, also not after a restart."""
+        """Before the first step, every `every_steps` and after the last one; never twice, even after a restart."""
         due = self.due(validation.every_steps) if self.step else validation.at_start
         return due and not self.log.validated(self.step)
 
@@ -238,7 +238,7 @@ class Training:
             await self.save(progress())
 
     async def save(self, progress: Progress) -> None:
-        """Returns when the state is copied; the run goes on meanwhile."""
+        """Returns when the state is copied; writing continues in the background."""
         self.log.phase("checkpoint")
         record = {"step": self.step, "visits": self.begun_with["visits"], **progress}
         if self.directory.lease is not None and self.directory.lease.lost:
@@ -246,7 +246,7 @@ class Training:
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
 
     async def finish(self, progress: Progress) -> None:
-        """Saves, waits for it, draws, and says where everything is."""
+        """Saves a checkpoint and waits for it, draws plots, and logs where everything is."""
         stopped_by = self.directory.stopping.signal
         self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
         await self.save(progress)
