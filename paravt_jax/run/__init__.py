@@ -1,1 +1,1 @@
-"""What any run is: its directory, log, checkpoints, process and policy. Knows neither rl nor imitation nor data."""
+"""Infrastructure of all runs: directory, log, checkpoints, process, policy. It does not use rl, imitation or data."""

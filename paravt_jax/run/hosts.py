@@ -73,7 +73,7 @@ class Hosts:
         return results[0] if results else work()
 
     def check_same(self, values: Callable[[], Mapping[str, Any]], fix: str) -> None:
-        """Raises on every host when two hosts have different values under a name; `fix` tells the user what to do."""
+        """Raises on every host if two hosts have different values under a name; `fix` is advice for the error."""
         if self.num == 1:
             return
         mine = json.loads(json.dumps(dict(values()), default=_as_number))

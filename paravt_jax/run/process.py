@@ -48,7 +48,7 @@ class Stopping(asyncio.Event):
 
 
 def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
-    """SIGTERM and Ctrl-C end a run after its current step; a second one, or the end of the grace period, ends it at once.
+    """SIGTERM and Ctrl-C end a run after its current step; a second one, or the end of the grace period, ends it now.
 
     Returns a function that removes the signal handlers.
     """

@@ -166,7 +166,7 @@ class Training:
         fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner))
-        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first checkpoint was complete by then
+        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first was complete by then
             raise RuntimeError(
                 f"{directory.path} has a log of {directory.num_logged} steps and no checkpoint; put one back, "
                 f"move the directory away to begin anew, or choose another run_dir"
