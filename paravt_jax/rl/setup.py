@@ -237,7 +237,7 @@ def _check_for_hosts(config: Config, replay: Path | None) -> None:
 
 
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
-    """Ensures that a directory has a single run's steps: a normal run's, or a replay's of one other run."""
+    """Rejects a directory with steps from a normal run if this is a replay, the reverse, and replays of another run."""
     path, now = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
     before = path.read_text() if path.exists() else ""
     if directory.num_logged and before != now:
