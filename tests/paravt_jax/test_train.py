@@ -100,7 +100,7 @@ def test_every_option_of_the_update_runs(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.path=/nowhere"], "/nowhere is not a directory"),
+        (["model.path=/nowhere"], "/nowhere is neither a directory nor a hub id"),
         (["data.train=/nowhere.parquet"], "/nowhere.parquet"),
         (["loss.name=/nowhere.py:mine"], r"loss\.name=/nowhere\.py:mine: there is no file /nowhere\.py"),
         (["reward.plugin=/nowhere.py:reward"], "reward.plugin=/nowhere.py:reward: there is no file"),
