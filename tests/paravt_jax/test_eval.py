@@ -106,5 +106,5 @@ def test_servers_are_not_given_half_of_an_adapted_model(world, tmp_path):
         tmp_path, config, AdapterInfo(lora, AdapterBase(str(world / "tiny.hf"))), new_adapter(config, lora, seed=0)
     )
     overrides = (f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}", "engine.kind=sglang")
-    with pytest.raises(ValueError, match=r"is an adapter, and servers of SGLang are given whole models"):
+    with pytest.raises(ValueError, match=r"is an adapter, and SGLang servers need a merged model"):
         asyncio.run(run_eval(config_of(world, *overrides)))
