@@ -42,7 +42,7 @@ def share_a_mesh(hosts):
     assert {device.process_index for device in own} == {hosts.index}
     with pytest.raises(ValueError, match="tensor=4 stays within a host"):
         make_mesh(tensor=4)
-    with pytest.raises(ValueError, match="must be all 4 devices of the 2 hosts"):
+    with pytest.raises(ValueError, match="must equal the 4 devices of all 2 hosts"):
         make_mesh(fsdp=2)
     split = NamedSharding(make_mesh(fsdp=2, tensor=2), PartitionSpec(("fsdp", "tensor")))
     array = jax.make_array_from_callback((4,), split, lambda index: ONE * index[0].start)
