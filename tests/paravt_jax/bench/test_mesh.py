@@ -56,7 +56,7 @@ def test_every_mesh_is_measured_beside_one_device(tmp_path):
         unknown = [name for name, value in row.items() if value is None]
         assert set(row) == keys and unknown == ["run_step_s", "problem"]  # without a config there is no step of a run
     assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
-    assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count("as measured\n") == 4
+    assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count(" s measured\n") == 4
     assert run.stdout.splitlines()[-1] == f"take {' x '.join(map(str, result['rows'][0]['mesh']))}"
 
 
