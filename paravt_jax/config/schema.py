@@ -335,15 +335,17 @@ class RunConfig:
     rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
 
 
+TRAINING_RUN_DIR = (
+    "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of the logs go there, "
+    "other files to runs/"
+)
+
+
 @dataclass(frozen=True)
 class TrainingConfig(RunConfig):
     """The settings that RL and SFT share."""
 
-    run_dir: str = setting(
-        "runs/default",
-        "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of "
-        "the logs go there, other files to runs/",
-    )
+    run_dir: str = setting("runs/default", TRAINING_RUN_DIR)
     lora: LoraConfig = field(default_factory=LoraConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -444,11 +446,7 @@ def _imitation_video() -> VideoConfig:
 class SftConfig(TrainingConfig):
     """The SFT cold start. `rollout` is how videos, tools and turns are rendered; keep it as in the RL run to come."""
 
-    run_dir: str = setting(
-        "runs/sft",
-        "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of "
-        "the logs go there, other files to runs/",
-    )
+    run_dir: str = setting("runs/sft", TRAINING_RUN_DIR)
     video: VideoConfig = field(default_factory=_imitation_video)
     optim: OptimConfig = field(default_factory=_imitation_optim)
     pack: PackConfig = field(default_factory=_imitation_pack)
