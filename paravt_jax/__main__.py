@@ -18,7 +18,6 @@ COMMANDS = {  # name: the module to run and a description
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
     "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split"),
     "prompts": ("paravt_jax.prompts", "makes a file of prompts from the released repository: import-release"),
-    "miniature": ("paravt_jax.miniature", "runs the paper's experiment at a size for a laptop"),
     "bench": (
         "paravt_jax.bench",
         "measures this machine: mesh, learner, rollout, video, convert",

@@ -14,7 +14,7 @@ run=${RUN:-runs/quickstart}
 bash scripts/setup.sh cpu
 python=.venv/bin/python
 
-"$python" -m paravt_jax.miniature --dir "$run" --arms para_grpo --seeds 0 --quick
+"$python" -m scripts.miniature --dir "$run" --arms para_grpo --seeds 0 --quick
 
 checkpoint=$(ls -d "$run"/para_grpo/seed0/checkpoints/[0-9]* | sort -V | tail -1)
 "$python" -m model_port.export --src "$checkpoint" --dst "$run/trained.hf" --force

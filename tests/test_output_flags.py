@@ -33,7 +33,6 @@ DIRECTORIES = {  # which output_directory guards, or which a run or a bench keep
     "convert --dst": ["convert", "--src", "in", "--dst", "FILE"],
     "data materialize --output-dir": [*MATERIALIZE, "--output-dir", "FILE"],
     "export --dst": ["export", "--src", "in", "--dst", "FILE"],
-    "miniature --dir": ["miniature", "--dir", "FILE"],
     "tiny --dst": ["tiny", "--dst", "FILE"],
 }
 READ_FROM = {  # settings, flags and arguments that name what is read, or where a run is
@@ -51,12 +50,10 @@ READ_FROM = {  # settings, flags and arguments that name what is read, or where 
 READ = {  # or no path at all, or a log that is added to
     *(
         "--api-key",
-        "--arms",
         "--config",
         "--device",
         "--dtype",
         "--engine",
-        "--eval",
         "--evaluation",
         "--hf",
     ),
@@ -72,8 +69,8 @@ READ = {  # or no path at all, or a log that is added to
         "--qwen-vl-utils",
         "--replay",
     ),
-    *("--revision", "--root", "--seeds", "--sft", "--shard", "--src", "--tokenizer"),
-    *("--topology", "--train", "--url", "--video-root"),
+    *("--revision", "--root", "--shard", "--src", "--tokenizer"),
+    *("--topology", "--url", "--video-root"),
 }
 
 

@@ -18,7 +18,7 @@ LEARNER_ONLY = {"jax", "jaxlib", "flax", "optax", "orbax", "torch"}
 FORBIDDEN = {  # package: what none of its files imports, at any depth of the file
     "model_port": {"paravt_jax", "rollout"},
     "rollout": {"paravt_jax", "model_port"} | LEARNER_ONLY,
-    "paravt_jax": {"tests"},
+    "paravt_jax": {"scripts", "tests"},
 }
 SIDECAR_ONLY = "rollout/staging.py"  # SGLang's processes load it, in their own environment
 TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only then
@@ -47,7 +47,6 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "eval": "config evaluation run",
     "ask": "asking run",
     "serve": "ask asking run",
-    "miniature": "config data run",
     "prompts": "",
     "__main__": "",
 }
@@ -167,6 +166,7 @@ def test_no_package_imports_what_it_must_not():
         ("rollout/video/worker.py", "def late():\n    from model_port.config import preset\n"),
         ("model_port/text.py", "from rollout.episode import Agent\n"),
         ("paravt_jax/run.py", "def late():\n    import torch.nn\n"),
+        ("paravt_jax/data/rows.py", "from scripts.miniature.world import Scene\n"),
     ],
 )
 def test_a_forbidden_import_is_noticed_wherever_it_stands(tmp_path, file, text):

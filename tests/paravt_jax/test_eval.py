@@ -14,8 +14,8 @@ from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import cell_table
-from paravt_jax.miniature.model import make_model
-from paravt_jax.miniature.world import make_world, questions, rl_row, write_rows
+from scripts.miniature.model import make_model
+from scripts.miniature.world import make_world, questions, rl_row, write_rows
 
 
 @pytest.fixture(scope="module")

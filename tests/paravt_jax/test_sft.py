@@ -22,11 +22,11 @@ from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.batches import TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
-from paravt_jax.miniature.model import make_model
-from paravt_jax.miniature.traces import Mixture, rows_of
-from paravt_jax.miniature.world import make_world, write_rows
 from paravt_jax.view.page import make_page
 from rollout.chat import Chat
+from scripts.miniature.model import make_model
+from scripts.miniature.traces import Mixture, rows_of
+from scripts.miniature.world import make_world, write_rows
 
 CONFIG = ROOT / "configs" / "miniature" / "sft.yaml"
 STEPS = 6

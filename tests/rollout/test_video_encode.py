@@ -15,7 +15,7 @@ from pathlib import Path
 from make_video import at_fps, write_video as write_clip
 from paravt_jax.bench.camera import FPS, camera
 from paravt_jax.data.synthetic import make_synthetic
-from paravt_jax.miniature.world import make_world
+from scripts.miniature.world import make_world
 from rollout.video.encode import write_video
 
 make_synthetic(Path("synthetic"))

@@ -16,9 +16,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from model_port.layout import RESULTS_FILE
-from paravt_jax.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, VARIANTS, Experiment
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.run.plots import STYLE, running_mean
+from scripts.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, VARIANTS, Experiment
 
 TITLES = {
     "sft": "SFT (cold start)",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny
-from paravt_jax.miniature.world import FRAME_PX
+from scripts.miniature.world import FRAME_PX
 
 MIN_PIXELS = 784
 

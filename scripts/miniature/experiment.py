@@ -16,10 +16,10 @@ from pathlib import Path
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE, RESULTS_FILE
 from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
-from paravt_jax.miniature.traces import Mixture, rows_of
-from paravt_jax.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 from paravt_jax.run.log import load_jsonl
 from rollout.supervisor import supervised
+from scripts.miniature.traces import Mixture, rows_of
+from scripts.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
 ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
@@ -113,8 +113,6 @@ class Experiment:
     eval: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not CONFIGS.is_dir():
-            raise ValueError(f"{CONFIGS} does not exist; run this from a clone of the repository")
         all_arms = (*ARMS, *READINGS, *VARIANTS, *COLD_STARTS)
         unknown = [arm for arm in self.arms if arm not in all_arms]
         if unknown:
@@ -152,7 +150,7 @@ class Experiment:
                 write_rows(world / f"{name}_{part}.jsonl", rows)
             prompts = [question for scene in scenes_of_part for question in questions(scene, max_windows)]
             write_rows(world / f"rl_{part}.jsonl", list(map(rl_row, prompts)))
-        from paravt_jax.miniature.model import make_model  # imports jax, which only the runs need
+        from scripts.miniature.model import make_model  # imports jax, which only the runs need
 
         make_model(self.directory / "tiny.hf")
 

@@ -1,6 +1,6 @@
 """Runs the paper's experiment at laptop size: a cold start, the arms, their evaluations, a table and a figure.
 
-python -m paravt_jax.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
+python -m scripts.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
 """
 
 import argparse
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import check_local, exit_on_sigterm
-from paravt_jax.miniature.experiment import (
+from paravt_jax.run.log import whole_file
+from scripts.miniature.experiment import (
     ARMS,
     COLD_STARTS,
     FULL,
@@ -21,14 +22,13 @@ from paravt_jax.miniature.experiment import (
     JobRunner,
     Size,
 )
-from paravt_jax.run.log import whole_file
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog=prog_of("paravt_jax.miniature"),
+        prog=prog_of("scripts.miniature"),
         description="Run SFT once and the arms from it, on a small synthetic world. Re-running the command resumes it.",
         epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; {' and '.join(COLD_STARTS)} for a cold start only; variants "
         f"for para_grpo and {', '.join(VARIANTS)}.",
@@ -71,7 +71,7 @@ def main() -> None:
         exit_on_sigterm()  # like Ctrl-C: the runs save a checkpoint and exit
         experiment.make_data()
         JobRunner(args.jobs).run(experiment.jobs())
-    from paravt_jax.miniature.report import draw, missing_seeds, table  # importing matplotlib takes a second
+    from scripts.miniature.report import draw, missing_seeds, table  # importing matplotlib takes a second
 
     text = table(experiment)
     with whole_file(experiment.directory / TABLE_FILE) as file:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
-from paravt_jax.miniature.world import DURATION_S, FPS, WINDOW_S, Question, Scene, questions
 from rollout.video.times import overview_times
+from scripts.miniature.world import DURATION_S, FPS, WINDOW_S, Question, Scene, questions
 
 FORCED = "<think>\n"
 CAPTION = "caption"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +17,16 @@ import pytest
 from model_port.layout import RESULTS_FILE
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
-from paravt_jax.miniature.__main__ import arms_of
-from paravt_jax.miniature.experiment import ARMS, QUICK, VARIANTS, Experiment, Job, JobRunner
-from paravt_jax.miniature.report import draw, missing_seeds, table
-from paravt_jax.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of
-from paravt_jax.miniature.world import (
+from paravt_jax.rewards.terms import reward_terms
+from paravt_jax.run.log import METRICS_FILE
+from rollout import supervisor
+from rollout.tools import find_calls, window_of
+from rollout.video.times import crop_times
+from scripts.miniature.__main__ import arms_of, main
+from scripts.miniature.experiment import ARMS, QUICK, VARIANTS, Experiment, Job, JobRunner
+from scripts.miniature.report import draw, missing_seeds, table
+from scripts.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of
+from scripts.miniature.world import (
     DURATION_S,
     WINDOW_S,
     frames,
@@ -30,11 +36,6 @@ from paravt_jax.miniature.world import (
     rl_row,
     write_rows,
 )
-from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.run.log import METRICS_FILE
-from rollout import supervisor
-from rollout.tools import find_calls, window_of
-from rollout.video.times import crop_times
 
 SCENES = [make_scene(0, number) for number in range(64)]
 CLEAN = Mixture(bare=False, noise_frac=0.0, wrong_frac=0.0)
@@ -220,7 +221,7 @@ def test_progress_counts_the_steps_of_the_runs(tmp_path, monkeypatch):
             return super().write(text)
 
     monkeypatch.setattr("model_port.progress.EVERY_S", 0.01)
-    monkeypatch.setattr("paravt_jax.miniature.experiment.PROGRESS_S", 0.0)
+    monkeypatch.setattr("scripts.miniature.experiment.PROGRESS_S", 0.0)
     monkeypatch.setattr(sys, "stderr", Stderr())
     code = f"""
 import time
@@ -247,11 +248,12 @@ time.sleep(300)
     code = f"""
 import sys
 from pathlib import Path
-from paravt_jax.miniature.experiment import Job, JobRunner
+from scripts.miniature.experiment import Job, JobRunner
 directory = Path({str(tmp_path)!r})
 JobRunner(1).run([Job("it", directory, (sys.executable, "-c", {child!r}), 1, "none.jsonl", directory / "done")])
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     wait_for((tmp_path / "started").exists)
     run = int((tmp_path / "started").read_text())
     assert run in living()
@@ -303,6 +305,14 @@ def test_a_variant_differs_from_para_grpo_only_in_its_settings(tmp_path):
 def test_an_unknown_arm_is_an_error():
     with pytest.raises(ValueError, match="--arms grppo is unknown"):
         Experiment(Path("x"), ["grppo"], [0])
+
+
+def test_an_address_is_rejected_as_the_output_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["miniature", "--dir", "gs://bucket/x"])
+    with pytest.raises(ValueError, match="gs:/"):
+        main()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_report_has_means_and_spreads_of_finished_runs(tmp_path):
