@@ -155,8 +155,10 @@ class VideoConfig:
 class EngineConfig:
     """The sampler: the learner itself, or SGLang servers."""
 
-    kind: Literal["jax", "sglang"] = setting(
-        "jax", "jax: the learner samples in its own process; sglang: SGLang servers sample"
+    kind: str = setting(
+        "jax",
+        "jax: the learner samples in its own process; sglang: SGLang servers sample; or path/to/file.py:function for "
+        "your own (docs/extend.md)",
     )
     urls: list[str] = setting(
         [],
@@ -183,6 +185,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows")
         _local("engine", self, "urls_file", "weights_dir")
+        if self.kind not in ("jax", "sglang") and not self.is_own:
+            raise ValueError(f"engine.kind={self.kind} is unknown; expected jax, sglang or path/to/file.py:function")
         if self.kind == "jax" and self.urls:
             raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
@@ -193,6 +197,11 @@ class EngineConfig:
             )
         if self.gpus:
             self._check_gpus()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `kind` is the user's function."""
+        return ".py:" in self.kind
 
     @property
     def connects(self) -> bool:
@@ -464,8 +473,8 @@ class SftConfig(TrainingConfig):
 class EvalDataConfig(DataConfig):
     split: str = setting(
         "",
-        "a public split (docs/evaluation.md); data.validation is then your copy of its repository, or its"
-        " name on the hub, or empty to download the rows",
+        "a public split (docs/evaluation.md), or path/to/file.py:NAME for your own (docs/extend.md); data.validation "
+        "is then your copy of its repository, or its name on the hub, or empty to download the rows",
     )
 
 

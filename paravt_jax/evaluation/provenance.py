@@ -80,7 +80,7 @@ def model_record(path: str, source: Path) -> dict[str, Any]:
 async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:
     """The kind of engine, and its servers' versions."""
     record: dict[str, Any] = {"kind": settings.kind}
-    if settings.kind == "jax":
+    if settings.kind != "sglang":
         return record
     client = HttpClient.make()
     try:

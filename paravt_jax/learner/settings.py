@@ -115,7 +115,7 @@ class LossConfig:
 
     name: str = setting(
         "para_grpo",
-        "para_grpo, grpo, dapo, dr_grpo, gspo, cispo, or path/to/file.py:function for your own (docs/training.md)",
+        "para_grpo, grpo, dapo, dr_grpo, gspo, cispo, or path/to/file.py:function for your own (docs/extend.md)",
     )
     params: dict[str, float] = setting(
         {},

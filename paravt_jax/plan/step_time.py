@@ -107,7 +107,7 @@ def _parts(
     later_turns = work.num_episodes * min(rates.turns - 1, rollout.tool_turns) if work.calls else 0
     on_host = -(-work.num_groups // num_hosts(config.hosts, mesh.num_devices, device))
     waves = -(-on_host // (config.video.num_workers or on_host))
-    if config.engine.kind == "sglang":
+    if config.engine.kind != "jax":
         engine = _servers(work, config.engine, model, device, rates)
         pictures = (work.num_episodes + later_turns) * work.frames + work.num_calls * work.call_frames
         publish_s = weight_bytes(model) / rates.publish_bytes_per_s

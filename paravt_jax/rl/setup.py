@@ -31,7 +31,7 @@ from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
-from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, warn_of_large
 from paravt_jax.sampling.local_model import local_mesh, local_model
 from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import sampling_model
@@ -60,7 +60,8 @@ async def open_run(
     A `replay` run's log replaces rollouts and engine. `allow_changes` permits another model, seed or data than at the
     run's start. `take_over` permits servers that another run publishes to.
     """
-    variant_of(config.loss)  # fail early if the user's own file does not load
+    variant_of(config.loss)  # fail early if the user's own files do not load
+    own_engine(config.engine)
     if replay is not None and is_address(config.run_dir):
         raise ValueError(f"run_dir={config.run_dir}: a replay writes to a local directory; choose another run_dir")
     if hosts.num > 1:
@@ -110,9 +111,10 @@ async def open_run(
             hosts=hosts,
             probe=DeviceProbe(hosts),
         )
-        if isinstance(run.engine, SGLangEngine):
+        if log is None and config.engine.kind != "jax":
             await hosts.gather_async("engine", None)  # a server that is loading does not answer other hosts
             await run.publish()  # servers may have been started with other weights
+        if isinstance(run.engine, SGLangEngine):
             await _check_parity(run.engine, run)
         yield run
         if log is not None:
@@ -224,6 +226,8 @@ def _check_for_hosts(config: Config, replay: Path | None) -> None:
             f"train.oversample={config.train.oversample} aborts the groups that are last, which no host knows of all; "
             f"set it to 0 on several hosts"
         )
+    if config.engine.is_own:
+        raise ValueError(f"engine.kind={config.engine.kind}: an engine of your own runs on one host; use jax or sglang")
     if config.engine.kind == "jax" and config.train.max_staleness:
         raise ValueError(
             f"train.max_staleness={config.train.max_staleness} with engine.kind=jax starts sampling and updates in "

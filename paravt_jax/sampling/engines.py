@@ -1,10 +1,12 @@
-"""Opens the engine, embedded or SGLang, and the frame reader."""
+"""Opens the engine (embedded, SGLang or your own) and the frame reader."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from model_port.config import config_from_hf, read_hf_config
 from model_port.layout import is_checkpoint
@@ -19,6 +21,7 @@ from paravt_jax.sampling.local_model import local_mesh
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
+from rollout.user_code import call_user_code, load_function
 from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 
@@ -62,6 +65,12 @@ async def open_engine(
             max_context_tokens=max_context_tokens,
             patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
         )
+    if (make_engine := own_engine(settings)) is not None:
+        engine = call_user_code(lambda: make_engine(settings, policy))
+        engine = await engine if inspect.isawaitable(engine) else engine
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine.kind={settings.kind} returned {type(engine).__name__}, expected an Engine")
+        return engine
     config = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
     sglang = SGLangSettings(
         run=run,
@@ -94,6 +103,11 @@ async def open_engine(
     ]
     phase("starting SGLang")
     return await SGLangEngine.launch(servers, sglang, phase)
+
+
+def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:
+    """The user's function that makes the engine, or None if `engine.kind` names a shipped engine."""
+    return load_function("engine.kind", settings.kind) if settings.is_own else None
 
 
 def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:

@@ -55,5 +55,5 @@ def _own(location: str) -> Tool:
     except (Exception, SystemExit) as problem:
         raise ValueError(f"{label} cannot be created: {type(problem).__name__}: {problem}") from problem
     if not valid:
-        raise ValueError(f"{label} is not a Tool with a spec whose name is a word; docs/rollouts.md has an example")
+        raise ValueError(f"{label} is not a Tool with a spec whose name is a word; docs/extend.md has an example")
     return tool

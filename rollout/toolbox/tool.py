@@ -51,7 +51,7 @@ class ToolContext:
 
 
 class Tool:
-    """Base class. Your own tool is a subclass in a file that `rollout.tools` names; see docs/rollouts.md."""
+    """Base class. Your own tool is a subclass in a file that `rollout.tools` names; see docs/extend.md."""
 
     spec: ToolSpec
     shows_details = False  # True: shows parts of frames, which may have more pixels than a frame

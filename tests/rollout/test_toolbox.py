@@ -342,12 +342,11 @@ def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path)
 
 
 def test_the_tool_that_the_page_shows_is_called(chat, task, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "own_tools.py").write_text(block)
-    tools = ["crop_video", f"{tmp_path / 'own_tools.py'}:VideoFacts"]
+    page = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    (block,) = re.findall(r"^```python\n# own_tool.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own_tool.py").write_text(block)
+    tools = ["crop_video", f"{tmp_path / 'own_tool.py'}:VideoFacts"]
     wrong, right = call_of("video_facts", video_path="x"), call_of("video_facts", video_path="video.mp4")
-    told = "It lasts 64.0 seconds, its frames have 32 x 32 pixels."
-    assert answers(chat, task, wrong, right, tools=tools)[1] == ("ok", told)
+    reply = "64.0 seconds, frames of 32 x 32 pixels"
+    assert answers(chat, task, wrong, right, tools=tools)[1] == ("ok", reply)
     assert answers(chat, task, wrong, right, tools=tools)[0][0] == "invalid"
-    assert len(block.splitlines()) <= 20

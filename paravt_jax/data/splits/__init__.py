@@ -1,7 +1,8 @@
-"""The public evaluation splits, one file each; `data.split` names one."""
+"""The public evaluation splits, one file each; `data.split` names one, or a split in a file of yours."""
 
 from paravt_jax.data.splits import charades, longvideobench, lvbench, mlvu, mmvu, videomme
 from paravt_jax.data.splits.public import PublicSplit, Sample
+from rollout.user_code import load_object
 
 __all__ = ["SPLITS", "PublicSplit", "Sample", "split_named"]
 
@@ -20,6 +21,12 @@ SPLITS: dict[str, PublicSplit] = {
 
 
 def split_named(name: str) -> PublicSplit:
+    """The shipped split of this name, or the split at path/to/file.py:NAME."""
+    if ".py:" in name:
+        split = load_object("data.split", name)
+        if not isinstance(split, PublicSplit):
+            raise ValueError(f"data.split={name} is not a PublicSplit; docs/extend.md has an example")
+        return split
     if name not in SPLITS:
-        raise ValueError(f"data.split={name} is unknown, expected {', '.join(SPLITS)}")
+        raise ValueError(f"data.split={name} is unknown, expected {', '.join(SPLITS)} or path/to/file.py:NAME")
     return SPLITS[name]

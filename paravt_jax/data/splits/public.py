@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PublicSplit:
-    """A published evaluation; docs/evaluation.md explains how to add one."""
+    """A published evaluation; docs/extend.md has an example."""
 
     name: str  # data.split
     title: str  # in tables
