@@ -10,8 +10,7 @@ from typing import Any, Literal
 from model_port.config import LoraConfig
 from model_port.output_dir import check_local
 from paravt_jax.learner.settings import AdvantageConfig, LossConfig, MismatchConfig, OptimConfig
-from paravt_jax.rewards.chat_client import check_no_password
-from paravt_jax.rewards.judge import JudgeConfig
+from paravt_jax.rewards.judge import JudgeConfig, check_no_password
 from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts

@@ -112,28 +112,28 @@ class ParsedTurn:
 
     @property
     def full(self) -> Place:
-        return self.place(0, len(self.text))
+        return self.place_at(0, len(self.text))
 
     @property
     def end(self) -> Place:
         """The token that ended the turn."""
-        return self.place(len(self.text), len(self.text))
+        return self.place_at(len(self.text), len(self.text))
 
     @property
     def fault_place(self) -> Place:
         """The first fault, or the end of the turn."""
-        return self.end if self.fault is None else self.place(self.fault, self.fault + 1)
+        return self.end if self.fault is None else self.place_at(self.fault, self.fault + 1)
 
-    def place(self, start: int, end: int) -> Place:
+    def place_at(self, start: int, end: int) -> Place:
         return Place(self.number, start, end)
 
     def place_of(self, block: Block) -> Place:
         end = len(self.text) if block.closing is None else block.closing.place.end
-        return self.place(block.opening.place.start, end)
+        return self.place_at(block.opening.place.start, end)
 
     def first_of(self, tag: Tag) -> Place:
         """The first character of a tag: only the token that starts a wrong tag is at fault."""
-        return self.place(tag.place.start, tag.place.start + 1)
+        return self.place_at(tag.place.start, tag.place.start + 1)
 
     def in_place_of_closing(self, opening: Tag) -> Place:
         """The place where a closing tag is missing: the next tag, or the end of the turn."""

@@ -103,13 +103,15 @@ def _checked(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
     for term in terms:
         for turn, start, end in term.places:
             if not 0 <= turn < len(turns) or not 0 <= start < end <= len(turns[turn]):
-                raise PluginError(f"the term {term.name} has a place ({turn}, {start}, {end}) that is not in the turns")
+                raise PluginError(
+                    f"the term {term.name} has the place ({turn}, {start}, {end}), which is not in the turns"
+                )
     return tuple(
         replace(
             term,
             value=float(term.value),
             weight=float(term.weight),
-            places=tuple(Place(*place) for place in term.places),
+            places=tuple(Place(*span) for span in term.places),
         )
         for term in terms
     )

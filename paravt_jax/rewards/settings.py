@@ -1,8 +1,8 @@
-"""What a reward is made of, and how much each part is worth. The defaults are the published numbers."""
+"""Settings of the reward. The defaults are the published numbers."""
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rollout.setting import setting
 
@@ -31,23 +31,20 @@ class RewardConfig:
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 
     def __post_init__(self) -> None:
-        weights = ("format_weight", "anchor_weight", "unclosed_penalty", "tool_call_weight", "tool_right_weight")
-        _finite_and_not_negative("reward", self, *weights)
+        for name in ("format_weight", "anchor_weight", "unclosed_penalty", "tool_call_weight", "tool_right_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"reward.{name}={getattr(self, name)} must be a finite number, 0 or more")
         if self.oe_mode not in ("f1", "exact", "llm"):
             raise ValueError(f"reward.oe_mode={self.oe_mode!r} must be f1, exact or llm")
         if self.tool_call_weight + self.tool_right_weight > 1:
             raise ValueError(
                 f"reward.tool_call_weight={self.tool_call_weight} and reward.tool_right_weight="
-                f"{self.tool_right_weight} add up to more than 1, the most that R_tool may be"
+                f"{self.tool_right_weight} add up to more than 1, the maximum of R_tool"
             )
         if self.tool_right != "any" and not self.tool_reward:
-            raise ValueError(f"reward.tool_right={self.tool_right} does nothing with reward.tool_reward=false")
+            raise ValueError(f"reward.tool_right={self.tool_right} has no effect with reward.tool_reward=false")
         path, colon, function = self.plugin.rpartition(":")
         if self.plugin and not (colon and path.endswith(".py") and function.isidentifier()):
-            raise ValueError(f"reward.plugin={self.plugin!r} is no FILE.py:FUNCTION, such as rewards/mine.py:reward")
-
-
-def _finite_and_not_negative(section: str, settings: Any, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(settings, name) < math.inf:
-            raise ValueError(f"{section}.{name}={getattr(settings, name)} must be a finite number, 0 or more")
+            raise ValueError(
+                f"reward.plugin={self.plugin!r} must be FILE.py:FUNCTION, for example rewards/mine.py:reward"
+            )

@@ -249,8 +249,8 @@ def _right(terms: RewardTerms) -> bool:
 
 def find_prediction(turns: Sequence[str]) -> str | None:
     """The episode's answer, for a judge; None if there is none, which is worth 0 without a judge."""
-    place = _place_of_prediction(parse_episode(turns))
-    return None if place is None else _prediction_at(place, turns)
+    prediction_place = _place_of_prediction(parse_episode(turns))
+    return None if prediction_place is None else _prediction_at(prediction_place, turns)
 
 
 def check_ground_truth(answer: str, question_type: str) -> None:
@@ -289,12 +289,12 @@ def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
     for turn in reversed(turns):
         for opening, closing in reversed(list(zip(turn.tags, turn.tags[1:], strict=False))):
             if opening.name == closing.name == "answer" and not opening.closing and closing.closing:
-                return turn.place(opening.place.end, closing.place.start)
+                return turn.place_at(opening.place.end, closing.place.start)
     return None
 
 
-def _prediction_at(place: Place, turns: Sequence[str]) -> str:
-    return TAG.sub(" ", turns[place.turn][slice(*place.span)]).strip()
+def _prediction_at(answer_body: Place, turns: Sequence[str]) -> str:
+    return TAG.sub(" ", turns[answer_body.turn][slice(*answer_body.span)]).strip()
 
 
 def _accuracy(
@@ -400,7 +400,7 @@ def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorPropert
     unclosed = tuple(tag.place for turn in turns for tag in turn.unclosed)
     for anchor in anchors:
         if anchor.value:
-            spelled = tuple(place for place in anchor.places if place.start < place.end)
+            spelled = tuple(p for p in anchor.places if p.start < p.end)
             yield Credit(anchor.name, "anchor", anchor.value, spelled if anchor.met else unclosed)
 
 
@@ -421,12 +421,14 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
     executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
     blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
     well_formed = {number for number, outcome in enumerate(outcomes) if outcome in WELL_FORMED_OUTCOMES} | {
-        number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place(*call.span) in blocks
+        number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place_at(*call.span) in blocks
     }
 
     def places(numbers: set[int]) -> tuple[Place, ...] | None:
         # Statements in the same <tool_code> share a place.
-        spans = dict.fromkeys(turn.place(*call.span) for number, (turn, call) in enumerate(calls) if number in numbers)
+        spans = dict.fromkeys(
+            turn.place_at(*call.span) for number, (turn, call) in enumerate(calls) if number in numbers
+        )
         return tuple(spans) if numbers else None
 
     return _Calls(places(executed), places(well_formed))

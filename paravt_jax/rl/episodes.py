@@ -134,7 +134,8 @@ class RolloutWorker:
         terms = reward_terms(*scored, self.reward, judged, prompt.question, own, tools)
         by_default = reward_terms(*scored, RewardConfig(), question=prompt.question, tools=tools)
         if terms.missing:
-            return Rollout(name, episode, terms, by_default.format, "no verdict of the judge", "judge")
+            problem = (self.judge and self.judge.last_problem) or "no verdict of the judge"
+            return Rollout(name, episode, terms, by_default.format, problem, "judge")
         left_out = self.truncated == "leave_out" and is_cut_off(episode)
         return Rollout(name, episode, terms, by_default.format, left_out=left_out)
 

@@ -397,7 +397,7 @@ def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_pa
     ],
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(overrides):
-    with pytest.raises(ValueError, match="has a user or password in it") as refused:
+    with pytest.raises(ValueError, match="contains a user name or password") as refused:
         load_config(None, *overrides)
     assert "hunter2" not in str(refused.value)
 

@@ -1,4 +1,4 @@
-"""What an answer commits to is read strictly: a clear form earns, an ordinary word never does."""
+"""Answers are parsed strictly: a clear form counts, an ordinary word never does."""
 
 import time
 from pathlib import Path
@@ -13,34 +13,34 @@ CASES = Path(__file__).with_name("answer_cases.txt")  # a new case is a new line
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    """What each text of the table is read as, and the text."""
+    """The expected parse and the text of each row."""
     lines = [line for line in CASES.read_text().splitlines() if not line.startswith("#")]
     rows = [line.split(" | ", 2) for line in lines]
     return [(expected, text.replace("\\n", "\n").replace("\\\\", "\\")) for of, expected, text in rows if of == kind]
 
 
 @pytest.mark.parametrize(("expected", "text"), cases("mcq"))
-def test_an_option_is_read_from_what_commits_to_one_and_from_nothing_else(expected, text):
+def test_an_option_letter_is_parsed_only_if_the_text_commits_to_it(expected, text):
     assert (option_letter(text) or "-") == expected
 
 
 @pytest.mark.parametrize(("expected", "text"), cases("tvg"))
-def test_an_interval_is_read_from_every_honest_form_and_from_nothing_else(expected, text):
-    found = interval(text)
-    assert ("-" if found is None else "{:g} {:g}".format(*found)) == expected
+def test_an_interval_is_parsed_from_every_clear_form_only(expected, text):
+    seconds = interval(text)
+    assert ("-" if seconds is None else "{:g} {:g}".format(*seconds)) == expected
 
 
 @pytest.mark.parametrize(("expected", "text"), cases("oe"))
-def test_an_open_answer_matches_however_it_is_written(expected, text):
+def test_open_answers_match_in_every_spelling(expected, text):
     prediction, truth = text.split(" == ")
     assert exact_match(prediction, truth) == token_f1(prediction, truth) == float(expected)
 
 
-def test_the_table_is_a_table():
+def test_the_table_has_150_distinct_cases():
     assert sum(len(cases(kind)) for kind in ("mcq", "tvg", "oe")) >= 150 and len(set(cases("mcq"))) == len(cases("mcq"))
 
 
-def test_an_option_copied_as_it_stands_is_that_option():
+def test_a_copied_option_counts_as_its_letter():
     question = "Which letter?\nA. A\nB. C\nC. I\nD. the dog, not the cat"
     for copied, letter in {"A. A": "A", "B. C": "B", "C. I": "C", " D. the dog,  not the cat\n": "D"}.items():
         assert option_letter(copied, question) == letter
@@ -48,7 +48,7 @@ def test_an_option_copied_as_it_stands_is_that_option():
 
 
 @pytest.mark.parametrize("letter", "ABCDEFGHIJ")
-def test_every_option_up_to_j_is_read_in_every_form(letter):
+def test_options_a_to_j_are_parsed_in_every_form(letter):
     for form in ("{}", "({})", "{}.", "option {}", "the answer is {}", "{}. red"):
         assert option_letter(form.format(letter)) == letter
 
@@ -93,23 +93,8 @@ def test_exact_match_ignores_case_articles_and_punctuation_and_never_matches_not
 
 
 WORDS = [
-    "A",
-    "B",
-    "(B)",
-    "the answer is",
-    "option",
-    "not",
-    "or",
-    ",",
-    ".",
-    "3",
-    "5.",
-    "1:05",
-    "-",
-    "to",
-    " ",
-    "\n",
-    "[",
+    *("A", "B", "(B)", "the answer is", "option", "not", "or", ",", "."),
+    *("3", "5.", "1:05", "-", "to", " ", "\n", "["),
 ]
 
 
@@ -125,7 +110,7 @@ def test_no_text_raises(text):
 @pytest.mark.parametrize(
     "piece", [" ", ".", ":", "9", "answer ", "is ", "answer is", "(", "( ", "A,", "B. ", "and ", "\n "]
 )
-def test_a_long_answer_takes_no_long_time(piece):
+def test_parsing_time_is_linear_in_the_length(piece):
     text = piece * 20_000
     started_s = time.process_time()
     option_letter(text), interval(text), token_f1(text, text)

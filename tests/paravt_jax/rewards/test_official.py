@@ -1,4 +1,4 @@
-"""The harnesses' own rules, faults and all: each case says what the strict rule makes of the same reply."""
+"""The rules of the benchmarks' harnesses with their faults; some cases also have the strict parse."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ OPTIONS = ("Milk", "Tea", "Oil", "Ink")
 
 
 @pytest.mark.parametrize(
-    ("reply", "found", "strictly"),
+    ("reply", "letter_found", "strictly"),
     [
         ("B", "B", "B"),
         ("(c) oil", None, "C"),  # no capital
@@ -22,12 +22,14 @@ OPTIONS = ("Milk", "Tea", "Oil", "Ink")
         ("I do not know", None, None),
     ],
 )
-def test_the_first_capital_counts_in_whatever_word(reply, found, strictly):
-    assert [letter for letter in "ABCD" if first_capital(reply, letter, OPTIONS)] == ([found] if found else [])
+def test_the_first_capital_counts_even_inside_a_word(reply, letter_found, strictly):
+    assert [letter for letter in "ABCD" if first_capital(reply, letter, OPTIONS)] == (
+        [letter_found] if letter_found else []
+    )
     assert option_letter(reply) == strictly
 
 
-def test_where_no_letter_is_found_a_guess_is_worth_its_mean():
+def test_without_a_letter_the_score_is_the_mean_of_a_guess():
     assert first_capital_or_guess("no", "A", OPTIONS) == 0.25
     assert first_capital_or_guess("B", "A", OPTIONS) == 0 and first_capital_or_guess("A", "A", OPTIONS) == 1
 
@@ -41,7 +43,7 @@ def test_where_no_letter_is_found_a_guess_is_worth_its_mean():
         ("Bread", "B", False),
     ],
 )
-def test_mmvu_takes_a_letter_anywhere_or_the_text_of_the_option(reply, answer, right):
+def test_mmvu_accepts_the_letter_anywhere_or_the_text_of_the_option(reply, answer, right):
     assert mmvu(reply, answer, OPTIONS) == right
 
 
@@ -74,14 +76,14 @@ def test_a_window_is_two_numbers_in_any_order(reply, iou):
     assert window_iou(reply, "[20.0, 30.0]", ()) == pytest.approx(iou)
 
 
-def test_a_reply_is_the_last_answer_or_what_follows_the_thinking():
+def test_a_reply_is_the_last_answer_or_the_text_after_the_thinking():
     assert reply_of(["<think>A</think><tool_call>x</tool_call>", "<think>B</think><answer> C </answer>"]) == "C"
     assert reply_of(["<think>B</think> Tea"]) == "Tea" and reply_of(["D"]) == "D" and reply_of([]) == ""
     assert reply_of(["<answer>A</answer> or <answer>B"]) == "B"
 
 
 @given(st.text(max_size=50), st.sampled_from("ABCD"))
-def test_no_reply_raises_and_every_score_is_one(reply, answer):
+def test_no_reply_raises_and_scores_are_from_0_to_1(reply, answer):
     for rule in (first_capital, first_capital_or_guess, mmvu):
         assert 0 <= rule(reply, answer, OPTIONS) <= 1
     assert 0 <= mmvu(reply, "some words", ()) <= 1 and 0 <= window_iou(reply, "[1.0, 2.5]", ()) <= 1

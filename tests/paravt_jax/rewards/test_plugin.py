@@ -1,4 +1,4 @@
-"""Rewards of a user's own: what they are given, what they may say, and that whatever they do harms one episode."""
+"""Reward plugins: their arguments, their results, and that a failure only invalidates one episode."""
 
 import asyncio
 import threading
@@ -31,16 +31,16 @@ def episode(*texts, outcome="ok"):
     return Episode("e", Task("t", "Which one?", ("/a.mp4",), 4), Ledger(), turns)
 
 
-def loaded(place):
-    return load_plugin(RewardConfig(plugin=str(place)))
+def loaded(name):
+    return load_plugin(RewardConfig(plugin=str(name)))
 
 
-def said_by(plugin, *texts):
+def terms_from(plugin, *texts):
     return asyncio.run(plugin.terms(episode(*texts or (LOOKED, ANSWERED)), "B", "mcq"))
 
 
-def test_the_example_of_the_docs_pays_short_thinking_and_takes_off_for_calls_made_twice():
-    brief, repeated = said_by(loaded(f"{EXAMPLE}:reward"))
+def test_the_example_rewards_short_thinking_and_penalizes_repeated_calls():
+    brief, repeated = terms_from(loaded(f"{EXAMPLE}:reward"))
     # 4 words before the first </think>, which the forced prefix is one of, and 4 before the second
     assert (brief.name, brief.weight, brief.value) == ("brief", 0.2, pytest.approx(1 - 8 / 60))
     spans = [LOOKED.index("</think>"), ANSWERED.index("</think>")]
@@ -50,31 +50,31 @@ def test_the_example_of_the_docs_pays_short_thinking_and_takes_off_for_calls_mad
     assert repeated.places == (Place(0, second, second + len(CALL)),)
 
 
-def test_the_example_does_not_pay_for_thinking_that_never_ends():
-    brief, _ = said_by(loaded(f"{EXAMPLE}:reward"), "<think>\nhm")
+def test_the_example_does_not_reward_unclosed_thinking():
+    brief, _ = terms_from(loaded(f"{EXAMPLE}:reward"), "<think>\nhm")
     assert brief.value == 0 and brief.places == ()
 
 
-def test_the_example_is_twenty_lines_and_stands_in_its_page():
+def test_the_docs_show_the_example_in_twenty_lines():
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) == 20
     assert f"```python\n{text}```" in (ROOT / "docs" / "rewards.md").read_text()
 
 
-def test_a_function_is_given_what_was_asked_said_and_done():
-    given = {}
+def test_a_function_receives_the_question_the_turns_and_the_calls():
+    received = {}
 
     def reward(**arguments):
-        given.update(arguments)
+        received.update(arguments)
         return []
 
-    assert said_by(Plugin(reward, 5.0)) == ()
+    assert terms_from(Plugin(reward, 5.0)) == ()
     arguments = {"start_time": 2, "end_time": 5}
     first, second = (
         ExecutedCall(0, (start, start + len(CALL)), "crop_video", arguments, "ok", "A report.")
         for start in (LOOKED.index(CALL), LOOKED.rindex(CALL))
     )
-    assert given == {
+    assert received == {
         "question": "Which one?",
         "answer": "B",
         "question_type": "mcq",
@@ -101,11 +101,11 @@ async def raising_later(**_):
     raise StopIteration
 
 
-def leaving(**_):
+def exiting(**_):
     raise SystemExit(3)
 
 
-def giving(*terms):
+def returning(*terms):
     return lambda **_: list(terms)
 
 
@@ -119,19 +119,22 @@ BRIEF = OwnTerm("brief", 0.5)
         (blocking, r"reward\.plugin returned nothing within 0\.2 s$"),
         (raising, r"KeyError: 'colour'$"),
         (raising_later, r"RuntimeError: .*StopIteration"),
-        (leaving, r"SystemExit: 3$"),
+        (exiting, r"SystemExit: 3$"),
         (lambda **_: None, r"expected a list of paravt_jax\.rewards\.OwnTerm, got None$"),
         (lambda **_: 0.5, r"got 0\.5$"),
         (lambda **_: [0.5], r"got \[0\.5\]$"),
-        (giving(BRIEF, BRIEF), r"two terms have the name brief$"),
-        (giving(OwnTerm("brief", 0.5, (Place(2, 0, 1),))), r"the term brief has a place \(2, 0, 1\) that is not in"),
-        (giving(OwnTerm("brief", 0.5, (Place(1, 5, 5),))), r"has a place \(1, 5, 5\)"),
-        (giving(OwnTerm("brief", 0.5, (Place(1, 0, 10_000),))), r"has a place \(1, 0, 10000\)"),
+        (returning(BRIEF, BRIEF), r"two terms have the name brief$"),
+        (
+            returning(OwnTerm("brief", 0.5, (Place(2, 0, 1),))),
+            r"the term brief has the place \(2, 0, 1\), which is not in",
+        ),
+        (returning(OwnTerm("brief", 0.5, (Place(1, 5, 5),))), r"has the place \(1, 5, 5\)"),
+        (returning(OwnTerm("brief", 0.5, (Place(1, 0, 10_000),))), r"has the place \(1, 0, 10000\)"),
     ],
 )
-def test_what_is_no_answer_is_said_and_is_never_a_zero(function, complaint):
+def test_an_invalid_result_is_an_error_and_never_zero(function, complaint):
     with pytest.raises(PluginError, match=complaint):
-        said_by(Plugin(function, 0.2))
+        terms_from(Plugin(function, 0.2))
 
 
 ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
@@ -139,7 +142,7 @@ ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 @pytest.mark.parametrize("kind", ENDING)
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_function_that_raises_what_ends_tasks_or_processes_fails_alone(kind, asynchronous):
+def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, asynchronous):
     def function(**_):
         raise kind("out")
 
@@ -149,17 +152,17 @@ def test_a_function_that_raises_what_ends_tasks_or_processes_fails_alone(kind, a
 
     async def scored():
         asyncio.current_task().cancel()
-        with suppress(asyncio.CancelledError):  # as some library may, before
+        with suppress(asyncio.CancelledError):  # as some libraries do
             await asyncio.sleep(0)
         with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
             await Plugin(later if asynchronous else function, 5.0).terms(episode(ANSWERED), "B", "mcq")
-        return "goes on"
+        return "continues"
 
-    assert asyncio.run(scored()) == "goes on"
+    assert asyncio.run(scored()) == "continues"
 
 
 @pytest.mark.parametrize("function", [slowly, blocking])
-def test_whoever_cancels_a_run_does_not_wait_for_its_functions(function):
+def test_cancelling_a_run_does_not_wait_for_its_functions(function):
     async def cancelled():
         task = asyncio.create_task(Plugin(function, 20.0).terms(episode(ANSWERED), "B", "mcq"))
         await asyncio.sleep(0.05)
@@ -171,7 +174,7 @@ def test_whoever_cancels_a_run_does_not_wait_for_its_functions(function):
     assert 0 < asyncio.run(cancelled()) < 1
 
 
-def test_a_coroutine_that_is_closed_is_not_held_up_by_a_function():
+def test_a_function_does_not_block_closing_its_coroutine():
     running = Plugin(slowly, 5.0).function()
     call_user_code = await_user_code(running)
 
@@ -179,12 +182,12 @@ def test_a_coroutine_that_is_closed_is_not_held_up_by_a_function():
         call_user_code.send(None)
 
     asyncio.run(begin())
-    call_user_code.close()  # raises where it is not the end
+    call_user_code.close()  # raises if the coroutine continues
     assert running.cr_frame is None
 
 
 def test_episodes_do_not_wait_for_each_other():
-    """Everyone gives an answer only when all have been asked."""
+    """Each function returns only after all have been called."""
     threads = threading.Barrier(4, timeout=20)
 
     def blocking_together(**_):
@@ -216,7 +219,7 @@ def test_episodes_do_not_wait_for_each_other():
         (f"def reward({ARGUMENTS}, more): return []", "reward", "must take .*: missing a required argument: 'more'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_sentence_that_names_it(text, name, complaint, tmp_path):
+def test_a_file_that_cannot_be_used_is_a_one_line_error(text, name, complaint, tmp_path):
     file = tmp_path / "mine.py"
     if text is not None:
         file.write_text(text)
@@ -225,14 +228,14 @@ def test_what_is_wrong_with_a_file_is_one_sentence_that_names_it(text, name, com
     assert "\n" not in str(refused.value)
 
 
-def test_without_a_name_nothing_is_loaded():
+def test_an_empty_setting_loads_nothing():
     assert load_plugin(RewardConfig()) is None
 
 
-def test_a_file_may_hold_dataclasses_and_take_more_than_is_given(tmp_path):
+def test_a_file_may_define_dataclasses_and_take_extra_keywords(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "from paravt_jax.rewards import OwnTerm\n@dataclass\nclass Mine:\n    x: float = 0.5\n"
         "async def reward(turns, **others):\n    return [OwnTerm('mine', Mine().x)]\n"
     )
-    assert said_by(loaded(f"{tmp_path}/mine.py:reward")) == (OwnTerm("mine", 0.5),)
+    assert terms_from(loaded(f"{tmp_path}/mine.py:reward")) == (OwnTerm("mine", 0.5),)

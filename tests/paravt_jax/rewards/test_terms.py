@@ -1,8 +1,8 @@
-"""Every credit by hand, what each fault costs, and that no play with tags is worth more than the grammar."""
+"""Credits computed by hand, the cost of each fault, and that no change of tags beats the grammar."""
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,8 @@ def terms(*turns, outcomes=(), answer="B", question_type="mcq", judged=None, **c
     return reward_terms(list(turns), list(outcomes), answer, question_type, RewardConfig(**config), judged)
 
 
-def parts(found):
-    return found.base, found.anchor, found.think_first, found.balanced, found.format
+def parts(reward):
+    return reward.base, reward.anchor, reward.think_first, reward.balanced, reward.format
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def parts(found):
         # base, anchor, think first, balanced, and their sum with λ = 0.5 and a bound of 1
         (ANSWER_TURN, (0.7, 0.7, 0.0, 0.1, 1.0)),  # 0.7 + 0.35 + 0.1 = 1.15
         (f" {THINK}\n\n<answer>B</answer>\n", (0.7, 0.7, 0.0, 0.1, 1.0)),
-        (TOOL_TURN, (0.2, 0.4, 0.3, 0.1, 0.8)),  # it did not come to an answer
+        (TOOL_TURN, (0.2, 0.4, 0.3, 0.1, 0.8)),  # no answer
         (THINK, (0.2, 0.4, 0.0, 0.1, 0.5)),
         (f"{THINK}<answer>B", (0.5, 0.4, 0.0, 0.0, 0.7)),  # cut off
         (f"{THINK}<answer>", (0.2, 0.4, 0.0, 0.0, 0.4)),
-        (f"{THINK}<answer> </answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # says nothing
+        (f"{THINK}<answer> </answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # empty
         ("<think>\n short   </think><answer>B</answer>", (0.5, 0.3, 0.0, 0.1, 0.75)),  # 5 characters of thinking
         ("<think>\nit is late</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),  # 10 characters
         ("<think>\nit is big</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
-        ("<think>\n..........</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),  # dots are no words, digits say nothing alone
+        ("<think>\n..........</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),  # neither dots nor digits alone are thinking
         ("<think>\n... no ... no</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
         ("<think>\n12 34 56 78 90</think>", (0.0, 0.0, 0.0, 0.0, 0.0)),
         ("<think>\nein Mädchen, 我看</think>", (0.2, 0.4, 0.0, 0.1, 0.5)),
@@ -72,7 +72,7 @@ def test_format_by_hand(text, by_hand):
         (f"<answer>B</answer>{THINK}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # wrong order: no thinking comes first
         (f"so: {ANSWER_TURN}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # leading text
         (f"<think>\nlet me look <answer>B</answer></think>{ANSWER_TURN}", (0.0, 0.0, 0.0, 0.0, 0.0)),  # nested
-        # What follows closed thinking is outside: only the thinking earns.
+        # Only the closed thinking earns.
         (f"{ANSWER_TURN} indeed", (0.2, 0.4, 0.0, 0.1, 0.5)),
         (f"{THINK}so: <answer>B</answer>", (0.2, 0.4, 0.0, 0.1, 0.5)),
         (f"{THINK}B", (0.2, 0.4, 0.0, 0.1, 0.5)),
@@ -86,15 +86,15 @@ def test_format_by_hand(text, by_hand):
     ],
 )
 def test_faults_by_hand(text, by_hand):
-    found = terms(text)
-    assert parts(found) == pytest.approx(by_hand)
-    assert not found.parseable
+    reward = terms(text)
+    assert parts(reward) == pytest.approx(by_hand)
+    assert not reward.parseable
 
 
-def test_a_property_of_several_turns_is_one_of_every_turn():
-    whole = terms(TOOL_TURN, TOOL_TURN, ANSWER_TURN)
-    assert parts(whole) == pytest.approx((0.7, 0.7, 0.3, 0.1, 1.0))
-    assert whole.parseable
+def test_every_turn_must_have_a_property_of_several_turns():
+    full = terms(TOOL_TURN, TOOL_TURN, ANSWER_TURN)
+    assert parts(full) == pytest.approx((0.7, 0.7, 0.3, 0.1, 1.0))
+    assert full.parseable
     short = terms("<think>\nhm</think><tool_call>{}</tool_call>", ANSWER_TURN)
     assert parts(short) == pytest.approx((0.5, 0.3, 0.3, 0.1, 1.0))  # 0.5 + 0.15 + 0.3 + 0.1 = 1.05
     assert short.parseable
@@ -104,9 +104,9 @@ def test_a_property_of_several_turns_is_one_of_every_turn():
 
 @pytest.mark.parametrize("turns", [[], [ANSWER_TURN] * 2, [TOOL_TURN], [ANSWER_TURN, TOOL_TURN], [TOOL_TURN, THINK]])
 def test_an_episode_is_tool_turns_and_then_an_answer(turns):
-    found = terms(*turns)
-    assert not found.parseable
-    assert "flow" not in {credit.name for credit in found.credits}
+    reward = terms(*turns)
+    assert not reward.parseable
+    assert "flow" not in {credit.name for credit in reward.credits}
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_an_episode_is_tool_turns_and_then_an_answer(turns):
     ],
 )
 def test_tool_reward_by_hand(outcomes, right, tool):
-    found = terms(TOOL_TURN, ANSWER_TURN, outcomes=outcomes, answer="B" if right else "C")
-    assert found.tool == pytest.approx(tool)
-    assert found.total == pytest.approx(right + 1.0 + tool)
+    reward = terms(TOOL_TURN, ANSWER_TURN, outcomes=outcomes, answer="B" if right else "C")
+    assert reward.tool == pytest.approx(tool)
+    assert reward.total == pytest.approx(right + 1.0 + tool)
 
 
-def test_a_call_that_is_none_earns_nothing_even_with_a_right_answer():
+def test_an_unreadable_or_unknown_call_earns_nothing_even_with_a_right_answer():
     bad, unknown = TOOL_TURN.replace(CALL, "{"), TOOL_TURN.replace("crop_video", "cut_video")
     assert terms(ANSWER_TURN).tool == 0.0
     assert terms(bad, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
@@ -137,14 +137,14 @@ def test_a_call_that_is_none_earns_nothing_even_with_a_right_answer():
 NOT_PUBLISHED = ("scaled", "threshold", "needed")
 
 
-def called(said, true, question_type="tvg", outcome="ok", **config):
-    """R of an episode that looks once and then says something, in the right format."""
-    turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{said}<")
+def called(reply, true, question_type="tvg", outcome="ok", **config):
+    """R of a well-formed episode with one call and this reply."""
+    turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
     return terms(*turns, outcomes=[outcome], answer=true, question_type=question_type, **config).total
 
 
 def guessed(windows, **config):
-    """The mean of R over where the event may be, when one of the windows is given as the answer."""
+    """The mean of R over the windows that may be true, if the answer is the first."""
     return sum(called(windows[0], true, **config) for true in windows) / len(windows)
 
 
@@ -158,7 +158,7 @@ THIRTIETHS = [f"[{start}, {start + 10}]" for start in range(0, 300, 10)]
         ("any", 2.05, 1.675),  # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
         ("scaled", 1.675, 1.675),  # 0.25 + 1 + 0.3 + 0.125 against the same
         ("threshold", 1.55, 1.675),  # 0.25 + 1 + 0.3 against the same
-        ("needed", 1.55, 1.55),  # what the group adds pays for right answers only
+        ("needed", 1.55, 1.55),  # the group's part only rewards right answers
     ],
 )
 def test_covering_all_candidates_against_committing_to_one_of_four(tool_right, covering, committing):
@@ -166,22 +166,21 @@ def test_covering_all_candidates_against_committing_to_one_of_four(tool_right, c
     assert guessed(QUARTERS, tool_right=tool_right) == pytest.approx(committing)
 
 
-def test_the_whole_video_beats_a_guess_where_any_overlap_pays_and_nowhere_else():
+def test_the_whole_video_beats_a_guess_only_with_tool_right_any():
     def both(tool_right):
-        whole = called("[0, 300]", THIRTIETHS[0], tool_right=tool_right)
-        return whole, guessed(THIRTIETHS, tool_right=tool_right)
+        full = called("[0, 300]", THIRTIETHS[0], tool_right=tool_right)
+        return full, guessed(THIRTIETHS, tool_right=tool_right)
 
     assert both("any") == pytest.approx((1.8333, 1.35), abs=1e-4)  # 1/30 + 1.8; (2.8 + 29 · 1.3) / 30
     for tool_right in NOT_PUBLISHED:
-        whole, guess = both(tool_right)
-        assert whole <= guess + SLACK
+        full, guess = both(tool_right)
+        assert full <= guess + SLACK
 
 
-def test_a_sliver_of_overlap_earns_as_much_of_r_tool_as_the_truth_where_any_pays():
-    def tool(said, tool_right):
-        turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{said}<")
-        given = dict(outcomes=["ok"], answer="[0, 10]", question_type="tvg", tool_right=tool_right)
-        return terms(*turns, **given).tool
+def test_a_tiny_overlap_earns_all_of_r_tool_only_with_tool_right_any():
+    def tool(reply, tool_right):
+        turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
+        return terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg", tool_right=tool_right).tool
 
     sliver = "[9.997, 10]"  # an IoU of 0.0003
     assert tool(sliver, "any") == tool("[0, 10]", "any") == pytest.approx(0.8)
@@ -191,8 +190,8 @@ def test_a_sliver_of_overlap_earns_as_much_of_r_tool_as_the_truth_where_any_pays
 
 
 def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
-    def total(said, mode):
-        turn = ANSWER_TURN.replace(">B<", f">{said}<")
+    def total(reply, mode):
+        turn = ANSWER_TURN.replace(">B<", f">{reply}<")
         return terms(turn, answer="red", question_type="oe", oe_mode=mode).total
 
     def both(mode):
@@ -204,7 +203,7 @@ def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
 
 
 @pytest.mark.parametrize("outcome", ["invalid", "error", "timeout"])
-def test_a_call_that_was_not_executed_earns_only_by_the_published_formula(outcome):
+def test_a_failed_call_earns_only_with_the_published_formula(outcome):
     alone = terms(ANSWER_TURN).total
     assert alone == pytest.approx(2.0)
     assert called("B", "B", "mcq", outcome) == pytest.approx(2.6)  # 0.1 and 0.5
@@ -212,22 +211,22 @@ def test_a_call_that_was_not_executed_earns_only_by_the_published_formula(outcom
         assert called("B", "B", "mcq", outcome, tool_right=tool_right) == pytest.approx(alone)
 
 
-def test_the_weights_of_r_tool_are_those_that_are_set():
+def test_r_tool_has_the_configured_weights():
     assert called("B", "B", "mcq", tool_call_weight=0.0, tool_right_weight=0.2) == pytest.approx(2.2)
     assert called("C", "B", "mcq", tool_call_weight=0.7, tool_right_weight=0.0) == pytest.approx(1.7)
     assert called("B", "B", "mcq", "error", tool_call_weight=0.6, tool_right_weight=0.3) == pytest.approx(2.5)
 
 
 @pytest.mark.slow
-def test_the_recommended_reward_cannot_be_raised_by_calling_covering_or_naming_several():
+def test_calling_covering_or_naming_several_answers_never_raises_the_recommended_reward():
     file = Path(__file__).parents[3] / "configs" / "paragrpo_8b_recommended.yaml"
-    reward = {field.name: getattr(load_config(file).reward, field.name) for field in fields(RewardConfig)}
-    alone = terms(ANSWER_TURN, **reward).total
-    assert alone == called("B", "B", "mcq", "invalid", **reward) == called("B", "B", "mcq", **reward)
-    assert called("[0, 40]", QUARTERS[0], **reward) <= guessed(QUARTERS, **reward) + SLACK
-    assert called("[0, 300]", THIRTIETHS[0], **reward) <= guessed(THIRTIETHS, **reward) + SLACK
-    four, one = (called(said, "red", "oe", **reward) for said in ("red blue green grey", "red"))
-    assert four < one / 4 + 3 * called("blue", "red", "oe", **reward) / 4
+    config = asdict(load_config(file).reward)
+    alone = terms(ANSWER_TURN, **config).total
+    assert alone == called("B", "B", "mcq", "invalid", **config) == called("B", "B", "mcq", **config)
+    assert called("[0, 40]", QUARTERS[0], **config) <= guessed(QUARTERS, **config) + SLACK
+    assert called("[0, 300]", THIRTIETHS[0], **config) <= guessed(THIRTIETHS, **config) + SLACK
+    four, single = (called(reply, "red", "oe", **config) for reply in ("red blue green grey", "red"))
+    assert four < single / 4 + 3 * called("blue", "red", "oe", **config) / 4
 
 
 ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool_right="needed", answer=letter) for letter in "BC"]
@@ -238,32 +237,32 @@ CALLED_RIGHT, CALLED_WRONG, REFUSED_RIGHT = [
 
 
 @pytest.mark.parametrize(
-    ("others", "paid"),
+    ("rest_of_group", "paid"),
     [
         ([ALONE_WRONG, ALONE_WRONG], 0.5),
         ([ALONE_WRONG, ALONE_RIGHT, ALONE_WRONG, None, ALONE_RIGHT], 0.25),
-        ([ALONE_RIGHT], 0.0),  # nobody needed it
-        ([CALLED_WRONG, REFUSED_RIGHT, None], 0.0),  # nobody did without
+        ([ALONE_RIGHT], 0.0),  # without a call all were right
+        ([CALLED_WRONG, REFUSED_RIGHT, None], 0.0),  # all called
     ],
 )
-def test_a_needed_call_is_paid_by_how_many_were_wrong_without_one(others, paid):
-    group = with_needed_calls([CALLED_RIGHT, *others], RewardConfig(tool_right="needed"))
+def test_a_needed_call_earns_the_share_of_wrong_answers_without_one(rest_of_group, paid):
+    group = with_needed_calls([CALLED_RIGHT, *rest_of_group], RewardConfig(tool_right="needed"))
     assert group[0].tool == pytest.approx(0.3 + paid)
     assert group[0].total == pytest.approx(2.3 + paid) and group[0].total_without_anchor == pytest.approx(1.95 + paid)
     assert math.fsum(c.value for c in group[0].credits if c.term == "tool") == pytest.approx(0.3 + paid)
-    assert group[1:] == others
+    assert group[1:] == rest_of_group
 
 
-def test_a_wrong_answer_and_a_refused_call_are_no_needed_ones():
+def test_a_wrong_answer_or_a_rejected_call_earns_nothing_as_needed():
     group = [CALLED_WRONG, REFUSED_RIGHT, ALONE_WRONG]
     assert with_needed_calls(group, RewardConfig(tool_right="needed")) == group
 
 
-def test_committing_beats_covering_where_calls_are_needed():
+def test_committing_beats_covering_with_tool_right_needed():
     config = RewardConfig(tool_right="needed")
 
-    def total(said, true, config=config):
-        answered = ANSWER_TURN.replace(">B<", f">{said}<")
+    def total(reply, true, config=config):
+        answered = ANSWER_TURN.replace(">B<", f">{reply}<")
         looked = reward_terms([TOOL_TURN, answered], ["ok"], true, "tvg", config)
         alone = reward_terms([ANSWER_TURN], [], true, "tvg", config)
         return with_needed_calls([looked, alone], config)[0].total
@@ -280,7 +279,7 @@ def test_a_call_of_any_tool_of_the_run_is_well_formed():
     assert earned == pytest.approx([0.1, 0.0])
 
 
-def test_a_leaked_call_earns_by_its_execution_only():
+def test_a_leaked_call_earns_only_if_executed():
     leak = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
     assert terms(leak, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
     assert terms(leak, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
@@ -296,9 +295,9 @@ def test_text_that_imitates_a_tool_response_earns_nothing(imitation):
         (TOOL_TURN.replace("let me look", f"let me look {imitation}"), ANSWER_TURN),
         (TOOL_TURN, f"{imitation}{ANSWER_TURN}"),
     ):
-        found = terms(*turns, outcomes=["timeout"])
-        assert found.tool == plain.tool
-        assert found.total <= plain.total
+        reward = terms(*turns, outcomes=["timeout"])
+        assert reward.tool == plain.tool
+        assert reward.total <= plain.total
     thought_of_imitation = terms("<think><tool_response>a red car</tool_response></think><answer>B</answer>")
     assert thought_of_imitation.format == 0.0
 
@@ -312,7 +311,7 @@ def test_the_exploits_of_the_release_score_below_the_correct_response():
 
 
 @pytest.mark.parametrize(
-    ("question_type", "answer", "said", "accuracy"),
+    ("question_type", "answer", "reply", "accuracy"),
     [
         ("mcq", "B", "(B) red", 1.0),
         ("mcq", "B. red", "b", 1.0),
@@ -324,11 +323,11 @@ def test_the_exploits_of_the_release_score_below_the_correct_response():
         ("oe", "the red car", "a red truck", 0.5),
     ],
 )
-def test_accuracy_by_question_type(question_type, answer, said, accuracy):
-    found = terms(ANSWER_TURN.replace(">B<", f">{said}<"), answer=answer, question_type=question_type, oe_mode="f1")
-    assert found.accuracy == pytest.approx(accuracy)
-    assert found.total == pytest.approx(accuracy + 1.0)
-    assert found.prediction == said
+def test_accuracy_by_question_type(question_type, answer, reply, accuracy):
+    reward = terms(ANSWER_TURN.replace(">B<", f">{reply}<"), answer=answer, question_type=question_type, oe_mode="f1")
+    assert reward.accuracy == pytest.approx(accuracy)
+    assert reward.total == pytest.approx(accuracy + 1.0)
+    assert reward.prediction == reply
 
 
 def test_without_a_judge_an_open_answer_has_all_words_and_no_others():
@@ -359,11 +358,11 @@ def test_an_answer_without_its_judge_is_missing_and_not_zero():
     assert missing.format == 1.0
     assert terms(ANSWER_TURN, judged=0.5, **open_question).total == pytest.approx(1.5)
     assert terms(ANSWER_TURN, judged=0.0, **open_question).total == pytest.approx(1.0)
-    for without_answer in (THINK, ANSWER_TURN.replace(">B<", "><")):  # nothing to ask a judge about
+    for without_answer in (THINK, ANSWER_TURN.replace(">B<", "><")):  # nothing to judge
         assert terms(without_answer, **open_question).accuracy == 0.0
 
 
-def test_a_score_without_a_judge_is_refused():
+def test_a_judged_score_needs_an_open_question_and_a_valid_value():
     with pytest.raises(ValueError, match="only open questions"):
         terms(ANSWER_TURN, judged=1.0)
     with pytest.raises(ValueError, match="judged=nan must be between 0 and 1"):
@@ -385,14 +384,14 @@ def test_a_score_without_a_judge_is_refused():
         ),
     ],
 )
-def test_a_bad_row_of_the_data_is_an_error_whatever_was_said(answer, question_type, complaint):
+def test_an_invalid_ground_truth_is_an_error(answer, question_type, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         terms("", answer=answer, question_type=question_type)
     with pytest.raises(ValueError, match=re.escape(complaint)):
         check_ground_truth(answer, question_type)
 
 
-def test_arguments_that_can_only_be_mistakes_are_errors():
+def test_invalid_outcomes_and_turns_are_errors():
     with pytest.raises(ValueError, match="unknown outcome 'done'"):
         terms(TOOL_TURN, outcomes=["done"])
     with pytest.raises(ValueError, match="turns is one string"):
@@ -404,12 +403,12 @@ def test_arguments_that_can_only_be_mistakes_are_errors():
     [
         ({"anchor_weight": -1.0}, r"^reward.anchor_weight=-1.0 must be a finite number"),
         ({"tool_call_weight": 0.6}, r"^reward.tool_call_weight=0.6 and reward.tool_right_weight=0.5 add up to more"),
-        ({"tool_right": "needed", "tool_reward": False}, r"^reward.tool_right=needed does nothing with .*tool_reward"),
-        ({"plugin": "mine.py"}, r"^reward.plugin='mine.py' is no FILE.py:FUNCTION"),
-        ({"plugin": "mine:reward"}, r"^reward.plugin='mine:reward' is no FILE.py:FUNCTION"),
+        ({"tool_right": "needed", "tool_reward": False}, r"^reward.tool_right=needed has no effect with .*tool_reward"),
+        ({"plugin": "mine.py"}, r"^reward.plugin='mine.py' must be FILE.py:FUNCTION"),
+        ({"plugin": "mine:reward"}, r"^reward.plugin='mine:reward' must be FILE.py:FUNCTION"),
     ],
 )
-def test_an_impossible_setting_is_named(setting, complaint):
+def test_an_impossible_setting_is_an_error_with_its_key(setting, complaint):
     with pytest.raises(ValueError, match=complaint):
         RewardConfig(**setting)
 
@@ -424,7 +423,7 @@ def test_weights_and_arms():
     assert anchored.total - 0.5 * anchored.anchor == pytest.approx(anchored.total_without_anchor)
 
 
-def test_the_bound_of_format_does_not_turn_the_anchor_into_a_punishment():
+def test_the_bound_of_format_does_not_penalize_the_anchor():
     """R − λ·R_anchor, taken after the bound of 1, would favour the shorter thinking: 0.85 against 0.65."""
     better, worse = terms(TOOL_TURN, ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN.replace("let me look", "hm"))
     assert better.total - 0.5 * better.anchor < worse.total - 0.5 * worse.anchor
@@ -437,15 +436,15 @@ def test_a_well_formed_call_is_worth_a_well_formed_answer_with_and_without_the_a
     assert answered.format == called.format == 1
     assert answered.total_without_anchor == called.total_without_anchor == pytest.approx(1 + 0.65)
     alone = terms(ANSWER_TURN, anchor_weight=0.0), terms(TOOL_TURN, ANSWER_TURN, anchor_weight=0.0, tool_reward=False)
-    assert [found.total_without_anchor for found in alone] == [found.total for found in alone]
+    assert [reward.total_without_anchor for reward in alone] == [reward.total for reward in alone]
 
 
 def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them():
     turns = [f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>", ANSWER_TURN]
-    found = reward_terms(turns, ["timeout", "ok"], "B", "mcq")
+    reward = reward_terms(turns, ["timeout", "ok"], "B", "mcq")
     for term in ("accuracy", "base", "anchor", "think_first", "balanced", "tool"):
-        assert math.fsum(c.value for c in found.credits if c.term == term) == pytest.approx(getattr(found, term))
-    earned = {c.name: (c.value, [turns[p.turn][slice(*p.span)] for p in c.places]) for c in found.credits}
+        assert math.fsum(c.value for c in reward.credits if c.term == term) == pytest.approx(getattr(reward, term))
+    earned = {c.name: (c.value, [turns[p.turn][slice(*p.span)] for p in c.places]) for c in reward.credits}
     assert earned == {
         "think": (0.2, [THINK, THINK]),
         "think_closing": (0.4, ["</think>", "</think>"]),
@@ -455,77 +454,76 @@ def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them(
         "think_first": (0.3, [THINK]),
         "balanced": (0.1, [match[0] for turn in turns for match in TAG.finditer(turn)]),
         "accuracy": (1.0, ["B"]),
-        "tool_executed": (0.3, [f"<tool_call>{CALL}</tool_call>"]),  # the second call, not the first
+        "tool_executed": (0.3, [f"<tool_call>{CALL}</tool_call>"]),  # of the second call
         "tool_right": (0.5, [f"<tool_call>{CALL}</tool_call>"]),
     }
-    (executed,) = (credit for credit in found.credits if credit.name == "tool_executed")
+    (executed,) = (credit for credit in reward.credits if credit.name == "tool_executed")
     assert executed.places[0].start == turns[0].rindex("<tool_call>")
 
 
 @pytest.mark.parametrize(
     ("turns", "closing", "flow", "unclosed"),
     [
-        # what stands in place of each property; None: it is met; "": the end of the turn
+        # text at the place of each missing property; None: it is met; "": the end of the turn
         ([ANSWER_TURN], None, None, None),
         ([TOOL_TURN, ANSWER_TURN], None, None, None),
         (["<think>\nlet me look<answer>B</answer>"], "<answer>", "<answer>", "<answer>"),
         (["<think>\nlet me look"], "", "", ""),
         (["<think>\n<think>let me look</think><answer>B</answer>"], *3 * ["<think>let"]),
-        (["<think>hm</think><answer>B</answer>"], "</think>", None, None),  # it closes nothing worth closing
-        ([THINK], None, "", None),  # neither a call nor an answer came
+        (["<think>hm</think><answer>B</answer>"], "</think>", None, None),  # too short
+        ([THINK], None, "", None),  # neither a call nor an answer
         ([f"{THINK}so: <answer>B</answer>"], None, "so:", None),
-        ([f"{THINK}<answer> </answer>"], None, "</answer>", None),  # it closes nothing
+        ([f"{THINK}<answer> </answer>"], None, "</answer>", None),  # empty
         ([f"{THINK}<answer>B"], None, "", None),
         ([TOOL_TURN], None, "<tool_call>", None),  # the last turn must answer
         ([f"so: {ANSWER_TURN}"], "so: ", "so: ", None),
         ([""], "", "", None),
     ],
 )
-def test_a_property_that_is_missing_has_the_place_of_what_stands_there(turns, closing, flow, unclosed):
-    for one, expected in zip(terms(*turns).anchors, (closing, flow, unclosed), strict=True):
-        assert one.met == (expected is None)
+def test_a_missing_property_has_the_place_at_fault(turns, closing, flow, unclosed):
+    for anchor, expected in zip(terms(*turns).anchors, (closing, flow, unclosed), strict=True):
+        assert anchor.met == (expected is None)
         if expected is not None:
-            (place,) = one.places
-            text = turns[place.turn]
-            assert text[place.start :].startswith(expected) and place.end == place.start + bool(expected)
-            assert expected or place.start == len(text)
+            ((turn, start, end),) = anchor.places
+            assert turns[turn][start:].startswith(expected) and end == start + bool(expected)
+            assert expected or start == len(turns[turn])
 
 
 def test_properties_add_up_to_the_anchor_met_or_not():
     for turns in ([ANSWER_TURN], [THINK], ["<think>\nlook"], [TOOL_TURN, "<think>\nhm</think>"], []):
-        found = terms(*turns)
-        assert math.fsum(one.value for one in found.anchors) == pytest.approx(found.anchor)
-        assert [one.name for one in found.anchors] == ["think_closing", "flow", "think_unclosed"]
+        reward = terms(*turns)
+        assert math.fsum(anchor.value for anchor in reward.anchors) == pytest.approx(reward.anchor)
+        assert [anchor.name for anchor in reward.anchors] == ["think_closing", "flow", "think_unclosed"]
 
 
 def test_own_terms_are_added_to_r_with_their_weight():
     own = (OwnTerm("brief", 0.5, weight=0.2), OwnTerm("polite", -1, (Place(0, 1, 4),)))
-    found = reward_terms([ANSWER_TURN], [], "B", "mcq", own=own)
-    assert found.total == pytest.approx(2.0 + 0.1 - 1) and found.total_without_anchor == pytest.approx(1.65 + 0.1 - 1)
-    assert [(c.name, c.term, c.value) for c in found.credits[-2:]] == [
+    reward = reward_terms([ANSWER_TURN], [], "B", "mcq", own=own)
+    assert reward.total == pytest.approx(2.0 + 0.1 - 1) and reward.total_without_anchor == pytest.approx(1.65 + 0.1 - 1)
+    assert [(c.name, c.term, c.value) for c in reward.credits[-2:]] == [
         ("brief", "brief", 0.1),
         ("polite", "polite", -1),
     ]
 
 
 @pytest.mark.parametrize("name", ["accuracy", "total", "tool_right", "", "Brief", "a b", "1st", "x-y"])
-def test_an_own_term_has_a_name_of_its_own(name):
+def test_a_reserved_or_invalid_name_of_an_own_term_is_an_error(name):
     with pytest.raises(ValueError, match=r"^invalid term name"):
         OwnTerm(name, 1.0)
     with pytest.raises(ValueError, match=r"^the term brief has value nan"):
         OwnTerm("brief", math.nan)
 
 
-def test_every_structural_tag_has_a_span_whatever_the_grammar_says():
+def test_every_structural_tag_has_a_span_even_outside_the_grammar():
     turns = ["</answer><think>x<tool_call>", "<tool_code></tool_code><tool_response></think>"]
-    found = terms(*turns)
-    assert [(t.place.turn, t.name, t.closing) for t in found.tags] == [
+    reward = terms(*turns)
+    assert [(t.place.turn, t.name, t.closing) for t in reward.tags] == [
         (0, "answer", True),
         (0, "think", False),
         (0, "tool_call", False),
         (1, "think", True),
     ]
-    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in found.tags] == [
+    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in reward.tags] == [
         *("</answer>", "<think>", "<tool_call>", "</think>"),
     ]
 
@@ -545,7 +543,7 @@ calls = st.lists(texts.map(lambda text: f"<tool_call>{text}</tool_call>"), min_s
 tool_turns = st.builds("{}{}".format, thinking, calls)
 answers = st.sampled_from(["B", "C", ""])  # no other part of these turns names an option
 answer_turns = st.builds("{}<answer>{}</answer>".format, thinking, answers)
-episodes = st.builds(lambda before, last: [*before, last], st.lists(tool_turns, max_size=2), answer_turns)
+episodes = st.builds(lambda earlier, last: [*earlier, last], st.lists(tool_turns, max_size=2), answer_turns)
 configs = st.builds(
     RewardConfig,
     tool_right=st.sampled_from(["any", "scaled", "threshold", "needed"]),
@@ -555,7 +553,7 @@ configs = st.builds(
 
 
 def with_tags(text, tags):
-    """The text with its tags replaced, in place, by others: "" takes one out, two in one string double it."""
+    """Replaces the tags of a text; "" deletes one, two in a string double it."""
     pieces = TAG.split(text)[:: TAG.groups + 1]
     return "".join(piece + tag for piece, tag in zip(pieces, [*tags, ""], strict=True))
 
@@ -565,20 +563,20 @@ def tags_of(text):
 
 
 @st.composite
-def played_with(draw, turns, plays=("delete", "double", "reorder", "insert")):
-    """An episode, and the same with some tags of one turn deleted, doubled, put in another order or added."""
+def edited(draw, turns, edits=("delete", "double", "reorder", "insert")):
+    """An episode, and the same with tags of one turn deleted, doubled, reordered or inserted."""
     turns = draw(turns)
     turn = draw(st.integers(0, len(turns) - 1))
     text, tags = turns[turn], tags_of(turns[turn])
-    play = draw(st.sampled_from(plays))
-    if play == "insert":
+    edit = draw(st.sampled_from(edits))
+    if edit == "insert":
         at = draw(st.integers(0, len(text)))
         changed = text[:at] + draw(st.sampled_from(TAGS)) + text[at:]
-    elif play == "reorder":
+    elif edit == "reorder":
         changed = with_tags(text, draw(st.permutations(tags)))
     else:
         chosen = draw(st.lists(st.booleans(), min_size=len(tags), max_size=len(tags)))
-        times = 0 if play == "delete" else 2
+        times = 0 if edit == "delete" else 2
         changed = with_tags(text, [tag * times if pick else tag for tag, pick in zip(tags, chosen, strict=True)])
     return turns, [*turns[:turn], changed, *turns[turn + 1 :]]
 
@@ -587,18 +585,17 @@ def played_with(draw, turns, plays=("delete", "double", "reorder", "insert")):
 @settings(max_examples=400, deadline=None)
 @given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
 def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):
-    found = reward_terms(turns, outcomes, *truth, config)
+    reward = reward_terms(turns, outcomes, *truth, config)
     low, high = -config.anchor_weight * config.unclosed_penalty, 2.8
-    assert low - SLACK <= found.total <= high + SLACK
-    assert low - SLACK <= found.format <= 1.0
-    assert found.total_without_anchor >= 0.0
-    for credit in found.credits:
-        for place in credit.places:
-            assert 0 <= place.start <= place.end <= len(turns[place.turn])
-    for one in found.anchors:
-        assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in one.places)
-        assert one.met or not turns or one.places
-    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in found.tags] == [
+    assert low - SLACK <= reward.total <= high + SLACK
+    assert low - SLACK <= reward.format <= 1.0
+    assert reward.total_without_anchor >= 0.0
+    for credit in reward.credits:
+        assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in credit.places)
+    for anchor in reward.anchors:
+        assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in anchor.places)
+        assert anchor.met or not turns or anchor.places
+    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in reward.tags] == [
         tag for turn in turns for tag in tags_of(turn) if "tool_res" not in tag and "tool_code" not in tag
     ]
 
@@ -610,8 +607,8 @@ def test_the_bounds_are_reached():
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
-@given(played_with(episodes), outcome_lists, configs)
-def test_no_play_with_the_tags_of_an_episode_in_the_grammar_raises_its_total(pair, outcomes, config):
+@given(edited(episodes), outcome_lists, configs)
+def test_no_change_of_the_tags_of_a_valid_episode_raises_its_total(pair, outcomes, config):
     original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
     assert original.parseable
     assert changed.total <= original.total + SLACK
@@ -620,7 +617,7 @@ def test_no_play_with_the_tags_of_an_episode_in_the_grammar_raises_its_total(pai
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
-@given(played_with(st.lists(any_turn, min_size=1, max_size=3), ["double"]), outcome_lists, configs)
+@given(edited(st.lists(any_turn, min_size=1, max_size=3), ["double"]), outcome_lists, configs)
 def test_doubling_tags_of_any_text_never_raises_its_total(pair, outcomes, config):
     original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
     assert changed.total <= original.total + SLACK
@@ -632,7 +629,7 @@ FULL_TURN = f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>"
 @pytest.mark.parametrize("turns", [[ANSWER_TURN], [TOOL_TURN, ANSWER_TURN], [FULL_TURN, TOOL_TURN, ANSWER_TURN]])
 def test_every_deleted_doubled_or_exchanged_tag_of_a_right_episode_costs_something(turns):
     outcomes = ["ok"] * sum(turn.count("<tool_call>") for turn in turns)
-    whole = terms(*turns, outcomes=outcomes).total
+    full = terms(*turns, outcomes=outcomes).total
     for number, text in enumerate(turns):
         tags = tags_of(text)
         changes = [[*tags[:i], tags[i] * times, *tags[i + 1 :]] for i in range(len(tags)) for times in (0, 2)]
@@ -640,22 +637,12 @@ def test_every_deleted_doubled_or_exchanged_tag_of_a_right_episode_costs_somethi
             for j in range(i):
                 changes.append([tags[{i: j, j: i}.get(k, k)] for k in range(len(tags))])
         for changed in (with_tags(text, change) for change in changes if change != tags):
-            assert terms(*turns[:number], changed, *turns[number + 1 :], outcomes=outcomes).total < whole - 0.05, (
-                changed
-            )
+            assert terms(*turns[:number], changed, *turns[number + 1 :], outcomes=outcomes).total < full - 0.05, changed
 
 
 @settings(deadline=None)
 @given(st.lists(any_turn, max_size=3), outcome_lists)
-def test_the_tool_reward_of_executed_calls_is_the_same_whatever_the_text(turns, outcomes):
-    found = reward_terms(turns, [*outcomes, "ok"], "C", "mcq")
-    assert found.tool == pytest.approx(0.3 + 0.5 * found.accuracy)
-    assert found.total <= found.accuracy + 1.0 + found.tool + SLACK
-
-
-def test_terms_are_frozen_and_complete():
-    found = terms(ANSWER_TURN)
-    with pytest.raises(AttributeError):
-        found.accuracy = 3.0
-    names = ("accuracy", "base", "anchor", "think_first", "balanced", "format", "tool", "total", "parseable")
-    assert all(getattr(found, name) is not None for name in names)
+def test_the_tool_reward_of_executed_calls_does_not_depend_on_the_text(turns, outcomes):
+    reward = reward_terms(turns, [*outcomes, "ok"], "C", "mcq")
+    assert reward.tool == pytest.approx(0.3 + 0.5 * reward.accuracy)
+    assert reward.total <= reward.accuracy + 1.0 + reward.tool + SLACK
