@@ -1,8 +1,7 @@
-"""With how many frames a prompt is shown on a visit: nFrames gating, K ~ Uniform(frame_budgets).
+"""The number of video frames in a prompt: nFrames gating, K ~ Uniform(frame_budgets).
 
-A draw is a hash of what it is for. It has no state, so it is the same in a re-run, on every host and after a resume,
-and does not depend on which draws were made before. With 64 bits of hash the modulus favours no budget by more than
-one part in 2^61.
+Each draw is a hash of its key, without state. So it is the same in a re-run, on every host and after a resume, and does
+not depend on other draws. With 64 bits of hash the modulus favors no budget by more than one part in 2^61.
 """
 
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
     return budgets[derived_seed("frame budget", seed, epoch, prompt_id) % len(budgets)]
 
 
-def budgets_of(visits: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
-    """The frame budget of each visit of a step, whatever their order in it."""
+def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
+    """The frame budget of each sample of a step; their order does not matter."""
     if video.gating:
-        budgets = [frame_budget(seed, visit.epoch, visit.item.id, video.frame_budgets) for visit in visits]
+        budgets = [frame_budget(seed, each.epoch, each.item.id, video.frame_budgets) for each in samples]
     else:
-        budgets = [video.overview_frames] * len(visits)
-    # An overview shows at least a frame of every video; to refuse such a prompt would end the run at a random step.
-    return [max(budget, len(visit.item.videos)) for budget, visit in zip(budgets, visits, strict=True)]
+        budgets = [video.overview_frames] * len(samples)
+    # An overview has at least one frame of every video. Rejecting the prompt would end the run at a random step.
+    return [max(budget, len(each.item.videos)) for budget, each in zip(budgets, samples, strict=True)]

@@ -97,7 +97,7 @@ def token_mask(episode: Episode, places: Sequence[Place], chat: Chat) -> Bool[np
     mask = np.zeros(len(ids), bool)
     for number, turn in enumerate(episode.turns):
         begin, end = turn.token_span
-        of_turn = [place.span for place in places if place.turn == number]
+        of_turn = [each.span for each in places if each.turn == number]
         for token, (first, last) in enumerate(chat.spans(ids[begin:end]) if of_turn else ()):
             mask[begin + token] = any(first < stop and last > start for start, stop in of_turn)
         if any(start == stop for start, stop in of_turn) and _ends(turn, ids, chat):

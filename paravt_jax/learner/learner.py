@@ -44,7 +44,7 @@ from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
 MAX_BAD_STEPS = 5  # consecutive skipped updates (non-finite gradients) before the run stops
-DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # as jax calls them
+DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # jax's names
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +80,10 @@ class Learner:
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._variant, self._coefs = variant_of(loss), LossCoefs.of(loss)
         self._temperature, self._num_steps = temperature, num_steps
-        self._structure, trainable, frozen = nnx.split(model, trained_part(model, optim), ...)
-        wrong = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
-        if wrong:
-            raise ValueError(f"the masters must be float32, got {', '.join(sorted(wrong))}; load the model in float32")
+        self._structure, trainable, frozen = nnx.split(model, trained_filter(model, optim), ...)
+        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
+        if dtypes:
+            raise ValueError(f"the masters must be float32, got {', '.join(sorted(dtypes))}; load the model in float32")
         step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
         self._move_moments(HOST_MEMORY)
@@ -134,14 +134,14 @@ class Learner:
     def log_probs(self, batch: TrainBatch) -> np.ndarray:
         """Log-probs of the scored tokens under the current policy."""
         with on_mesh(self.mesh):
-            batch = placed(batch, self.mesh)
-            return own_rows(self._score(self.state.params, batch, self._see(self.state.params, batch)))
+            batch = on_devices(batch, self.mesh)
+            return own_rows(self._score(self.state.params, batch, self._encode_vision(self.state.params, batch)))
 
     def old_log_probs(self, batch: TrainBatch) -> OldLogProbs:
         """Log-probs of the scored tokens under the policy as it is now, and under the reference if there is one."""
         with on_mesh(self.mesh):
-            batch = placed(batch, self.mesh)
-            visual = self._see(self.state.params, batch)
+            batch = on_devices(batch, self.mesh)
+            visual = self._encode_vision(self.state.params, batch)
             return OldLogProbs(self._score(self.state.params, batch, visual), self._ref_logp(batch, visual))
 
     def kl_penalties(self, part: StepPart, num_dialogues: int) -> Float[np.ndarray, " E"]:
@@ -151,7 +151,7 @@ class Learner:
         with on_mesh(self.mesh):
             for host_batch, old in zip(part.batches, part.old, strict=True):
                 assert old.prox_logp is not None
-                batch = placed(replace(host_batch, vision=None), self.mesh)
+                batch = on_devices(replace(host_batch, vision=None), self.mesh)
                 tokens = sampled_tokens(old.prox_logp, old, batch, part.counts, num_dialogues)
                 total += np.asarray(kl_penalties(spec, self._coefs, tokens))
         return total
@@ -172,9 +172,9 @@ class Learner:
         grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
         with on_mesh(self.mesh):
             for number, host_batch in enumerate(batches):
-                batch = placed(host_batch, self.mesh)
+                batch = on_devices(host_batch, self.mesh)
                 # A trained vision tower runs inside the gradient.
-                visual = None if self.optim.train_vision else self._see(self.state.params, batch)
+                visual = None if self.optim.train_vision else self._encode_vision(self.state.params, batch)
                 grads, sums = programs.add_gradients(
                     self._structure,
                     self.state.params,
@@ -202,8 +202,8 @@ class Learner:
         if self.optim.offload:
             self.state = replace(self.state, opt_state=in_memory(self.state.opt_state, memory))
 
-    def _see(self, params: Params, batch: TrainBatch) -> Visual | None:
-        return None if batch.vision is None else programs.see(self._structure, params, batch.vision)
+    def _encode_vision(self, params: Params, batch: TrainBatch) -> Visual | None:
+        return None if batch.vision is None else programs.encode_vision(self._structure, params, batch.vision)
 
     def _score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"]:
         chunk_tokens = HEAD_CHUNK_TOKENS
@@ -215,7 +215,7 @@ class Learner:
             return None
         weights = in_memory(self._ref, DEVICE_MEMORY) if self.optim.offload else self._ref
         ref = Params(weights, self.state.frozen)
-        return self._score(ref, batch, self._see(ref, batch) if self.optim.train_vision else visual)
+        return self._score(ref, batch, self._encode_vision(ref, batch) if self.optim.train_vision else visual)
 
     def _check_gradients(self) -> None:
         num_bad = int(self.state.num_bad)
@@ -233,7 +233,7 @@ class Learner:
         adam = optimizer(numbers_at(self.optim, 0, self._num_steps))
         if self.mesh is None:
             return adam.init(trainable)
-        return jax.jit(adam.init, out_shardings=opt_places(adam, trainable, self.mesh))(trainable)
+        return jax.jit(adam.init, out_shardings=opt_shardings(adam, trainable, self.mesh))(trainable)
 
 
 def in_memory(tree: Any, memory: str) -> Any:
@@ -241,7 +241,7 @@ def in_memory(tree: Any, memory: str) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), tree)
 
 
-def opt_places(adam: optax.GradientTransformation, trainable: nnx.State, mesh: Mesh) -> Any:
+def opt_shardings(adam: optax.GradientTransformation, trainable: nnx.State, mesh: Mesh) -> Any:
     """Shardings of the optimizer state: moments like their parameters, scalars replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
@@ -253,7 +253,7 @@ def opt_places(adam: optax.GradientTransformation, trainable: nnx.State, mesh: M
     )
 
 
-def trained_part(model: Qwen3VL, optim: OptimConfig) -> Any:
+def trained_filter(model: Qwen3VL, optim: OptimConfig) -> Any:
     """The filter of trained parameters: the adapters if there are any, else the weights."""
     if model.lora.rank:
         return nnx.LoRAParam
@@ -285,7 +285,7 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
     return metrics
 
 
-def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
+def on_devices(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
     """The batch on its devices. With several hosts, each contributes its own rows."""
     if mesh is None:
         return jax.device_put(batch)
@@ -295,10 +295,10 @@ def placed(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
         raise ValueError(f"a batch of {num_rows} rows does not split over mesh.data x mesh.fsdp = {num_parts}")
     if batch.vision is not None:
         batch = replace(batch, vision=replace(batch.vision, num_parts=batch.vision.num_parts * num_hosts))
-    return jax.tree.map(lambda array: from_rows(array, mesh, row_place(len(array) * num_hosts, mesh).spec), batch)
+    return jax.tree.map(lambda array: from_rows(array, mesh, row_sharding(len(array) * num_hosts, mesh).spec), batch)
 
 
-def row_place(num_rows: int, mesh: Mesh) -> NamedSharding:
+def row_sharding(num_rows: int, mesh: Mesh) -> NamedSharding:
     """Rows are sharded over the batch axes, or replicated if they do not divide (frames packed for another mesh)."""
     divides = num_rows % num_row_parts(mesh) == 0
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_AXES["b"]) if divides else PartitionSpec())

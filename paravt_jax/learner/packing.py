@@ -299,11 +299,11 @@ def _row_sequence(
         ids = np.where(sampled, 0, dialogue.ids)
         return Tokens(ids[part], tuple(keys[key] for key in dialogue.frames[visible]))
 
-    first, *others = (dialogues[number] for number in sequence)
-    if not others:
+    first, *siblings = (dialogues[number] for number in sequence)
+    if not siblings:
         return RowSequence(tokens(first, slice(None), slice(None)))
     trunk = tokens(first, slice(first.num_shared), slice(first.num_shared_frames))
-    branches = [tokens(d, slice(d.num_shared, None), slice(d.num_shared_frames, None)) for d in (first, *others)]
+    branches = [tokens(d, slice(d.num_shared, None), slice(d.num_shared_frames, None)) for d in (first, *siblings)]
     return RowSequence(trunk, tuple(branches))
 
 

@@ -45,7 +45,7 @@ class TrainState:
 
 
 @partial(jax.jit, static_argnums=0)
-def see(structure: Structure, params: Params, vision: VisionBatch) -> Visual:
+def encode_vision(structure: Structure, params: Params, vision: VisionBatch) -> Visual:
     """The vision tower's output for the frames of a batch."""
     return nnx.merge(structure, *params).encode_vision(vision)
 
@@ -84,8 +84,8 @@ def add_gradients(
 
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
-        shown = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
-        return objective(*action_scores(model, batch, shown, temperature, chunk_tokens), batch, inputs)
+        frames = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
+        return objective(*action_scores(model, batch, frames, temperature, chunk_tokens), batch, inputs)
 
     own, sums = jax.grad(loss, has_aux=True)(params.trainable)
     return jax.tree.map(jnp.add, grads, own), sums

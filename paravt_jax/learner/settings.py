@@ -1,8 +1,8 @@
 """The learner's settings, in a module of plain dataclasses so that reading a config does not import jax."""
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -27,8 +27,8 @@ class AdvantageConfig:
     )
     normalise: Normalise = setting(
         "std",
-        "divide by the std of the group (std) or of the step (batch); none: no division, as Dr. GRPO; "
-        "loo: no division, against the mean of the other episodes",
+        "divide by the std of the group (std) or of the step (batch); none: no division, as in Dr. GRPO; "
+        "loo: no division, and the mean is over the group's other episodes",
     )
     terms: Literal["together", "apart"] = setting(
         "together", "apart: normalize each reward term, then weight and add them, so that small terms stay small"
@@ -43,70 +43,18 @@ class AdvantageConfig:
             )
 
 
-MAX_SEQUENCE_CLIP = 0.05  # our choice: far above GSPO's published bounds, far below any token clip
-
-
-@dataclass(frozen=True)
-class TokenClip:
-    """Clips each token's ratio to between 1 - clip_low and 1 + clip_high."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"loss.params.clip_low={self.clip_low} must be above 0 and below 1: ratios are positive")
-        if not 0 < self.clip_high < math.inf:
-            raise ValueError(f"loss.params.clip_high={self.clip_high} must be a finite number above 0")
-
-
-@dataclass(frozen=True)
-class ClipHigher(TokenClip):
-    """A higher upper bound leaves rare tokens more room to grow than to shrink."""
-
-    clip_high: float = 0.28  # published (arXiv 2503.14476)
-
-
-@dataclass(frozen=True)
-class SequenceClip(TokenClip):
-    """Clips sequence ratios: geometric means over a sequence's tokens, and so much closer to 1."""
-
-    clip_low: float = 3e-4  # published (arXiv 2507.18071)
-    clip_high: float = 4e-4  # published (arXiv 2507.18071)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("clip_low", "clip_high"):
-            if getattr(self, name) > MAX_SEQUENCE_CLIP:
-                raise ValueError(
-                    f"loss.params.{name}={getattr(self, name)} is a clip for tokens, and with loss.name=gspo would "
-                    f"clip nothing: the ratio of a sequence is a mean over its tokens. Published are 3e-4 and 4e-4; "
-                    f"at most {MAX_SEQUENCE_CLIP}"
-                )
-
-
-@dataclass(frozen=True)
-class RatioCap:
-    max_ratio: float = 5.0  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_ratio < math.inf:
-            raise ValueError(
-                f"loss.params.max_ratio={self.max_ratio} must be a finite number of at least 1, the ratio of a token "
-                f"on which nothing has changed"
-            )
-
-
-PARAMS = {  # by loss, see `learner/variants.py`
-    "para_grpo": TokenClip,
-    "grpo": TokenClip,
-    "dapo": ClipHigher,
-    "dr_grpo": TokenClip,
-    "gspo": SequenceClip,
-    "cispo": RatioCap,
+# The parameters of each loss and their defaults, see `learner/variants.py`.
+PARAMS = {
+    "para_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},  # arXiv 2503.14476: rare tokens have more room to grow than to shrink
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071: ratios are means over a sequence, close to 1
+    "cispo": {"max_ratio": 5.0},  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
 }
+MAX_SEQUENCE_CLIP = 0.05  # our choice: far above GSPO's published bounds, far below any token clip
 OF_SEQUENCES = ("grpo", "gspo")  # losses that need whole sequences
-PARAM_NAMES = tuple(dict.fromkeys(param.name for params in PARAMS.values() for param in fields(params)))
+PARAM_NAMES = tuple(dict.fromkeys(name for params in PARAMS.values() for name in params))
 
 
 @dataclass(frozen=True)
@@ -133,17 +81,19 @@ class LossConfig:
     kl_in: KlIn = setting("loss", "where the KL is added: to the loss, or subtracted from the reward")
 
     def __post_init__(self) -> None:
-        _ = self.all_params  # checks name and parameters
+        params = self.all_params  # checks the names
+        if not self.is_own:
+            _check_params(self.name, params)
         if not self.behavior_cap >= 1:
             raise ValueError(
                 f"loss.behavior_cap={self.behavior_cap} must be at least 1, the weight of a token on which engine and "
-                f"learner agree; inf is no cap"
+                f"learner agree; inf disables the cap"
             )
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"loss.kl_coef={self.kl_coef} must be a finite number, 0 or more")
         if self.kl_estimator == "k1" and self.kl_in == "loss":
             raise ValueError(
-                "loss.kl_estimator=k1 with loss.kl_in=loss pulls nowhere: the gradient of k1 is zero in expectation; "
+                "loss.kl_estimator=k1 with loss.kl_in=loss does not limit the KL: the expected gradient of k1 is zero; "
                 "use k2 or k3, or loss.kl_in=reward"
             )
 
@@ -153,9 +103,11 @@ class LossConfig:
         if self.is_own:
             return dict(self.params)
         if self.name not in PARAMS:
-            raise ValueError(f"loss.name={self.name} is none of {', '.join(PARAMS)}, nor path/to/file.py:function")
-        check_names(self.name, self.params, [param.name for param in fields(PARAMS[self.name])])
-        return asdict(PARAMS[self.name](**self.params))
+            raise ValueError(
+                f"loss.name={self.name} is unknown, expected {', '.join(PARAMS)}, or your own path/to/file.py:function"
+            )
+        check_names(self.name, self.params, PARAMS[self.name])
+        return PARAMS[self.name] | self.params
 
     @property
     def is_own(self) -> bool:
@@ -171,12 +123,32 @@ class LossConfig:
         return replace(self, params=self.all_params)
 
 
-def check_names(loss: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_names(loss: str, names: Iterable[str], expected: Collection[str]) -> None:
     """Raises ValueError for a name that is not a parameter of the loss."""
-    for name in given:
-        if name not in known:
+    for name in names:
+        if name not in expected:
             raise ValueError(
-                f"loss.params.{name} is not a parameter of loss.name={loss}, which has {', '.join(known) or 'none'}"
+                f"loss.params.{name} is not a parameter of loss.name={loss}, which has {', '.join(expected) or 'none'}"
+            )
+
+
+def _check_params(loss: str, params: Mapping[str, float]) -> None:
+    """Raises ValueError for a parameter of a shipped loss that is out of range."""
+    if not 0 < params.get("clip_low", 0.2) < 1:
+        raise ValueError(f"loss.params.clip_low={params['clip_low']} must be above 0 and below 1: ratios are positive")
+    if not 0 < params.get("clip_high", 0.2) < math.inf:
+        raise ValueError(f"loss.params.clip_high={params['clip_high']} must be a finite number above 0")
+    if not 1 <= params.get("max_ratio", 1.0) < math.inf:
+        raise ValueError(
+            f"loss.params.max_ratio={params['max_ratio']} must be a finite number of at least 1, the ratio of an "
+            f"unchanged token"
+        )
+    for name, value in params.items() if loss == "gspo" else ():
+        if value > MAX_SEQUENCE_CLIP:
+            raise ValueError(
+                f"loss.params.{name}={value} is a clip for tokens, and with loss.name=gspo would clip nothing: the "
+                f"ratio of a sequence is a mean over its tokens. Published are 3e-4 and 4e-4; at most "
+                f"{MAX_SEQUENCE_CLIP}"
             )
 
 
@@ -184,13 +156,13 @@ def check_names(loss: str, given: Iterable[str], known: Collection[str]) -> None
 class MismatchConfig:
     max_kl: float = setting(
         0.1,
-        "largest mean KL between engine and learner in a step: above it the run stops, above a tenth of "
-        "it a line in the log warns. inf: no check",
+        "largest mean KL between engine and learner in a step: above it the run stops, above a tenth of it the run "
+        "logs a warning. inf: no check",
     )
 
     def __post_init__(self) -> None:
         if not self.max_kl > 0:
-            raise ValueError(f"mismatch.max_kl={self.max_kl} must be above 0; inf turns the check off")
+            raise ValueError(f"mismatch.max_kl={self.max_kl} must be above 0; inf disables the check")
 
     @property
     def warn_kl(self) -> float:

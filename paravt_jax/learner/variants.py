@@ -160,8 +160,8 @@ def _clipped(
     """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage."""
     unclipped = ratio * tokens.advantage
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * tokens.advantage
-    held = clipped < unclipped
-    return TokenLoss(-jnp.minimum(unclipped, clipped), weight, held & (ratio < 1), held & (ratio > 1))
+    is_clipped = clipped < unclipped
+    return TokenLoss(-jnp.minimum(unclipped, clipped), weight, is_clipped & (ratio < 1), is_clipped & (ratio > 1))
 
 
 def bounded_exp(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:

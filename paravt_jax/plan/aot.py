@@ -27,7 +27,7 @@ from model_port.sharding import on_mesh
 from model_port.text import Visual
 from paravt_jax.config import Config, SftConfig
 from paravt_jax.learner import programs
-from paravt_jax.learner.learner import opt_places, trained_part
+from paravt_jax.learner.learner import opt_shardings, trained_filter
 from paravt_jax.learner.losses import LossCoefs, LossSpec
 from paravt_jax.learner.objectives import OldLogProbs, PolicyInputs, PolicyObjective, imitation, variant_of
 from paravt_jax.learner.optim import numbers_at, optimizer
@@ -77,10 +77,10 @@ def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: Batch
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
         found: list[tuple[Future[_Compiled], Any]] = []
         if frozen:
-            found.append((pool.submit(learner.see, own, batch), (learner.grads, *beside_own)))
+            found.append((pool.submit(learner.encode_vision, own, batch), (learner.grads, *beside_own)))
             visual = ref_visual = found[0][0].result().made()
         elif ref is not None:
-            found.append((pool.submit(learner.see, ref, batch), beside_ref))
+            found.append((pool.submit(learner.encode_vision, ref, batch), beside_ref))
             ref_visual = found[0][0].result().made()
         found.append((pool.submit(learner.add_gradients, batch, visual, old), beside_own))
         if before:
@@ -112,9 +112,9 @@ class _AbstractLearner:
         policy = with_params(policy, abstract_params(policy, settings.dtype if lora.rank else "float32", mesh))
         pairs = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in adapter_shapes(model, lora.rank).items()}
         add_adapter(policy, lora, pairs, mesh)
-        self.structure, self.masters, self.frozen = nnx.split(policy, trained_part(policy, config.optim), ...)
+        self.structure, self.masters, self.frozen = nnx.split(policy, trained_filter(policy, config.optim), ...)
         adam = optimizer(numbers_at(config.optim, 0, 1))
-        places = opt_places(adam, self.masters, mesh)
+        places = opt_shardings(adam, self.masters, mesh)
         self.opt_state = jax.tree.map(_placed, jax.eval_shape(adam.init, self.masters), places)
         ref_dtype = jnp.dtype(settings.dtype)
         ref = jax.tree.map(lambda leaf: leaf.update(dtype=ref_dtype), self.masters)
@@ -132,8 +132,8 @@ class _AbstractLearner:
     def grads(self) -> nnx.State:
         return self.masters
 
-    def see(self, params: Params, batch: TrainBatch) -> "_Compiled":
-        return _compiled(self.mesh, programs.see, self.structure, params, batch.vision)
+    def encode_vision(self, params: Params, batch: TrainBatch) -> "_Compiled":
+        return _compiled(self.mesh, programs.encode_vision, self.structure, params, batch.vision)
 
     def score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> "_Compiled":
         arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)

@@ -16,7 +16,7 @@ from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.model import Qwen3VL
 from model_port.sharding import flat_params
-from paravt_jax.learner.learner import row_place
+from paravt_jax.learner.learner import row_sharding
 from paravt_jax.learner.packing import TrainBatch
 
 
@@ -98,4 +98,4 @@ def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBa
 
 def _abstract(mesh: Mesh, num_rows: int, one: np.ndarray) -> Any:
     sizes = (num_rows, *one.shape[1:])
-    return jax.ShapeDtypeStruct(sizes, one.dtype, sharding=row_place(num_rows, mesh))
+    return jax.ShapeDtypeStruct(sizes, one.dtype, sharding=row_sharding(num_rows, mesh))

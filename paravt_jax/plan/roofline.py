@@ -35,7 +35,7 @@ GRADIENT_BYTES = 16  # written, and added to the step's gradients
 OPTIMIZER_BYTES = 32  # gradients twice for their norm; parameters and two moments, read and written
 
 PROGRAM_OF = {
-    "update, frames": "see",
+    "update, frames": "encode_vision",
     "update, reference": "score",
     "update, log-probs before": "score",
     "update, forward and backward": "add_gradients",
@@ -89,7 +89,7 @@ def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     num_scores = update.reads_reference + update.scores_before
     scored, sent = forward_bytes(share), tuple(_score_collectives(share))
     works = {
-        "see": ProgramWork(flops["see"], seen_bytes(share), tuple(_seen_collectives(share))),
+        "encode_vision": ProgramWork(flops["encode_vision"], seen_bytes(share), tuple(_seen_collectives(share))),
         "score": ProgramWork(flops["score"], num_scores * scored, num_scores * sent),
         "add_gradients": ProgramWork(flops["add_gradients"], update_bytes(share), tuple(_update_collectives(share))),
         "apply_gradients": ProgramWork(0.0, OPTIMIZER_BYTES * share.num_trainable, ()),

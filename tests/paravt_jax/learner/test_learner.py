@@ -15,13 +15,13 @@ from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
-from paravt_jax.learner.programs import add_gradients, apply_gradients, score, see
+from paravt_jax.learner.programs import add_gradients, apply_gradients, encode_vision, score
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 OPTIM = OptimConfig(learning_rate=1e-3)
 LOSS = LossConfig(kl_coef=0.0)
-PROGRAMS = (see, score, add_gradients, apply_gradients)
+PROGRAMS = (encode_vision, score, add_gradients, apply_gradients)
 LORA = LoraConfig(rank=3)
 ONE_ROW = PackShape(num_rows=1, row_tokens=96, row_patches=16)
 

@@ -67,7 +67,7 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_it_has(over_fsdp
 @pytest.mark.slow
 def test_frames_stay_where_their_rows_are(over_fsdp):
     of_tables = {TABLE_ROWS, 4 * TABLE_ROWS}
-    for name in ("see", "add_gradients"):
+    for name in ("encode_vision", "add_gradients"):
         assert not [each for each in collectives(over_fsdp[name]) if each.sizes & of_tables]
 
 

@@ -16,7 +16,7 @@ from model_port.loading import abstract_params, with_params
 from model_port.model import Qwen3VL
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.advantages import with_kl_penalty
-from paravt_jax.learner.learner import placed
+from paravt_jax.learner.learner import on_devices
 from paravt_jax.learner.packing import (
     Dialogue,
     PackShape,
@@ -89,7 +89,7 @@ def objective_and_gradient(model, batches, mesh=None):
     graphdef, params = nnx.split(model)
     total, grads = 0.0, None
     for batch in batches:
-        one, grad = value_and_gradient(graphdef, params, placed(batch, mesh))
+        one, grad = value_and_gradient(graphdef, params, on_devices(batch, mesh))
         total += float(one)
         grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
     return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
@@ -118,7 +118,7 @@ def assert_same(one, other, tolerance):
 @pytest.mark.slow
 def test_the_entropy_of_a_token_is_that_of_the_logits_it_was_drawn_from_and_has_no_gradient(model):
     dialogues = [dialogue(model, n, frames=(), own=13 + 2 * n) for n in range(4)]
-    batch = placed(pack(dialogues, {}, model.config, SHAPE)[0], None)
+    batch = on_devices(pack(dialogues, {}, model.config, SHAPE)[0], None)
     graphdef, params = nnx.split(model)
 
     @jax.jit

@@ -1,7 +1,7 @@
 """Every kind of loss beside a plain numpy one, beside other libraries, and by what sets it apart from the others."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,6 @@ def test_a_kind_equals_that_of_other_libraries(kind):
 
 def test_every_kind_has_numbers_and_every_numbers_a_kind():
     assert list(VARIANTS) == list(PARAMS)
-    assert all(field.type is float for numbers in PARAMS.values() for field in fields(numbers))
 
 
 @pytest.mark.parametrize(

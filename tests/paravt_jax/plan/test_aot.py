@@ -44,7 +44,7 @@ def test_an_abstract_batch_has_the_shapes_of_a_real_one(mesh):
 @pytest.mark.slow
 def test_what_is_compiled_from_shapes_is_what_a_learner_runs(config, mesh, update):
     run = compiled_programs(make_learner(config, tiny_config(), mesh), make_batch(SHAPE, tiny_config()))
-    assert set(update) == set(run) == {"see", "score", "add_gradients", "apply_gradients"}
+    assert set(update) == set(run) == {"encode_vision", "score", "add_gradients", "apply_gradients"}
     own = {name: program.peak_bytes - program.beside_bytes for name, program in update.items()}
     assert own == {name: program_bytes(program) for name, program in run.items()}
 
@@ -56,7 +56,7 @@ def test_what_lies_beside_a_program_is_what_it_is_not_given(config, update):
     counters = 4  # of Adam: its steps
     assert update["add_gradients"].beside_bytes == moments + always["reference"] + counters
     assert update["score"].beside_bytes == 2 * masters + moments + counters  # the masters, and gradients of their size
-    assert update["see"].beside_bytes == masters + moments + always["reference"] + counters
+    assert update["encode_vision"].beside_bytes == masters + moments + always["reference"] + counters
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_devices_send_each_other_what_fsdp_and_tensor_need(update):
 def test_imitation_has_neither_reference_nor_moments_of_the_tower(mesh):
     config = SftConfig(data=DataConfig(train="traces.jsonl"))
     names = [program.name for program in compiled_update(config, tiny_config(), SHAPE, mesh)]
-    assert names == ["see", "add_gradients", "apply_gradients"]
+    assert names == ["encode_vision", "add_gradients", "apply_gradients"]
 
 
 def test_a_program_without_room_is_said_with_what_it_needs(monkeypatch):

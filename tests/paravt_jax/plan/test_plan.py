@@ -156,7 +156,7 @@ def test_flops_are_those_of_the_traced_update(rank, monkeypatch):
     plan = make_plan(config, MID, device=CPU)
     counted = traced_flops(make_learner(config, MID, None), make_batch(plan.batch, MID), monkeypatch)
     planned = batch_flops(update_of(config), MID, plan.batch, "cpu")
-    assert planned["update, frames"] == pytest.approx(counted["see"], rel=0.02)
+    assert planned["update, frames"] == pytest.approx(counted["encode_vision"], rel=0.02)
     update = planned["update, forward and backward"] + planned["update, computed again"]
     assert update == pytest.approx(counted["add_gradients"], rel=0.05)
 
@@ -177,7 +177,7 @@ def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
 
         return call
 
-    for name in ("see", "add_gradients"):
+    for name in ("encode_vision", "add_gradients"):
         monkeypatch.setattr(programs, name, spy(name, getattr(programs, name)))
     with pytest.raises(Traced):
         learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], 2)
