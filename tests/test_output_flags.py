@@ -20,7 +20,6 @@ FILES = {
     ("bench", "--json"): (["bench", "mesh", "--config", "c.yaml", "--json", "FILE"], "c.yaml"),
     ("check", "--json"): (["check", "--model", "in.jsonl", "--url", "x", "--json", "FILE"], "in.jsonl"),
     ("data inspect", "--json"): (["data", "inspect", "in.jsonl", "--json", "FILE"], "in.jsonl"),
-    ("data inspect", "--png"): (["data", "inspect", "in.jsonl", "--png", "FILE"], "in.jsonl"),
     ("data materialize", "--report"): ([*MATERIALIZE, "--output-dir", "o", "--report", "FILE"], "in/x.parquet"),
     ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
     ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),

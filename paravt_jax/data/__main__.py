@@ -12,7 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=prog_of("paravt_jax.data"), description="Prepare and inspect data.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="materialize|inspect|split")
     for name, text, add_arguments in (
-        ("materialize", "join the published sentinel paths to a local directory, as file:// URIs", _materialize),
+        ("materialize", "replace the published sentinel paths with file:// URIs of a local directory", _materialize),
         ("inspect", "count columns, question types or calls, bad rows, missing files and lengths", _inspect),
         ("split", "hold rows out for validation by video, so that no video is in both files", _split),
     ):
@@ -47,7 +47,9 @@ def _materialize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parquet-dir", required=True, metavar="P", help="directory of the published *.parquet files")
     parser.add_argument("--output-dir", required=True, metavar="O", help="directory for the output, same file names")
     parser.add_argument("--report", metavar="FILE", help="JSON report of rewritten and missing paths (O/report.json)")
-    parser.add_argument("--num-workers", type=int, default=8, metavar="N", help="threads that check files (default 8)")
+    parser.add_argument(
+        "--num-workers", type=int, default=8, metavar="N", help="threads that look for files (default 8)"
+    )
     parser.add_argument("--strict", action="store_true", help="write everything, but exit with 1 if a file is missing")
 
 
@@ -57,10 +59,9 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="tiny",
         metavar="HF_DIR_OR_ID",
-        help="tokenizer for the lengths (default: the tiny model's, whose counts say little about real models)",
+        help="tokenizer for the lengths (default: the tiny model's, whose counts do not match real models)",
     )
-    parser.add_argument("--png", metavar="FILE", help="also plot the lengths as a PNG")
-    parser.add_argument("--video-root", default="", metavar="R", help="directory of relative paths (default: PATH's)")
+    parser.add_argument("--video-root", default="", metavar="R", help="directory of the videos (default: PATH's)")
     parser.add_argument("--json", metavar="FILE", help="also write all counts as JSON")
 
 
@@ -68,8 +69,10 @@ def _split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--src", required=True, metavar="S", help="rows: a file, a directory, or OWNER/NAME on the hub")
     parser.add_argument("--train", required=True, metavar="T", help="output for training; must not exist")
     parser.add_argument("--validation", required=True, metavar="V", help="output for validation; must not exist")
-    parser.add_argument("--num-rows", type=int, default=256, metavar="N", help="rows to hold out, about (default 256)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the choice (default 0)")
+    parser.add_argument(
+        "--num-rows", type=int, default=256, metavar="N", help="about how many rows to hold out (default 256)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed that selects rows (default 0)")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def row_files(source: Path) -> list[Path]:
     """
     if not source.is_dir():
         return [source]
-    downloaded = Path(constants.HF_HUB_CACHE) in source.parents
-    files = sorted(source.glob("*.parquet") if downloaded else source.rglob("*.parquet"))
+    is_cached = Path(constants.HF_HUB_CACHE) in source.parents
+    files = sorted(source.glob("*.parquet") if is_cached else source.rglob("*.parquet"))
     return [file for file in files if not any(step.startswith(".") for step in file.relative_to(source).parts)]
 
 

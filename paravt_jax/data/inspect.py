@@ -30,7 +30,6 @@ COUNTED = "text only: pictures, videos and the chat template are not counted"
 MISSING = "missing file"
 TINY = "tiny"
 MAX_BINS = 12
-MAX_PLOTTED_BINS = 40
 TAIL_FRAC = 0.99  # bins cover this share of the rows; the last bin holds all longer ones
 BAR_CHARS = 40
 MAX_LISTED_FILES = 5
@@ -310,50 +309,11 @@ def text(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def plot(findings: Findings, path: Path) -> None:
-    """Draws the histogram of lengths, and beside it question types, or turns and calls, as a PNG."""
-    import matplotlib  # importing it takes longer than reading a small file
-    from matplotlib.figure import Figure
-
-    from paravt_jax.run.plots import BLUE, GREEN, STYLE
-
-    charts = {title: findings.counts[name] for name, title in TITLES.items() if name in findings.counts}
-    with matplotlib.rc_context(STYLE):
-        widths = [2.4, *[1.0] * len(charts)]
-        figure = Figure(figsize=(2.6 * sum(widths), 4))
-        axes, *side_axes = figure.subplots(1, len(widths), width_ratios=widths)
-        columns = bins(findings.lengths, MAX_PLOTTED_BINS)
-        width = columns[0].end - columns[0].start if columns and columns[0].end is not None else 1
-        counts = [bin.count for bin in columns]
-        axes.bar([bin.start for bin in columns], counts, width, align="edge", color=BLUE, ec="white")
-        last = f"; last bar: {_label(columns[-1])}" if columns and columns[-1].end is None else ""
-        axes.set_title(f"tokens per row, text only{last}")
-        axes.set_xlabel(f"tokens ({Path(findings.tokenizer).name} tokenizer)")
-        axes.set_ylabel("rows")
-        for side, (title, values) in zip(side_axes, charts.items(), strict=True):
-            side.bar([name for name, _ in ordered(values)], [n for _, n in ordered(values)], color=GREEN)
-            side.set_title(title)
-        for each in (axes, *side_axes):
-            each.yaxis.set_major_formatter("{x:,.0f}")
-            each.grid(axis="x", visible=False)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        figure.suptitle(f"{Path(findings.path).name}: {findings.num_rows:,} {findings.kind} rows", x=0.01, ha="left")
-        figure.savefig(path, format="png")
-
-
 def run(args: Any) -> None:
     """Runs the command."""
     inputs = [*row_files(local_source(args.path)), args.tokenizer]
-    outputs = {
-        flag: OutputFile(path, f"data inspect {flag}", inputs=inputs, force=args.force)
-        for flag, path in (("--json", args.json), ("--png", args.png))
-        if path
-    }
+    output = OutputFile(args.json, "data inspect --json", inputs=inputs, force=args.force) if args.json else None
     findings = inspect(args.path, video_root=args.video_root, tokenizer=args.tokenizer)
     print(text(findings))
-    if "--json" in outputs:
-        outputs["--json"].write(json.dumps(findings.to_record(), indent=2) + "\n")
-    if "--png" in outputs:
-        with outputs["--png"].partial() as partial:
-            plot(findings, partial)
-        print(f"\n{args.png}")
+    if output:
+        output.write(json.dumps(findings.to_record(), indent=2) + "\n")

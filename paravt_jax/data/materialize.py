@@ -9,13 +9,13 @@ after file:// is not percent-encoded.
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,9 +29,10 @@ from rollout.output_file import OutputFile
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
 OTHER = "other"
 MEDIA_KEYS = ("video_url", "image_url", "video", "image")
+LISTS = ("messages", "content")  # keys of lists that contain media
 REMOTE = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:")  # https://…, data:…
 REPORT_FILE = "report.json"
-SPELLINGS = tuple(product((False, True), (None, (",", ":"))))  # of JSON: only ASCII or not, with spaces or without
+COUNTS = ("rows", "rewritten_paths", "other_paths", "unreadable_rows", "rows_with_missing_files")  # in the report
 
 Rewrite = Callable[[str], str]
 
@@ -49,41 +50,16 @@ class LocalPath(NamedTuple):
 class FileReport:
     """Counts for one parquet file, or for all. A missing file counts once, however many rows name it."""
 
-    num_rows: int = 0
-    num_rewritten_paths: int = 0
-    num_other_paths: int = 0  # already absolute, or not a sentinel path
-    num_unreadable_rows: int = 0  # messages or videos are not JSON; the row stays as it is
-    num_rows_with_missing_files: int = 0
-    missing: dict[str, set[str]] = field(default_factory=dict)  # bucket -> paths as written in the rows
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
+    missing: dict[str, str] = field(default_factory=dict)  # path as written in the rows -> bucket
     bad: set[str] = field(default_factory=set)
 
     @property
-    def num_missing(self) -> int:
-        return sum(map(len, self.missing.values()))
-
-    def add(self, other: "FileReport") -> None:
-        self.num_rows += other.num_rows
-        self.num_rewritten_paths += other.num_rewritten_paths
-        self.num_other_paths += other.num_other_paths
-        self.num_unreadable_rows += other.num_unreadable_rows
-        self.num_rows_with_missing_files += other.num_rows_with_missing_files
-        self.bad |= other.bad
-        for bucket, names in other.missing.items():
-            self.missing.setdefault(bucket, set()).update(names)
+    def missing_by_bucket(self) -> dict[str, int]:
+        return dict(sorted(Counter(self.missing.values()).items()))
 
     def to_record(self) -> dict[str, Any]:
-        return {
-            "rows": self.num_rows,
-            "rewritten_paths": self.num_rewritten_paths,
-            "other_paths": self.num_other_paths,
-            "unreadable_rows": self.num_unreadable_rows,
-            "rows_with_missing_files": self.num_rows_with_missing_files,
-            "missing": {bucket: len(names) for bucket, names in sorted(self.missing.items())},
-        }
-
-    def lists(self) -> dict[str, list[str]]:
-        missing = sorted(name for names in self.missing.values() for name in names)
-        return {"missing_files": missing, "bad_paths": sorted(self.bad)}
+        return {**self.counts, "missing": self.missing_by_bucket}
 
 
 @dataclass
@@ -96,12 +72,17 @@ class MaterializeReport:
     def total(self) -> FileReport:
         total = FileReport()
         for file in self.files.values():
-            total.add(file)
+            total.counts.update(file.counts)
+            total.missing |= file.missing
+            total.bad |= file.bad
         return total
 
     def to_json(self) -> str:
         """Depends only on rows and files, so a second run produces the same report."""
-        files = {name: file.to_record() | file.lists() for name, file in self.files.items()}
+        files = {
+            name: file.to_record() | {"missing_files": sorted(file.missing), "bad_paths": sorted(file.bad)}
+            for name, file in self.files.items()
+        }
         record = {"root": str(self.root), "total": self.total.to_record(), "files": files}
         return json.dumps(record, indent=2) + "\n"
 
@@ -109,9 +90,9 @@ class MaterializeReport:
         lines: list[tuple[str, ...]] = [("file", "rows", "rewritten", "missing", "bad", "")]
         for name, file in [*self.files.items(), ("total", self.total)]:
             state = {None: "", True: "written", False: "up to date"}[self.written.get(name)]
-            counts = (file.num_rows, file.num_rewritten_paths, file.num_missing, len(file.bad))
+            counts = (file.counts["rows"], file.counts["rewritten_paths"], len(file.missing), len(file.bad))
             lines.append((name, *map(str, counts), state))
-        missing = ", ".join(f"{bucket} {len(names)}" for bucket, names in sorted(self.total.missing.items()))
+        missing = ", ".join(f"{bucket} {count}" for bucket, count in self.total.missing_by_bucket.items())
         return f"{aligned(lines)}\nmissing files by bucket: {missing or 'none'}"
 
 
@@ -144,58 +125,39 @@ def _bucket(path: str) -> str:
     return max((prefix for prefix in SENTINELS if path.startswith(f"{prefix}/")), key=len, default=OTHER)
 
 
-def rewritten_messages(value: Any, rewrite: Rewrite) -> Any:
-    """Rewrites every image and video URL of `messages`, a list or its JSON."""
+def rewritten(value: Any, rewrite: Rewrite, *, names_are_paths: bool = False) -> Any:
+    """Rewrites every image and video URL of `messages` or `videos`: a list, or its JSON.
+
+    In a list, text is a path if `names_are_paths`, and otherwise the JSON of a message or of a part of it.
+    """
     if isinstance(value, str):
-        return _rewritten_json(value, lambda read: rewritten_messages(read, rewrite))
+        return _rewritten_json(value, lambda parsed: rewritten(parsed, rewrite, names_are_paths=names_are_paths))
+    if isinstance(value, list) and names_are_paths:
+        return [rewrite(item) if isinstance(item, str) else _rewritten_fields(item, rewrite) for item in value]
     if isinstance(value, list):
-        return [_rewritten_message(message, rewrite) for message in value]
-    if _has(value, "messages") and isinstance(value["messages"], list):
-        return {**value, "messages": rewritten_messages(value["messages"], rewrite)}
-    return value
+        return [_rewritten_item(item, rewrite) for item in value]
+    return _rewritten_fields(value, rewrite)
 
 
-def rewritten_videos(value: Any, rewrite: Rewrite) -> Any:
-    """Rewrites `videos`: [{"video": path}], its JSON, or a list of paths."""
-    if isinstance(value, str):
-        return _rewritten_json(value, lambda read: rewritten_videos(read, rewrite))
-    if isinstance(value, list):
-        return [rewrite(item) if isinstance(item, str) else _rewritten_media(item, rewrite) for item in value]
-    return value
+def _rewritten_item(item: Any, rewrite: Rewrite) -> Any:
+    try:
+        return rewritten(item, rewrite)
+    except BadRow:  # text that is not JSON holds no path
+        return item
 
 
-COLUMNS = {"messages": rewritten_messages, "videos": rewritten_videos}
-
-
-def _rewritten_message(message: Any, rewrite: Rewrite) -> Any:
-    if isinstance(message, str):
-        return _rewritten_inner(message, lambda read: _rewritten_message(read, rewrite))
-    if not _has(message, "content") or not isinstance(message["content"], list):
-        return message
-    return {**message, "content": [_rewritten_part(part, rewrite) for part in message["content"]]}
-
-
-def _rewritten_part(part: Any, rewrite: Rewrite) -> Any:
-    if isinstance(part, str):
-        return _rewritten_inner(part, lambda read: _rewritten_part(read, rewrite))
-    return _rewritten_media(part, rewrite)
-
-
-def _rewritten_media(part: Any, rewrite: Rewrite) -> Any:
-    if not isinstance(part, dict):
-        return part
-    changed = dict(part)
-    for key in MEDIA_KEYS:
-        value = part.get(key)
-        if isinstance(value, str) and value:
-            changed[key] = rewrite(value)
-        elif _has(value, "url") and isinstance(value["url"], str) and value["url"]:
-            changed[key] = {**value, "url": rewrite(value["url"])}
+def _rewritten_fields(value: Any, rewrite: Rewrite) -> Any:
+    if not isinstance(value, dict):
+        return value
+    changed = dict(value)
+    for key, item in value.items():
+        if key in LISTS and isinstance(item, list):
+            changed[key] = rewritten(item, rewrite)
+        elif key in MEDIA_KEYS and isinstance(item, str) and item:
+            changed[key] = rewrite(item)
+        elif key in MEDIA_KEYS and isinstance(item, dict) and isinstance(item.get("url"), str) and item["url"]:
+            changed[key] = {**item, "url": rewrite(item["url"])}
     return changed
-
-
-def _has(value: Any, key: str) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict) and key in value
 
 
 def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
@@ -204,21 +166,10 @@ def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
     result = rewritten(value)
     if result == value:
         return text
-    for only_ascii, separators in SPELLINGS:
-        if json.dumps(value, ensure_ascii=only_ascii, separators=separators) == text:
-            return json.dumps(result, ensure_ascii=only_ascii, separators=separators)
-    separators = None if '": ' in text else SPELLINGS[-1][1]  # a mixed spelling: keep as much of it as possible
+    separators = None if '": ' in text else (",", ":")
     spelled = json.dumps(result, ensure_ascii=text.isascii(), separators=separators)
     is_encodable = spelled.encode(errors="ignore").decode() == spelled  # false for lone surrogates outside ASCII
     return spelled if is_encodable else json.dumps(result, separators=separators)
-
-
-def _rewritten_inner(text: str, rewritten: Callable[[Any], Any]) -> str:
-    """Rewrites a text inside `messages` if it is JSON; otherwise it holds no path."""
-    try:
-        return _rewritten_json(text, rewritten)
-    except BadRow:
-        return text
 
 
 def materialize(
@@ -289,7 +240,7 @@ def _materialize_file(
 def _rewritten_batch(batch: pa.RecordBatch, root: Path, report: FileReport, pool: ThreadPoolExecutor) -> pa.RecordBatch:
     paths_of_rows: list[set[str]] = [set() for _ in range(batch.num_rows)]
     unreadable: set[int] = set()
-    for name, rewritten in COLUMNS.items():
+    for name in ("messages", "videos"):
         column = batch.schema.get_field_index(name)
         if column < 0:
             continue
@@ -303,34 +254,29 @@ def _rewritten_batch(batch: pa.RecordBatch, root: Path, report: FileReport, pool
                 return local_path(path, str(root)).uri
 
             try:
-                rewritten_values[number] = rewritten(value, rewrite)
-            except BadRow:
+                rewritten_values[number] = rewritten(value, rewrite, names_are_paths=name == "videos")
+            except (BadRow, RecursionError):
                 unreadable.add(number)
                 continue
             num_rewritten = sum(local_path(path, str(root)).uri != path for path in paths)
-            report.num_rewritten_paths += num_rewritten
-            report.num_other_paths += len(paths) - num_rewritten
+            report.counts.update(rewritten_paths=num_rewritten, other_paths=len(paths) - num_rewritten)
             paths_of_rows[number].update(paths)
         if rewritten_values != values:
             field = batch.schema.field(column)
             batch = batch.set_column(column, field, pa.array(rewritten_values, field.type))
-    report.num_rows += batch.num_rows
-    report.num_unreadable_rows += len(unreadable)
+    report.counts.update(rows=batch.num_rows, unreadable_rows=len(unreadable))
     _check_files(paths_of_rows, root, report, pool)
     return batch
 
 
 def _check_files(paths_of_rows: list[set[str]], root: Path, report: FileReport, pool: ThreadPoolExecutor) -> None:
     resolved = {path: local_path(path, str(root)) for paths in paths_of_rows for path in paths}
+    report.bad.update(path for path, where in resolved.items() if where.bad)
     local = [path for path, where in resolved.items() if not (where.bad or where.remote)]
-    exists = dict(zip(local, pool.map(lambda path: _exists(path, root), local), strict=True))
-    for path, where in resolved.items():
-        if where.bad:
-            report.bad.add(path)
-        elif not exists.get(path, True):
-            report.missing.setdefault(where.bucket, set()).add(path)
-    num_missing = sum(not all(exists.get(path, True) for path in paths) for paths in paths_of_rows)
-    report.num_rows_with_missing_files += num_missing
+    exists = pool.map(lambda path: _exists(path, root), local)
+    missing = {path: resolved[path].bucket for path, is_file in zip(local, exists, strict=True) if not is_file}
+    report.missing |= missing
+    report.counts["rows_with_missing_files"] += sum(not paths.isdisjoint(missing) for paths in paths_of_rows)
 
 
 def _exists(path: str, root: Path) -> bool:
@@ -349,7 +295,10 @@ def run(args: Any) -> str | None:
     output.write(report.to_json())
     print(report.table())
     total = report.total
-    problems = [f"{total.num_missing} files are missing"] if total.num_missing else []
-    problems += [f"{len(total.bad)} paths leave the root or are invalid"] if total.bad else []
-    problems += [f"{total.num_unreadable_rows} rows are unreadable"] if total.num_unreadable_rows else []
-    return f"{', '.join(problems)}; {path} lists them" if problems else None
+    problems = {
+        "files are missing": len(total.missing),
+        "paths leave the root or are invalid": len(total.bad),
+        "rows are unreadable": total.counts["unreadable_rows"],
+    }
+    listed = ", ".join(f"{count} {problem}" for problem, count in problems.items() if count)
+    return f"{listed}; {path} lists them" if listed else None

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -128,15 +128,19 @@ def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
     with parquet_file(file) as table:
         names = table.schema_arrow.names
-        missing = [name for name in columns if name not in names]
-        if missing:
-            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
+        check_columns(file, columns, names)
         number = 0
         to_read = [name for name in (*columns, *ID_COLUMNS) if name in names]
         for batch in table.iter_batches(BATCH_ROWS, columns=to_read, use_threads=False):
             for row in batch.to_pylist():
                 yield f"{name} row {number}", row
                 number += 1
+
+
+def check_columns(file: Path, expected: Iterable[str], names: Collection[str]) -> None:
+    missing = [name for name in expected if name not in names]
+    if missing:
+        raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
         raise ValueError(f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} usable rows")
     quotas = {kind: num_rows * count / usable.total() for kind, count in usable.items()}
     held_out = [False] * len(rows)
-    held = Counter[str]()
+    num_held_out = Counter[str]()
 
     def error(counts: Counter[str]) -> float:
         return abs(counts.total() - num_rows) + sum(abs(counts[kind] - quota) for kind, quota in quotas.items())
@@ -81,19 +81,20 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     def take(cluster: Sequence[int], counts: Counter[str]) -> None:
         for number in cluster:
             held_out[number] = True
-        held.update(counts)
+        num_held_out.update(counts)
 
     clusters = _clusters(rows)
     clusters.sort(key=lambda cluster: derived_seed("held out", seed, sorted(rows[cluster[0]].videos), cluster[0]))
     too_large: list[tuple[list[int], Counter[str]]] = []
     for cluster in clusters:  # first clusters within the quotas, then those that reduce the error
         counts = Counter(rows[number].kind for number in cluster)
-        if all(held[kind] + count <= quotas[kind] for kind, count in counts.items()):
+        if all(num_held_out[kind] + count <= quotas[kind] for kind, count in counts.items()):
             take(cluster, counts)
         else:
             too_large.append((cluster, counts))
     for cluster, counts in too_large:
-        if error(held + counts) < error(held) and held.total() + counts.total() < usable.total():
+        enlarged = num_held_out + counts
+        if error(enlarged) < error(num_held_out) and enlarged.total() < usable.total():
             take(cluster, counts)
     if not any(held_out):
         smallest = min(counts.total() for _, counts in too_large)

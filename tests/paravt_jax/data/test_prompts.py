@@ -1,4 +1,4 @@
-"""Published rows become prompts; what cannot be used is counted with its reason and never lost in silence."""
+"""Published rows become prompts; unusable rows are counted by reason."""
 
 import contextlib
 import json
@@ -12,300 +12,268 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from data_rows import messages, rl_row, write_lines, write_parquet
 
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.rows import unique_id
-
-
-def row(answer="B", question_type="mcq", *, video="a.mp4", question="<video>\nWhich one?", **other) -> dict:
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "videos": [{"video": video}],
-        "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
-        **other,
-    }
-
-
-def write_parquet(path: Path, rows: list[dict]) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def write_lines(path: Path, rows: list) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in rows) + "\n")
-    return path
 
 
 def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0, allow_outside: bool = False):
     return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside)
 
 
-@pytest.fixture
-def here(tmp_path):
-    for name in ("a.mp4", "b.mp4"):
-        (tmp_path / name).write_bytes(b"frames")
-    return tmp_path
+def load_rows(directory: Path, *rows: object, **options):
+    return load(write_lines(directory / "rl.jsonl", rows), **options)
 
 
-def test_a_published_row_becomes_a_prompt(here):
+def test_published_rows_become_prompts(video_dir):
+    chat = messages(("system", "You may crop."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "<video>Which?"))
     rows = [
-        row("[2.5, 7]", "tvg", question="<video>\nWhen does it rain?", video="b.mp4"),
-        row("a red door", "oe", question="What is opened?"),
+        rl_row("[2.5, 7]", "tvg", question="<video>\nWhen does it rain?", video="b.mp4"),
+        rl_row("a red door", "oe", question="What is opened?"),
+        rl_row(prompt=chat),
     ]
-    found = load(write_parquet(here / "rl.parquet", rows))
-    assert found.bad == {}
-    assert [(p.question, p.videos, p.answer, p.question_type) for p in found.prompts] == [
-        ("<video>\nWhen does it rain?", (f"{here}/b.mp4",), "[2.5, 7]", "tvg"),
-        ("What is opened?", (f"{here}/a.mp4",), "a red door", "oe"),
+    loaded = load(write_parquet(video_dir / "rl.parquet", rows))
+    assert loaded.bad == {}
+    assert [(p.question, p.videos, p.answer, p.question_type) for p in loaded.prompts] == [
+        ("<video>\nWhen does it rain?", (f"{video_dir}/b.mp4",), "[2.5, 7]", "tvg"),
+        ("What is opened?", (f"{video_dir}/a.mp4",), "a red door", "oe"),
+        ("<video>Which?", (f"{video_dir}/a.mp4",), "B", "mcq"),
     ]
 
 
-def test_parquet_and_json_lines_with_extra_info_as_text_or_object_give_the_same_prompts(here):
-    rows = [row("A"), row("4", "oe"), row("3 to 5", "tvg", video="b.mp4"), row("A")]
-    objects = [one | {"extra_info": json.loads(one["extra_info"]) | {"source": "x"}} for one in rows]
-    sets = [load(write_parquet(here / "rl.parquet", rows)), load(write_lines(here / "rl.jsonl", rows))]
-    assert sets[0] == sets[1] == load(write_parquet(here / "objects.parquet", objects))
+def test_parquet_and_json_lines_with_extra_info_as_text_or_object_give_the_same_prompts(video_dir):
+    rows = [rl_row("A"), rl_row("4", "oe"), rl_row("3 to 5", "tvg", video="b.mp4"), rl_row("A")]
+    objects = [row | {"extra_info": json.loads(row["extra_info"]) | {"source": "x"}} for row in rows]
+    loaded = load(write_parquet(video_dir / "rl.parquet", rows))
+    assert loaded == load_rows(video_dir, *rows) == load(write_parquet(video_dir / "objects.parquet", objects))
 
 
-def test_an_answer_that_is_an_interval_or_a_number_in_json_is_read_as_its_text(here):
-    rows = [row([2.5, 7], "tvg"), row(4, "oe")]
-    assert [prompt.answer for prompt in load(write_lines(here / "rl.jsonl", rows)).prompts] == ["[2.5, 7]", "4"]
+def test_an_answer_that_is_a_json_number_or_list_is_read_as_text(video_dir):
+    loaded = load_rows(video_dir, rl_row([2.5, 7], "tvg"), rl_row(4, "oe"))
+    assert [prompt.answer for prompt in loaded.prompts] == ["[2.5, 7]", "4"]
 
 
-def test_only_the_last_user_message_is_the_question(here):
-    said = [("system", "You may crop."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "<video>Which?")]
-    rows = [row(prompt=[{"role": role, "content": text} for role, text in said])]
-    assert load(write_parquet(here / "rl.parquet", rows)).prompts[0].question == "<video>Which?"
-
-
-def test_a_video_is_found_however_its_path_is_written(here):
-    odd = here / "a b%20c.mp4"  # the release writes such a path behind file:// as it stands
+def test_every_spelling_of_a_path_leads_to_the_video(video_dir):
+    odd = video_dir / "a b%20c.mp4"  # after file://, the release does not percent-encode
     odd.write_bytes(b"frames")
     names = [str(odd), f"file://{odd}", f"file://{quote(str(odd))}", odd.name, f"file://{odd.name}"]
-    found = load(write_lines(here / "rl.jsonl", [row(video=name) for name in names]))
-    assert {prompt.videos for prompt in found.prompts} == {(str(odd),)}
+    loaded = load_rows(video_dir, *(rl_row(video=name) for name in names))
+    assert {prompt.videos for prompt in loaded.prompts} == {(str(odd),)}
 
 
-def test_relative_videos_begin_from_the_root_or_from_the_rows(here, monkeypatch):
-    (here / "rows").mkdir()
-    rows = write_lines(here / "rows" / "rl.jsonl", [row()])
-    assert load(rows, video_root=str(here)).prompts[0].videos == (f"{here}/a.mp4",)
-    (here / "rows" / "a.mp4").write_bytes(b"frames")
-    monkeypatch.chdir(here)
-    assert load(Path("rows/rl.jsonl")).prompts[0].videos == (f"{here}/rows/a.mp4",)
+def test_relative_videos_start_from_the_root_or_from_the_rows(video_dir, monkeypatch):
+    (video_dir / "rows").mkdir()
+    path = write_lines(video_dir / "rows" / "rl.jsonl", [rl_row()])
+    assert load(path, video_root=str(video_dir)).prompts[0].videos == (f"{video_dir}/a.mp4",)
+    (video_dir / "rows" / "a.mp4").write_bytes(b"frames")
+    monkeypatch.chdir(video_dir)
+    assert load(Path("rows/rl.jsonl")).prompts[0].videos == (f"{video_dir}/rows/a.mp4",)
 
 
 @pytest.fixture
-def root(here):
-    """A root of its own, itself a link, with a video and with a link that leads out of it."""
-    (here / "real").mkdir()
-    (here / "real" / "in.mp4").write_bytes(b"frames")
-    (here / "real" / "link.mp4").symlink_to(here / "a.mp4")
-    (here / "root").symlink_to(here / "real")
-    return here / "root"
+def root(video_dir):
+    """A video root that is a link, with a video and with a link to a video outside of it."""
+    (video_dir / "real").mkdir()
+    (video_dir / "real" / "in.mp4").write_bytes(b"frames")
+    (video_dir / "real" / "link.mp4").symlink_to(video_dir / "a.mp4")
+    (video_dir / "root").symlink_to(video_dir / "real")
+    return video_dir / "root"
 
 
-def test_a_video_outside_of_the_root_makes_a_bad_row_that_says_how_to_allow_it(here, root):
-    ways_out = ["../a.mp4", "file://%2e%2e/a.mp4", "link.mp4", str(here / "a.mp4"), f"file://{here}/a.mp4"]
-    ways_in = ["in.mp4", "../real/in.mp4", str(here / "real" / "in.mp4"), str(root / "in.mp4")]
-    rows = write_lines(here / "rl.jsonl", [row(video=video) for video in [*ways_in, *ways_out]])
-    found = load(rows, video_root=str(root), max_bad_frac=0.9)
-    assert found.bad == {"file outside of data.video_root": len(ways_out)} and len(found.prompts) == len(ways_in)
+def test_a_video_outside_of_the_root_makes_a_bad_row_that_names_the_setting(video_dir, root):
+    outside = ["../a.mp4", "file://%2e%2e/a.mp4", "link.mp4", f"{video_dir}/a.mp4", f"file://{video_dir}/a.mp4"]
+    inside = ["in.mp4", "../real/in.mp4", f"{video_dir}/real/in.mp4", f"{root}/in.mp4"]
+    rows = [rl_row(video=video) for video in [*inside, *outside]]
+    loaded = load_rows(video_dir, *rows, video_root=str(root), max_bad_frac=0.9)
+    assert loaded.bad == {"file outside of data.video_root": len(outside)} and len(loaded.prompts) == len(inside)
     with pytest.raises(ValueError, match=r"a\.mp4, while data\.video_root=.*set data\.allow_outside=true"):
-        load(rows, video_root=str(root))
-    assert load(rows, video_root=str(root), allow_outside=True).bad == {}
+        load_rows(video_dir, *rows, video_root=str(root))
+    assert load_rows(video_dir, *rows, video_root=str(root), allow_outside=True).bad == {}
+    assert load_rows(root, *(rl_row(video=video) for video in ("../a.mp4", f"{video_dir}/a.mp4", "link.mp4"))).bad == {}
 
 
-def test_files_of_the_hubs_cache_are_links_to_its_blobs(here):
-    repository = here / "datasets--ParaVT--ParaVT-Source"
+def test_links_to_blobs_of_the_hubs_cache_are_inside_of_the_root(video_dir):
+    repository = video_dir / "datasets--ParaVT--ParaVT-Source"
     snapshot = repository / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
     (repository / "blobs" / "abc").write_bytes(b"frames")
     (snapshot / "in.mp4").symlink_to("../../blobs/abc")
-    (snapshot / "out.mp4").symlink_to(here / "a.mp4")
-    rows = write_lines(here / "rl.jsonl", [row(video=video) for video in ("in.mp4", "out.mp4")])
-    found = load(rows, video_root=str(snapshot), max_bad_frac=0.9)
-    assert len(found.prompts) == 1 and found.bad == {"file outside of data.video_root": 1}
+    (snapshot / "out.mp4").symlink_to(video_dir / "a.mp4")
+    rows = [rl_row(video=video) for video in ("in.mp4", "out.mp4")]
+    loaded = load_rows(video_dir, *rows, video_root=str(snapshot), max_bad_frac=0.9)
+    assert len(loaded.prompts) == 1 and loaded.bad == {"file outside of data.video_root": 1}
 
 
-def test_subtitles_are_those_that_the_row_names_or_those_beside_the_video(here, root):
-    (here / "a.srt").touch()
-    (here / "real" / "in.srt").touch()
-    (here / "real" / "own.srt").touch()
-    named = row(video="in.mp4") | {"videos": [{"video": "in.mp4", "subtitles": "own.srt"}]}
-    found = load(write_parquet(here / "rl.parquet", [row(video="in.mp4"), named]), video_root=str(root))
-    assert [prompt.subtitles for prompt in found.prompts] == [(f"{root}/in.srt",), (f"{root}/own.srt",)]
-    assert load(write_lines(here / "rl.jsonl", [row(video="b.mp4")])).prompts[0].subtitles == ("",)
+def with_subtitles(path: str) -> dict:
+    return rl_row(videos=[{"video": "in.mp4", "subtitles": path}])
 
 
-def test_subtitles_outside_of_the_root_are_not_read(here, root):
-    (here / "secret.srt").touch()
-    (here / "real" / "in.srt").symlink_to(here / "secret.srt")
-    named = [
-        row(video="in.mp4") | {"videos": [{"video": "in.mp4", "subtitles": way}]} for way in ("../secret.srt", "in.srt")
-    ]
-    found = load(write_lines(here / "rl.jsonl", [row(video="in.mp4"), *named]), video_root=str(root), max_bad_frac=0.9)
-    assert [prompt.subtitles for prompt in found.prompts] == [("",)]
-    assert found.bad == {"file outside of data.video_root": 2}
+def test_subtitles_are_named_by_the_row_or_next_to_the_video(video_dir, root):
+    for path in (video_dir / "a.srt", video_dir / "real" / "in.srt", video_dir / "real" / "own.srt"):
+        path.touch()
+    path = write_parquet(video_dir / "rl.parquet", [rl_row(video="in.mp4"), with_subtitles("own.srt")])
+    subtitles = [prompt.subtitles for prompt in load(path, video_root=str(root)).prompts]
+    assert subtitles == [(f"{root}/in.srt",), (f"{root}/own.srt",)]
+    assert load_rows(video_dir, rl_row(video="b.mp4")).prompts[0].subtitles == ("",)
 
 
-def test_without_a_root_a_video_may_lie_anywhere(here, root):
-    rows = [row(video=video) for video in ("../a.mp4", str(here / "a.mp4"), "link.mp4")]
-    assert load(write_lines(root / "rl.jsonl", rows)).bad == {}
+def test_subtitles_outside_of_the_root_are_not_read(video_dir, root):
+    (video_dir / "secret.srt").touch()
+    (video_dir / "real" / "in.srt").symlink_to(video_dir / "secret.srt")
+    rows = [rl_row(video="in.mp4"), with_subtitles("../secret.srt"), with_subtitles("in.srt")]
+    loaded = load_rows(video_dir, *rows, video_root=str(root), max_bad_frac=0.9)
+    assert [prompt.subtitles for prompt in loaded.prompts] == [("",)]
+    assert loaded.bad == {"file outside of data.video_root": 2}
 
 
-def test_a_directory_is_read_in_the_order_of_its_names(here):
+def test_the_files_of_a_directory_are_read_in_the_order_of_their_names(video_dir):
     for number in (1, 0, 2):
-        write_parquet(here / f"train-{number}.parquet", [row(index=number)])
-    (here / "README.md").write_text("# rows")
-    found = load(here)
-    assert [prompt.id for prompt in found.prompts] == ["0", "1", "2"]
-    assert found.prompts[0].videos == (f"{here}/a.mp4",)
+        write_parquet(video_dir / f"train-{number}.parquet", [rl_row(index=number)])
+    (video_dir / "README.md").write_text("# rows")
+    loaded = load(video_dir)
+    assert [prompt.id for prompt in loaded.prompts] == ["0", "1", "2"]
+    assert loaded.prompts[0].videos == (f"{video_dir}/a.mp4",)
 
 
-def test_the_id_follows_from_the_content_and_not_from_the_host(here):
-    elsewhere = here / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "a.mp4").write_bytes(b"frames")
-    rows = [row("A"), row("B"), row("A", question="Which, then?")]
-    ids = [prompt.id for prompt in load(write_parquet(here / "rl.parquet", rows)).prompts]
-    moved = [dict(r, videos=[{"video": f"file://{elsewhere}/a.mp4"}]) for r in reversed(rows)]
-    assert [prompt.id for prompt in load(write_lines(here / "rl.jsonl", moved)).prompts] == ids[::-1]
+def test_the_id_depends_on_the_content_and_not_on_the_host(video_dir):
+    moved = video_dir / "moved"
+    moved.mkdir()
+    (moved / "a.mp4").touch()
+    rows = [rl_row("A"), rl_row("B"), rl_row("A", question="Which, then?")]
+    ids = [prompt.id for prompt in load(write_parquet(video_dir / "rl.parquet", rows)).prompts]
+    assert [prompt.id for prompt in load_rows(moved, *reversed(rows)).prompts] == ids[::-1]
     # blake2b-64 of ["<video>\nWhich one?", ["a.mp4"], "A", "mcq"]: another value would break every resume
     assert len(set(ids)) == 3 and ids[0] == "d06b8cb53017f690"
 
 
-def test_a_rows_own_id_is_kept_and_made_unique(here):
-    rows = [row(id="x"), row(id="x-2"), row(id="x"), row(id=""), row(), row(index=0), row(id=0)]
-    ids = [prompt.id for prompt in load(write_lines(here / "rl.jsonl", rows)).prompts]
+def test_an_own_id_is_used_and_made_unique(video_dir):
+    columns = [{"id": "x"}, {"id": "x-2"}, {"id": "x"}, {"id": ""}, {}, {"index": 0}, {"id": 0}]
+    ids = [prompt.id for prompt in load_rows(video_dir, *(rl_row(**each) for each in columns)).prompts]
     assert ids[:3] == ["x", "x-2", "x-3"] and ids[5:] == ["0", "0-2"]
     assert ids[4] == f"{ids[3]}-2" and len(set(ids)) == 7
 
 
+def deep_rows() -> list[str]:
+    """Values nested so deep that Python cannot process them."""
+    columns = [{"prompt": "DEEP"}, {"videos": "DEEP"}, {"extra_info": "DEEP"}]
+    columns += [{"extra_info": {"answer": "DEEP", "question_type": "mcq"}}]
+    rows = [(json.dumps(rl_row(**each)), depth) for each in columns for depth in (500, 980, 100_000)]
+    rows += [(json.dumps(rl_row(id="DEEP")), 100_000)]
+    return [row.replace('"DEEP"', "[" * depth + "]" * depth) for row, depth in rows]
+
+
 BAD_ROWS = {
-    "missing file": [row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".")],
-    "impossible path": [row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
-    "no video": [row(videos=[]), row(videos=None)],
-    "more <video> than videos": [row(question="<video><video> Which?")],
-    "empty answer": [row(" "), row(None), row(extra_info={"question_type": "mcq"})],
-    "id too long": [row(id="x" * 257), row(index="x" * 10**6)],
-    "text too long": [row(question="Which? " * 15_000), row("red " * 30_000, "oe")],
-    "too many frames": [row(videos=[{"video": "a.mp4"}] * 4097)],
-    "empty question": [row(question="<video>\n")],
-    "unknown question type": [row("A", "mc"), row("A", None), row("A", ["mcq"]), row(extra_info={"answer": "A"})],
-    "unreadable ground truth": [row("a man"), row("A and B"), row("[7, 2]", "tvg"), row("soon", "tvg")],
+    "missing file": [rl_row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".")],
+    "impossible path": [rl_row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
+    "no video": [rl_row(videos=[]), rl_row(videos=None)],
+    "more <video> than videos": [rl_row(question="<video><video> Which?")],
+    "empty answer": [rl_row(" "), rl_row(None), rl_row(extra_info={"question_type": "mcq"})],
+    "id too long": [rl_row(id="x" * 257), rl_row(index="x" * 10**6)],
+    "text too long": [rl_row(question="Which? " * 15_000), rl_row("red " * 30_000, "oe")],
+    "too many frames": [rl_row(videos=[{"video": "a.mp4"}] * 4097)],
+    "empty question": [rl_row(question="<video>\n")],
+    "unknown question type": [
+        *(rl_row("A", question_type) for question_type in ("mc", None, ["mcq"])),
+        rl_row(extra_info={"answer": "A"}),
+    ],
+    "unreadable ground truth": [rl_row("a man"), rl_row("A and B"), rl_row("[7, 2]", "tvg"), rl_row("soon", "tvg")],
     "wrong schema": [
-        "{",
-        "[1, 2]",
-        "\x00\x01",
-        row({"text": "A"}),
-        row(extra_info="answer: A"),
-        row(extra_info=None),
-        row(prompt="Which one?"),
-        row(prompt=[]),
-        row(prompt=[{"role": "system", "content": "Which?"}]),
-        row(prompt=[{"role": "user", "content": [{"type": "text", "text": "Which?"}]}]),
-        row(videos=["a.mp4"]),
-        row(videos=[{"path": "a.mp4"}]),
-        row(video="half\ud800.mp4"),
+        *("{", "[1, 2]", "\x00\x01", rl_row({"text": "A"}), rl_row(extra_info="answer: A"), rl_row(extra_info=None)),
+        *(rl_row(prompt="Which one?"), rl_row(prompt=[]), rl_row(prompt=messages(("system", "Which?")))),
+        rl_row(prompt=messages(("user", [{"type": "text", "text": "Which?"}]))),
+        *(rl_row(videos=["a.mp4"]), rl_row(videos=[{"path": "a.mp4"}]), rl_row(video="half\ud800.mp4")),
     ],
 }
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_a_bad_row_is_counted_by_its_reason_and_dropped(here, reason):
-    rows = [row("A"), *BAD_ROWS[reason], row("C")]
-    found = load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.99)
-    assert found.bad == {reason: len(BAD_ROWS[reason])}
-    assert [prompt.answer for prompt in found.prompts] == ["A", "C"]
+def test_a_bad_row_is_counted_by_its_reason_and_dropped(video_dir, reason):
+    loaded = load_rows(video_dir, rl_row("A"), *BAD_ROWS[reason], rl_row("C"), max_bad_frac=0.99)
+    assert loaded.bad == {reason: len(BAD_ROWS[reason])}
+    assert [prompt.answer for prompt in loaded.prompts] == ["A", "C"]
 
 
-def test_too_many_bad_rows_are_an_error_with_counts_and_examples(here):
-    rows = [row(), row(video="gone.mp4"), row("A", "quiz"), row(video="lost.mp4"), *[row()] * 3]
-    path = write_lines(here / "rl.jsonl", rows)  # 3 of 7
-    with pytest.raises(ValueError, match="cannot be used") as raised:
-        load(path, max_bad_frac=0.42)
+def test_a_row_that_is_nested_too_deep_is_a_bad_row(video_dir):
+    loaded = load_rows(video_dir, rl_row("A"), *deep_rows(), max_bad_frac=0.99)
+    assert [prompt.answer for prompt in loaded.prompts] == ["A"] and sum(loaded.bad.values()) == 13
+
+
+def test_too_many_bad_rows_are_an_error_with_counts_and_examples(video_dir):
+    rows = [rl_row(), rl_row(video="gone.mp4"), rl_row("A", "quiz"), rl_row(video="lost.mp4"), *[rl_row()] * 3]
+    with pytest.raises(ValueError, match="cannot be used") as raised:  # 3 of 7
+        load_rows(video_dir, *rows, max_bad_frac=0.42)
     message = str(raised.value)
-    assert f"{path}: 3 of 7 rows" in message and "data.max_bad_frac=0.42" in message
-    assert f"missing file: 2, for example rl.jsonl line 2: {here}/gone.mp4" in message
+    assert f"{video_dir}/rl.jsonl: 3 of 7 rows" in message and "data.max_bad_frac=0.42" in message
+    assert f"missing file: 2, for example rl.jsonl line 2: {video_dir}/gone.mp4" in message
     assert "unknown question type: 1, for example rl.jsonl line 3: 'quiz', expected mcq, tvg, oe" in message
     with pytest.raises(ValueError, match="none of 2 rows can be used"):
-        load(write_lines(here / "rl.jsonl", [row(""), row("")]), max_bad_frac=1.0)
+        load_rows(video_dir, rl_row(""), rl_row(""), max_bad_frac=1.0)
 
 
-def test_as_many_bad_rows_as_allowed_are_logged_and_dropped(here, caplog):
-    rows = [row()] * 71 + [row(video="gone.mp4")] * 29  # 0.29 * 100 is below 29 in floating point
+def test_as_many_bad_rows_as_allowed_are_logged_and_dropped(video_dir, caplog):
+    rows = [rl_row()] * 71 + [rl_row(video="gone.mp4")] * 29  # 0.29 * 100 is below 29 in floating point
     with caplog.at_level(logging.WARNING):
-        assert load(write_lines(here / "rl.jsonl", rows), max_bad_frac=0.29).bad == {"missing file": 29}
-    assert "29 of 100 rows are dropped" in caplog.text and f"rl.jsonl line 72: {here}/gone.mp4" in caplog.text
+        assert load_rows(video_dir, *rows, max_bad_frac=0.29).bad == {"missing file": 29}
+    assert "29 of 100 rows are dropped" in caplog.text and f"rl.jsonl line 72: {video_dir}/gone.mp4" in caplog.text
 
 
-def test_a_file_that_holds_no_prompts_is_refused_in_one_sentence(here):
-    (here / "text.parquet").write_text("no parquet at all")
-    whole = write_parquet(here / "whole.parquet", [row(question="Which? " * 9)] * 20).read_bytes()
-    (here / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    (here / "none.jsonl").write_text("\n\n")
-    (here / "empty").mkdir()
-    (here / "rows.csv").write_text("prompt,videos\n")
-    pq.write_table(pa.table({"messages": ["[]"]}), here / "sft.parquet")
-    pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), here / "none.parquet")
-    table, no_text = pa.Table.from_pylist([row()]), pc.cast(pa.array([b"\xff"]), pa.string(), safe=False)
-    pq.write_table(table.set_column(2, "extra_info", no_text), here / "bytes.parquet")
-    expected = {
-        "gone.parquet": "does not exist",
-        "text.parquet": "cannot be read as parquet: ",
-        "cut.parquet": "cannot be read as parquet: ",
-        "bytes.parquet": "cannot be read as parquet: 'utf-8' codec can't decode byte 0xff",
-        "none.jsonl": "has no rows",
-        "none.parquet": "has no rows",
-        "empty": r"is a directory without \*\.parquet files",
-        "rows.csv": r"must be a \.parquet or \.jsonl file",
-        "sft.parquet": "has no column prompt, videos, extra_info; it has messages",
-    }
-    for name, problem in expected.items():
-        with pytest.raises(ValueError, match=problem) as raised:
-            load(here / name, max_bad_frac=1.0)
-        assert str(here / name) in str(raised.value) and "\n" not in str(raised.value)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone.parquet", "does not exist"),
+        ("text.parquet", "cannot be read as parquet: "),
+        ("cut.parquet", "cannot be read as parquet: "),
+        ("bytes.parquet", "cannot be read as parquet: 'utf-8' codec can't decode byte 0xff"),
+        ("none.jsonl", "has no rows"),
+        ("none.parquet", "has no rows"),
+        ("empty", r"is a directory without \*\.parquet files"),
+        ("rows.csv", r"must be a \.parquet or \.jsonl file"),
+        ("sft.parquet", "has no column prompt, videos, extra_info; it has messages"),
+    ],
+)
+def test_a_file_without_prompts_is_rejected_in_one_line(name, message, video_dir):
+    for file, content in (("text.parquet", "no parquet at all"), ("none.jsonl", "\n\n"), ("rows.csv", "prompt\n")):
+        (video_dir / file).write_text(content)
+    whole = write_parquet(video_dir / "whole.parquet", [rl_row(question="Which? " * 9)] * 20).read_bytes()
+    (video_dir / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (video_dir / "empty").mkdir()
+    write_parquet(video_dir / "sft.parquet", [{"messages": "[]"}])
+    table, no_text = pa.Table.from_pylist([rl_row()]), pc.cast(pa.array([b"\xff"]), pa.string(), safe=False)
+    pq.write_table(table.slice(0, 0), video_dir / "none.parquet")
+    pq.write_table(table.set_column(2, "extra_info", no_text), video_dir / "bytes.parquet")
+    with pytest.raises(ValueError, match=message) as raised:
+        load(video_dir / name, max_bad_frac=1.0)
+    assert str(video_dir / name) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_equal_ids_are_told_apart_in_a_number_of_looks_that_grows_with_the_rows():
+def test_the_lookups_for_unique_ids_grow_linearly_with_the_rows():
     class Counting(dict):
-        num_looks = 0
+        num_lookups = 0
 
         def __contains__(self, name):
-            self.num_looks += 1
+            self.num_lookups += 1
             return super().__contains__(name)
 
-    taken = Counting()
-    names = [unique_id("a", taken) for _ in range(500)] + [unique_id("a-3", taken), unique_id("b", taken)]
+    used = Counting()
+    names = [unique_id("a", used) for _ in range(500)] + [unique_id("a-3", used), unique_id("b", used)]
     assert names[:3] == ["a", "a-2", "a-3"] and names[-2:] == ["a-3-2", "b"] and len(set(names)) == 502
-    assert taken.num_looks < 3 * 502
+    assert used.num_lookups < 3 * 502
 
 
-@pytest.mark.parametrize("name_of_row", ["a.mp4", "gone.mp4"])
-def test_a_file_is_looked_for_once_however_many_rows_name_it(here, monkeypatch, name_of_row):
-    lines = write_lines(here / "rl.jsonl", [row(question=f"Which of {n}?", video=name_of_row) for n in range(50)])
-    looked: Counter[str] = Counter()
+@pytest.mark.parametrize("video", ["a.mp4", "gone.mp4"])
+def test_a_file_is_looked_up_once_however_many_rows_name_it(video_dir, monkeypatch, video):
+    path = write_lines(video_dir / "rl.jsonl", [rl_row(question=f"Which of {n}?", video=video) for n in range(50)])
+    lookups: Counter[str] = Counter()
     stat = os.stat
 
-    def counted(path, **how):
-        looked[str(path)] += 1
-        return stat(path, **how)
+    def counted(path, **options):
+        lookups[str(path)] += 1
+        return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", counted)
-    with contextlib.suppress(ValueError):  # where no row has its video
-        load(lines, max_bad_frac=1.0)
-    assert {name: count for name, count in looked.items() if "rl" not in name and count > 2} == {}
-    assert sum(looked.values()) < 20
-
-
-@pytest.mark.parametrize("key", ["prompt", "videos", "extra_info", "id"])
-@pytest.mark.parametrize("depth", [500, 980, 100_000])
-def test_a_row_that_is_nested_too_deep_is_a_bad_row(here, key, depth):
-    deep = json.dumps(row("A", **{key: "HERE"})).replace('"HERE"', "[" * depth + "]" * depth)
-    answers = json.dumps(row(extra_info={"answer": "HERE", "question_type": "mcq"}))
-    answers = answers.replace('"HERE"', "[" * depth + "]" * depth)
-    found = load(write_lines(here / "rl.jsonl", [row("A"), deep, answers]), max_bad_frac=0.7)
-    assert len(found.prompts) + sum(found.bad.values()) == 3 and found.prompts[0].answer == "A"
-    assert sum(found.bad.values()) >= (1 if key == "id" and depth < 1000 else 2)
+    with contextlib.suppress(ValueError):  # no row has its video
+        load(path, max_bad_frac=1.0)
+    assert {name: count for name, count in lookups.items() if "rl" not in name and count > 2} == {}
+    assert sum(lookups.values()) < 20
