@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from model_port.processing import VideoBounds, VisionContract, process_images, settled_size
+from model_port.processing import VisionContract, process_images, settled_size
 from paravt_jax.bench.camera import FPS, camera
 from rollout.video.encode import write_video
 from rollout.video.reader import Decoder, FrameReader
@@ -160,7 +160,7 @@ def _make_original(directory: str | None) -> Callable[[Path, Window], np.ndarray
     except ImportError as missing:
         raise RuntimeError(f"{missing}; the comparison needs: {INSTALL}, then --qwen-vl-utils DIR") from None
     processor = Qwen3VLVideoProcessor(
-        **VideoBounds(CONTRACT.min_pixels, OVERVIEW_FRAMES * CONTRACT.max_pixels).to_hf(CONTRACT),
+        size={"shortest_edge": CONTRACT.min_pixels, "longest_edge": OVERVIEW_FRAMES * CONTRACT.max_pixels},
         cap_pixels_per_frame=False,
     )
 

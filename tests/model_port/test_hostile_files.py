@@ -12,7 +12,7 @@ import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, new_adapter, read_adapter_info, write_adapter
 from model_port.config import LoraConfig, config_from_hf, read_hf_config
 from model_port.hf_files import base_model, read_side_files, with_dtype, with_pixel_bounds
-from model_port.processing import VideoBounds, VisionContract
+from model_port.processing import VisionContract
 from model_port.tiny import tiny_config
 from rollout.chat import Chat
 
@@ -28,7 +28,6 @@ def readable(directory):
     config_from_hf(read_hf_config(directory), str(directory / CONFIG))
     base_model(directory)
     VisionContract.from_hf(directory)
-    VideoBounds.from_hf(directory)
     with_pixel_bounds(with_dtype(read_side_files(directory), "bfloat16"), 784, 50176)
 
 
@@ -105,7 +104,6 @@ def test_a_number_of_config_json_is_one_within_bounds(key, model):
         (FLAT, "image_mean", ["a", "b", "c"], "image_mean=.* must be a list of 3 numbers"),
         (FLAT, "image_std", [float("inf")] * 3, "image_std=.* must be a list of 3 numbers"),
         (FLAT, "rescale_factor", "1/255", "rescale_factor='1/255' must be a number"),
-        (VIDEO, "size.longest_edge", "x", "size.longest_edge='x' must be a whole number"),
         (PROCESSOR, "image_processor", 3, "image_processor=3 must be an object"),
         (PROCESSOR, "video_processor", "x", "video_processor='x' must be an object"),
         ("tokenizer_config.json", "chat_template", 5, None),
