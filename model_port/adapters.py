@@ -20,9 +20,9 @@ import xxhash
 from flax import nnx
 from jax.sharding import Mesh
 
-from model_port.config import LoraConfig, ModelConfig, config_from_hf, read_hf_config
-from model_port.hf_files import CONFIG_FILE, PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
-from model_port.json_files import Section, parse_object, read_object
+from model_port.config import DTYPES, LoraConfig, ModelConfig, read_config
+from model_port.hf_files import PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
+from model_port.json_files import Section, flattened, parse_object, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
 from model_port.lora import LowRank, Projection, merged
 from model_port.model import Qwen3VL
@@ -32,7 +32,6 @@ from model_port.sharding import flat_params, on_host, shard_abstract
 from model_port.weights import adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_LISTED = 5  # differences in an error message
 MAX_RANK, MIN_ALPHA, MAX_ALPHA = 4096, 1e-6, 1e6
 SUPPORTED = {  # PEFT settings that change the computation without changing a tensor
@@ -143,11 +142,11 @@ def check_base(adapter: str | Path, base: AdapterBase, current: str) -> None:
 def files_of_base(hf_dir: Path) -> dict[str, Any]:
     """Settings beside the weights that change a model's outputs or how text and images become its inputs, by name."""
     files = read_side_files(hf_dir)
-    config = asdict(config_from_hf(read_hf_config(hf_dir), str(hf_dir / CONFIG_FILE)))
+    config = asdict(read_config(hf_dir))
     del config["initializer_range"], config["text"]["max_positions"]  # these change no output
-    current = _flat({"config": config})
+    current = flattened({"config": config})
     if any(name in files for name in (PROCESSOR_FILE, FLAT_FILES["image_processor"])):
-        current |= _flat({"processor": asdict(VisionContract.from_hf(hf_dir))})
+        current |= flattened({"processor": asdict(VisionContract.from_hf(hf_dir))})
     tokenizer = files.get(TOKENIZER_FILE)
     if tokenizer is not None:  # its parsed content, because saving it again may change the layout
         tokenizer = json.dumps(parse_object(tokenizer, hf_dir / TOKENIZER_FILE), sort_keys=True).encode()
@@ -236,14 +235,6 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
             side, layer = pair_of_tensor[name]
             side.tensor(params, layer)[...] = tensors.read(name)
     return params
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": x}} as {"a.b": x}."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

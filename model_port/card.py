@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from model_port.hf_files import HUB_ID, RECIPE_FILE
+from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR, RESULTS_FILE
 
 CURVE_FILE = "training.png"
@@ -131,7 +132,7 @@ def run_settings(src: Path) -> Mapping[str, Any]:
         record = json.loads(file.read_bytes()) if file is not None else {}
     except (OSError, ValueError):
         return {}  # the weights are complete without it
-    return dict(_flat(record["config"])) if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+    return flattened(record["config"]) if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
 
 
 def curve_of(src: Path) -> Path | None:
@@ -213,11 +214,3 @@ def _cell_text(value: Any) -> str:
 
 def _is_of_a_run(src: Path) -> bool:
     return src.absolute().parent.name == CHECKPOINTS_DIR and src.name.isdecimal()
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

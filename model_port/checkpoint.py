@@ -26,13 +26,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.config import DTYPES, ModelConfig, read_config
+from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, PARAMS_DIR
 from model_port.safetensors_io import check_finite
 from model_port.weights import check_param_paths
 
 FORMAT_VERSION = 1
-DTYPES = ("float32", "bfloat16", "float16")
 
 BLOCK_BYTES = 64 * 2**20  # in memory at a time, and the size of a chunk on disk
 MIN_LAYER_BYTES = 2**20
@@ -45,7 +45,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop along each axis; unlike slic
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": x} as {"a": {"b": x}}."""
+    """{"a.b": x} as {"a": {"b": x}}, the inverse of `flattened`."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         *parents, name = path.split(".")
@@ -54,20 +54,6 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             branch = branch.setdefault(parent, {})
         branch[name] = leaf
     return tree
-
-
-def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nested`."""
-    flat = {}
-    for name, value in tree.items():
-        flat.update(flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat
-
-
-def parse_dtype(name: str) -> np.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    return np.dtype(jax.numpy.dtype(name))
 
 
 def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
@@ -126,8 +112,7 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
                 chunk = _stored_chunk_shape(store)
                 for block in grid_of(box, chunk):
                     copies.append(pool.submit(_write_block, store, block, values[index_of(block, origin=box)], path))
-                    number = (start // size for (start, _), size in zip(block, chunk, strict=True))
-                    files.append(params_dir / path / ".".join(map(str, number)))
+                    files.append(params_dir / path / _file_of(block, chunk))
         for copy in copies:
             copy.result()
     return files
@@ -140,8 +125,11 @@ def shard_blocks(
     chunk = _chunk_of_shard(shape, shard, dtype.itemsize)
     for box, values in parts:
         for block in grid_of(box, chunk):
-            number = ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
-            yield number, partial(_block_bytes, values[index_of(block, origin=box)], dtype, name, chunk)
+            yield _file_of(block, chunk), partial(_block_bytes, values[index_of(block, origin=box)], dtype, name, chunk)
+
+
+def _file_of(block: Box, chunk: tuple[int, ...]) -> str:
+    return ".".join(str(start // size) for (start, _), size in zip(block, chunk, strict=True))
 
 
 def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[int, ...]) -> bytes:
@@ -151,9 +139,11 @@ def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[in
     return np.ascontiguousarray(values).tobytes()
 
 
-def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray, name: str) -> None:
+def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray, name: str) -> int:
+    """The number of bytes written."""
     values = cast(values, store.dtype.numpy_dtype, name)
     store[index_of(block)].write(values, can_reference_source_data_indefinitely=True).result()
+    return values.nbytes
 
 
 def write_params(
@@ -169,21 +159,21 @@ def write_params(
     Blocks are read in the order of `position(path, index)`, so that the source is read from front to back. `on_bytes`
     is called with the size of every block written. Does not sync.
     """
+    make_arrays(directory, shapes, shapes, dtype)
     params_dir = Path(directory).absolute() / PARAMS_DIR
-    _write_structure(params_dir, shapes, dtype)
-    chunks = {path: _chunk_shape(shape, dtype.itemsize) for path, shape in shapes.items()}
-    stores = {path: _create_array(params_dir / path, shape, dtype, chunks[path]) for path, shape in shapes.items()}
+    stores = {path: open_array(params_dir / path) for path in shapes}
 
-    def copy_block(path: str, index: Index) -> int:
-        block = cast(read(path, index), dtype, path)
-        stores[path][index].write(block, can_reference_source_data_indefinitely=True).result()
-        return block.nbytes
+    def copy_block(path: str, block: Box) -> int:
+        return _write_block(stores[path], block, read(path, index_of(block)), path)
 
     blocks = [
-        (path, index_of(box)) for path, shape in shapes.items() for box in grid_of(box_of(None, shape), chunks[path])
+        (path, block)
+        for path, store in stores.items()
+        for block in grid_of(box_of(None, shapes[path]), _stored_chunk_shape(store))
     ]
+    blocks.sort(key=lambda item: position(item[0], index_of(item[1])))
     with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
-        copies = [pool.submit(copy_block, *block) for block in sorted(blocks, key=lambda block: position(*block))]
+        copies = [pool.submit(copy_block, *block) for block in blocks]
         try:
             for copy in copies:
                 on_bytes(copy.result())
@@ -251,7 +241,7 @@ class StoredParams:
 
     @property
     def config(self) -> ModelConfig:
-        return config_from_hf(read_hf_config(self.hf_dir), source=str(self.hf_dir / "config.json"))
+        return read_config(self.hf_dir)
 
     def check(self, config: ModelConfig, expected: dict[str, tuple[int, ...]]) -> None:
         """Raises unless the parameters are exactly the weight table's, with the shapes of a model of this config."""
@@ -334,29 +324,6 @@ def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStr
     stored = StoredParams(checkpoint)
     stored.check(stored.config, {path: target.shape for path, target in abstract.items()})
     return {path: stored.restore(path, target) for path, target in abstract.items()}
-
-
-def save_args(params: dict[str, Any]) -> dict[str, Any]:
-    """Nested `ocp.SaveArgs` with which orbax writes parameters in blocks of a layer or less, so that they stream out.
-
-    Pass them to orbax together with `nested(params)`. By default, it writes a stacked parameter as one block.
-    """
-
-    def args(array: Any) -> ocp.SaveArgs:
-        itemsize = np.dtype(array.dtype).itemsize
-        if math.prod(array.shape) * itemsize <= BLOCK_BYTES:
-            return ocp.SaveArgs()
-        shard_axes = (0,) if _has_layers(array.shape, itemsize) else ()
-        return ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES, shard_axes=shard_axes)
-
-    return nested({path: args(array) for path, array in params.items()})
-
-
-def save_params(directory: str | Path, params: dict[str, jax.Array]) -> None:
-    """Writes DIRECTORY/params, which must not exist, from arrays in memory, sharded or not."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(directory).absolute() / PARAMS_DIR, nested(params), save_args=save_args(params))
-        checkpointer.wait_until_finished()
 
 
 @contextmanager

@@ -10,8 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes  # noqa: F401 (numpy learns bfloat16 from it)
+import numpy as np
+
 from model_port.json_files import MAX_SHOWN, Section, read_object
 
+DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 SUPPORTED_MODEL_TYPE = "qwen3_vl"
 MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
 TOKEN_IDS = {
@@ -276,6 +280,17 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
     return read_object(path)
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """The config of a Hugging Face directory."""
+    return config_from_hf(read_hf_config(directory), source=f"{directory}/config.json")
+
+
+def parse_dtype(name: str) -> np.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return np.dtype(name)
 
 
 def preset(name: str) -> ModelConfig:

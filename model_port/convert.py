@@ -17,23 +17,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from model_port.checkpoint import (
-    DTYPES,
-    FORMAT_VERSION,
-    Index,
-    only_dtype,
-    parse_dtype,
-    write_params,
-)
+from model_port.checkpoint import FORMAT_VERSION, Index, only_dtype, write_params
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import config_from_hf, read_hf_config
+from model_port.config import DTYPES, parse_dtype, read_config
 from model_port.download import source_directory
-from model_port.hf_files import (
-    base_model,
-    read_side_files,
-    with_base_model,
-    write_side_files,
-)
+from model_port.hf_files import base_model, read_side_files, with_base_model, write_side_files
 from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
@@ -73,7 +61,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         parse_dtype(dtype)
     check_replaceable(Path(dst), force, Path(src))
     src_dir = source_directory(src)
-    config = config_from_hf(read_hf_config(src_dir), source=str(src_dir / "config.json"))
+    config = read_config(src_dir)
     with HfTensors(src_dir) as tensors:
         check_hf_tensors(config, tensors)
         by_path = {rule.path: rule for rule in rules(config)}

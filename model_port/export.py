@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import jax
 import numpy as np
@@ -33,14 +32,13 @@ from model_port.adapters import (
 )
 from model_port.bucket import is_address
 from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
-from model_port.checkpoint import DTYPES, StoredParams, cast, only_dtype, parse_dtype
+from model_port.checkpoint import StoredParams, cast, only_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.config import DTYPES, ModelConfig, parse_dtype, read_config
 from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
 from model_port.download import local_directory
 from model_port.hf_files import (
     CARD_FILE,
-    CONFIG_FILE,
     RECIPE_FILE,
     base_model,
     read_side_files,
@@ -96,10 +94,8 @@ def export(
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
     with output_directory(dst, force=force, source=src, needed_bytes=needed_bytes) as partial:
-        with _ShardedWriter(partial, shards, storage) as writer, Meter("exporting", param_bytes, BYTES) as bar:
-            for tensor, block in source.blocks:
-                writer.write(cast(block, storage, tensor))
-                bar.update(block.size * storage.itemsize)
+        with Meter("exporting", param_bytes, BYTES) as bar:
+            _write_shards(partial, shards, storage, _cast_blocks(source, storage, bar))
         if len(shards) > 1:
             weight_map = {tensor: shard.file_name for shard in shards for tensor in shard.shapes}
             index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
@@ -118,7 +114,7 @@ def export_adapter(
     src = local_directory(src)
     if not is_adapter(src):
         raise ValueError(f"{src} is not an adapter: it has no {ADAPTER_CONFIG_FILE}; omit --adapter to export a model")
-    info, config = read_adapter_info(src), _config_in(_hf_dir(src))
+    info, config = read_adapter_info(src), read_config(_hf_dir(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
     num_bytes = sum(array.nbytes for array in params.values())
@@ -167,7 +163,7 @@ def _whole_tensors(base: Path) -> _Source:
     if is_checkpoint(base):
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
-    config, tensors = _config_in(base), HfTensors(base)
+    config, tensors = read_config(base), HfTensors(base)
     check_hf_tensors(config, tensors)
     return _Source(config, {name: info.dtype for name, info in tensors.infos.items()}, _from_files(tensors, config))
 
@@ -196,10 +192,6 @@ def _hf_dir(src: Path) -> Path:
     return hf_files_of(base_directory(src) if alone else src)
 
 
-def _config_in(hf_dir: Path) -> ModelConfig:
-    return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / CONFIG_FILE))
-
-
 @dataclass
 class Shard:
     """One output file: its tensors in order."""
@@ -224,48 +216,27 @@ def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: 
     return shards
 
 
-class _ShardedWriter:
-    """Writes the bytes of all tensors as one stream and opens the next file when one is full."""
+def _cast_blocks(source: _Source, dtype: np.dtype, bar: Meter) -> Iterator[np.ndarray]:
+    for tensor, block in source.blocks:
+        yield cast(block, dtype, tensor)
+        bar.update(block.size * dtype.itemsize)
 
-    def __init__(self, directory: Path, shards: list[Shard], dtype: np.dtype):
-        self._directory = directory
-        self._waiting = list(shards)
-        self._dtype = dtype
-        self._file: SafetensorsWriter | None = None
-        self._remaining_bytes = 0
 
-    def write(self, block: np.ndarray) -> None:
-        remaining = block.reshape(-1).view(np.uint8)
-        while len(remaining):
-            if self._remaining_bytes == 0:
-                self._open_next()
-            assert self._file is not None
-            part, remaining = remaining[: self._remaining_bytes], remaining[self._remaining_bytes :]
-            self._file.write(part)
-            self._remaining_bytes -= len(part)
-
-    def _open_next(self) -> None:
-        self._close()
-        shard = self._waiting.pop(0)
-        tensors = {name: (self._dtype, shape) for name, shape in shard.shapes.items()}
-        self._file = SafetensorsWriter(self._directory / shard.file_name, tensors)
-        self._remaining_bytes = shard.num_bytes
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def __enter__(self) -> "_ShardedWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            assert not self._waiting, "the checkpoint ended before the last shard"
-            self._close()
-        elif self._file is not None:
-            self._file.__exit__(kind, error, trace)
+def _write_shards(directory: Path, shards: list[Shard], dtype: np.dtype, blocks: Iterator[np.ndarray]) -> None:
+    """Writes the bytes of all tensors, one stream, into the files one after the other."""
+    unwritten = np.empty(0, np.uint8)
+    for shard in shards:
+        tensors = {name: (dtype, shape) for name, shape in shard.shapes.items()}
+        with SafetensorsWriter(directory / shard.file_name, tensors) as file:
+            remaining_bytes = shard.num_bytes
+            while remaining_bytes:
+                if not len(unwritten):
+                    unwritten = next(blocks).reshape(-1).view(np.uint8)
+                part, unwritten = unwritten[:remaining_bytes], unwritten[remaining_bytes:]
+                file.write(part)
+                remaining_bytes -= len(part)
+    surplus = next(blocks, None)  # reads the source to its end, where it checks the base of an adapter
+    assert not len(unwritten) and surplus is None, "the source has more tensors than the shards"
 
 
 def main() -> None:

@@ -40,6 +40,14 @@ def parse_object(content: bytes, source: str | Path) -> dict[str, Any]:
     return parsed
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": x}} as {"a.b": x}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def _values(outer: Any) -> Any:
     return outer.values() if isinstance(outer, dict) else outer
 

@@ -21,7 +21,7 @@ from model_port.adapters import (
     sum_of_base,
 )
 from model_port.bucket import is_address
-from model_port.config import ModelConfig, config_from_hf, read_hf_config
+from model_port.config import ModelConfig, parse_dtype, read_config
 from model_port.inputs import (
     RowSequence,
     TextBatch,
@@ -40,7 +40,6 @@ from model_port.safetensors_io import HfTensors
 from model_port.sharding import flat_params, param_name, shard_abstract
 from model_port.weights import check_param_paths, load_hf_params
 
-DTYPES = ("float32", "bfloat16", "float16")
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
 
 
@@ -76,8 +75,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
     model and stays in float32.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    storage = parse_dtype(dtype)
     if is_address(path):
         from model_port.download import local_directory  # imported late: imports the hub's client
 
@@ -87,8 +85,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         return _load_adapted(path, dtype, mesh)
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a converted checkpoint")
-    hf_dir = hf_files_of(path)
-    config = config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json"))
+    config = read_config(hf_files_of(path))
     model = abstract_model(config, Compute(dtype=dtype))
     abstract = abstract_params(model, dtype, mesh)
     if is_checkpoint(path):
@@ -96,7 +93,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
 
         return with_params(model, restore_params(path, abstract))
     with HfTensors(path) as tensors:
-        return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
+        return with_params(model, load_hf_params(tensors, config, abstract, storage))
 
 
 def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:

@@ -21,13 +21,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
+from model_port.config import DTYPES, ModelConfig, TextConfig, VisionConfig, config_to_hf, parse_dtype
 from model_port.output_dir import output_directory
-from model_port.safetensors_io import DTYPES as SAFETENSORS_DTYPES
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
-
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 # The training recipe's bounds. The published minimum of 65536 would silently enlarge every frame below 256 x 256.
 MIN_PIXELS = 784
@@ -190,15 +187,14 @@ def make_tiny(
     `min_pixels` and `max_pixels` bound the area to which the processor resizes a frame. `force` replaces an existing
     model.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    storage = parse_dtype(dtype)
     if seed < 0:
         raise ValueError(f"seed {seed} is negative")
     if not 0 < min_pixels <= max_pixels:
         raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} must be positive and ascending")
     config = tiny_config() if config is None else with_tokenizer_ids(config)
     with output_directory(dst, force=force) as directory:
-        _write_weights(directory / SINGLE_FILE, config, seed, dtype)
+        _write_weights(directory / SINGLE_FILE, config, seed, storage)
         (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         for name, content in {
@@ -212,8 +208,7 @@ def make_tiny(
     return config
 
 
-def _write_weights(path: Path, config: ModelConfig, seed: int, dtype: str) -> None:
-    storage = SAFETENSORS_DTYPES[DTYPES[dtype]]
+def _write_weights(path: Path, config: ModelConfig, seed: int, storage: np.dtype) -> None:
     shapes = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
     with SafetensorsWriter(path, {name: (storage, shape) for name, shape in shapes.items()}) as writer:
         for name, shape in shapes.items():

@@ -4,11 +4,14 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import torch
 from safetensors.numpy import load_file
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from model_port.checkpoint import nested
 from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
 from model_port.weights import rules
 
@@ -150,6 +153,12 @@ def save_reference(
         tensors.update(load_file(shard))
     assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3_vl"
     return tensors
+
+
+def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
+    """Writes DIRECTORY/params as a program with plain orbax does."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory.absolute() / "params", nested(params))
 
 
 def reference_gradients(

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_port import checkpoint
-from model_port.checkpoint import StoredParams, cast, flattened, nested, restore_params, save_args, save_params
+from model_port.checkpoint import StoredParams, cast, nested, restore_params
 from model_port.config import preset
 from model_port.convert import convert
+from model_port.json_files import flattened
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny, tiny_config
@@ -137,23 +138,6 @@ def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path)
     (tmp_path / "ckpt" / "params" / "_METADATA").unlink()
     with pytest.raises(ValueError, match="is not a complete orbax checkpoint"):
         StoredParams(tmp_path / "ckpt")
-
-
-@pytest.mark.slow
-def test_orbax_saves_layers_apart_so_that_they_stream_out(converted, tmp_path, monkeypatch):
-    _, params = converted
-    monkeypatch.setattr(checkpoint, "MIN_LAYER_BYTES", 2**14)
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 2**15)
-    assert flattened(save_args(params)).keys() == params.keys()
-    save_params(tmp_path, params)
-    shutil.copytree(converted[0] / "hf", tmp_path / "hf")
-    stored, path = StoredParams(tmp_path), "text.layers.mlp.gate_kernel_fd"
-    assert checkpoint._stored_chunk_shape(stored.open(path))[0] == 1
-    for path, value in params.items():
-        blocks = list(stored.blocks(path))
-        np.testing.assert_array_equal(np.concatenate([block.reshape(-1) for block in blocks]), value.reshape(-1))
-        if "mlp" in path:  # orbax cuts other axes of parameters whose layers are small
-            assert max(block.nbytes for block in blocks) <= 2 * 2**15
 
 
 def test_nesting_is_inverted_by_flattening():

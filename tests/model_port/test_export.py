@@ -9,11 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from reference import save_by_orbax
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from model_port.checkpoint import restore_params, save_params
+from model_port.checkpoint import restore_params
 from model_port.convert import convert
 from model_port.export import export, plan_shards
 from model_port.hf_files import base_model, read_side_files
@@ -71,7 +72,7 @@ def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
 def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, tmp_path):
     params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
     trained = {path: value * 1.001 for path, value in params.items()}
-    save_params(tmp_path / "checkpoints" / "7", trained)
+    save_by_orbax(tmp_path / "checkpoints" / "7", trained)
     shutil.copytree(ckpt / "hf", tmp_path / "checkpoints" / "7" / "hf")
     for dtype, storage in ((None, np.float32), ("bfloat16", ml_dtypes.bfloat16)):
         out = tmp_path / str(dtype)
@@ -86,7 +87,7 @@ def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, t
 def test_parameters_of_several_dtypes_need_a_choice(ckpt, tmp_path):
     params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
     params["text.final_norm.scale"] = params["text.final_norm.scale"].astype(jax.numpy.bfloat16)
-    save_params(tmp_path / "mixed", params)
+    save_by_orbax(tmp_path / "mixed", params)
     shutil.copytree(ckpt / "hf", tmp_path / "mixed" / "hf")
     with pytest.raises(ValueError, match=r"parameters in bfloat16 \(.*final_norm\.scale\) and float32 .* with --dtype"):
         export(tmp_path / "mixed", tmp_path / "out")

@@ -19,14 +19,15 @@ import pytest
 import torch
 from fake_hub import WRITE_TOKEN, serve_hub
 from flax import nnx
-from reference import CONFIGS, make_reference, prompts, reference_logits, save_reference
+from reference import CONFIGS, make_reference, prompts, reference_logits, save_by_orbax, save_reference
 from safetensors.numpy import load_file, save_file
 
 import model_port
-from model_port.checkpoint import flattened, nested, save_params
+from model_port.checkpoint import nested
 from model_port.config import config_to_hf
 from model_port.convert import convert
 from model_port.export import export
+from model_port.json_files import flattened
 from model_port.layout import INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import LIST_FILE
@@ -134,7 +135,7 @@ def test_plain_orbax_restores_it(divisible):
 def test_export_takes_what_orbax_saved_from_sharded_arrays(divisible, tmp_path):
     hf, ckpt = divisible
     model = model_port.load(ckpt, mesh=make_mesh(fsdp=4, tensor=2))
-    save_params(tmp_path / "run", flat_params(model_state(model)))
+    save_by_orbax(tmp_path / "run", flat_params(model_state(model)))
     shutil.copytree(ckpt / "hf", tmp_path / "run" / "hf")
     export(tmp_path / "run", tmp_path / "out")
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(hf))
