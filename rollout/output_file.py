@@ -30,9 +30,7 @@ class OutputFile:
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
         if scheme := SCHEME.match(str(path)):
-            raise ValueError(
-                f"{path} is in no local directory: {scheme[1]}:// is not supported here, give a local path"
-            )
+            raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local path")
         self.path = path = Path(path).absolute()
         self.changed = False  # True once a write has changed the content
         self._stream = _is_stream(path)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -107,22 +108,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     add("--json", action="store_true", help="print the stdout line as JSON, with the process id")
     add_debug_flag(parser)
     args = parser.parse_args(ours)
-    settings = ServerSettings(
-        model=args.model,
-        device=args.device,
-        host=args.host,
-        port=args.port,
-        dtype=args.dtype,
-        context_length=args.context_length,
-        max_total_tokens=args.max_total_tokens,
-        memory_frac=args.memory_frac,
-        max_running_requests=args.max_running_requests,
-        trainable_vision=args.trainable_vision,
-        tensor_parallel=args.tensor_parallel,
-        python=args.python,
-        extra_args=tuple(extra),
-    )
-    return args, settings
+    given = {field.name: getattr(args, field.name) for field in fields(ServerSettings) if hasattr(args, field.name)}
+    return args, ServerSettings(**given, extra_args=tuple(extra))
 
 
 def main() -> None:

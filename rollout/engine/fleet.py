@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout.engine.answers import Fingerprint, probe_body
 from rollout.engine.http import HttpClient, ServerUnreachable
-from rollout.engine.labels import Claim, Label, Labels, ServerOwned, taken_over
+from rollout.engine.labels import Label, Labels, ServerOwned, taken_over
 from rollout.engine.protocol import EngineError, Weights
 from rollout.engine.publishing import DiskRoute, Route, TensorRoute, load_weights
 from rollout.engine.settings import ServerState, SGLangSettings
@@ -176,8 +176,7 @@ class Fleet:
     ) -> None:
         """Raises ServerOwned if another live run owns the server or has taken it over."""
         first = self._published is None and not self._adopted
-        claim = Claim(server.url, was_claimed=server.claimed, first=first, take_over=take_over)
-        await self._labels.claim(claim, on_progress)
+        await self._labels.claim(server.url, on_progress, was_claimed=server.claimed, first=first, take_over=take_over)
         server.claimed = True
 
     async def _check_label(self, server: ServerState) -> None:

@@ -70,16 +70,6 @@ def taken_over(label: Label) -> str:
     return f"it was taken over by another run, {label.run}, and no longer gets weights of this one"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A request for one server."""
-
-    url: str
-    was_claimed: bool  # by this run, earlier
-    first: bool  # nothing is published yet: the server's initial weights are version 0
-    take_over: bool  # do not ask its owner
-
-
 class Labels:
     """Reads and writes labels, and claims servers for a run."""
 
@@ -97,26 +87,32 @@ class Labels:
     async def publish(self, url: str, label: Label) -> None:
         await publish_label(self._client, url, label, self._settings.control_deadline_s)
 
-    async def claim(self, claim: Claim, on_progress: Callable[[str], None]) -> None:
-        """Makes a server this run's. Raises ServerOwned if another live run has it."""
-        label = await self.fetch(claim.url)
-        while label.is_foreign(self._owner) and not claim.take_over:
-            if claim.was_claimed:
+    async def claim(
+        self, url: str, on_progress: Callable[[str], None], *, was_claimed: bool, first: bool, take_over: bool
+    ) -> None:
+        """Makes a server this run's. Raises ServerOwned if another live run has it.
+
+        `was_claimed`: by this run, earlier. `first`: nothing is published yet, so the server's initial weights are
+        version 0. `take_over`: do not ask its owner.
+        """
+        label = await self.fetch(url)
+        while label.is_foreign(self._owner) and not take_over:
+            if was_claimed:
                 raise ServerOwned(taken_over(label))
             question = Label(label.owner, asker=self._settings.run)
-            if (answer := await self._ask(claim.url, question, on_progress)) == question:
+            if (answer := await self._ask(url, question, on_progress)) == question:
                 break
             if answer.owner == label.owner:
                 other = f"{answer.asker}, asks for it too" if answer.asker else f"{label.run}, publishes to it"
                 raise ServerOwned(
-                    f"{claim.url} cannot have weights of two runs: another live run, {other}. Use other servers "
+                    f"{url} cannot have weights of two runs: another live run, {other}. Use other servers "
                     f"in engine.urls, stop that run, or take its servers with --take-over"
                 )
             label = answer
-        if not label.run and claim.first:
-            await self.publish(claim.url, Label(self._owner, 0))
+        if not label.run and first:
+            await self.publish(url, Label(self._owner, 0))
         elif label.asker or label.is_foreign(self._owner):
-            await self.publish(claim.url, Label(self._owner))
+            await self.publish(url, Label(self._owner))
 
     async def _ask(self, url: str, question: Label, on_progress: Callable[[str], None]) -> Label:
         """The label after the question; it is unchanged if the owner does not answer."""
