@@ -15,7 +15,6 @@ from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.setting import setting
-from rollout.video.reader import Decoder
 
 Truncated = Literal["learn", "leave_out", "soft"]
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
@@ -125,7 +124,7 @@ class VideoConfig:
     overview_frames: int = setting(64, "frames without gating, and in validation")
     min_pixels: int = setting(784, "smallest area of a frame; published")
     max_pixels: int = setting(50_176, "largest area of a frame; published. Lower it to save context")
-    decoder: Decoder = setting("pyav", "decord is what the paper used; it gives wrong frames for some files")
+    decoder: Literal["pyav"] = setting("pyav", "PyAV; decord, which the paper used, gives wrong frames for some files")
     num_workers: int = setting(0, "processes that decode; 0: one per core")
     disk_cache: str = setting("", "directory for decoded frames, which runs can share; empty: none")
 

@@ -116,7 +116,6 @@ def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: in
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),
         detail_size=lambda height, width: settled_size(height, width, of_details),
-        decoder=video.decoder,
         num_workers=video.num_workers or None,
         memory_bytes=MEMORY_BYTES,
         disk_directory=video.disk_cache or None,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import av
 import numpy as np
@@ -49,29 +49,16 @@ MAX_FRAME_PIXELS = 8192 * 4352
 SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
-class PacketCheck(Protocol):
-    """Decides from a video's packets if a decoder may be used."""
-
-    def add(self, packet: "Packet[VideoStream]") -> None: ...
-
-    def check(self) -> None: ...
-
-
-def probe(
-    path: str, make_check: Callable[[str, VideoStream], PacketCheck] | None = None
-) -> tuple[dict[str, Any], bytes]:
+def probe(path: str) -> tuple[dict[str, Any], bytes]:
     """Metadata for decoding any frame later, and the ticks of all frames, then of the keyframes, as int64."""
     identity = identity_of(path)
     frame_times: list[tuple[int, int]] = []  # tick and duration
     key_ticks: list[int] = []
     first: VideoFrame | None = None
     with _open(path) as (container, stream):
-        check = make_check(container.format.name, stream) if make_check is not None else None
         for packet in _packets(container, stream):
             if first is None:
                 first = next(_decoded(packet), None)
-            if check is not None:
-                check.add(packet)
             tick = _tick(packet)
             if tick is None or packet.is_corrupt:
                 continue
@@ -88,8 +75,6 @@ def probe(
             raise VideoError("the video cannot be decoded: not a single frame of it can")
         if not frame_times or not stream.time_base:
             raise VideoError("the video cannot be decoded: its frames have no times")
-        if check is not None:
-            check.check()
         ticks = np.unique(np.array([tick for tick, _ in frame_times], np.int64))
         keys = np.unique(np.array(key_ticks or ticks[:1], np.int64))
         span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(frame_times)
@@ -200,12 +185,8 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:
-    upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
-    return resized(upright, size_px, box)
-
-
-def resized(pixels: np.ndarray, size_px: tuple[int, int], box: Box | None = None) -> np.ndarray:
-    """The picture or its box, resized once."""
+    """The upright picture or its box, resized once."""
+    pixels = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
     height, width = size_px
     image = Image.fromarray(np.ascontiguousarray(pixels if box is None else box.of(pixels)))
     if image.size != (width, height):

@@ -12,7 +12,6 @@ working decoder's, so that a hanging decoder is detected and a large film is not
 """
 
 import asyncio
-import importlib.util
 import logging
 import os
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -36,7 +35,6 @@ from rollout.video.times import overview_times
 
 __all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
 
-Decoder = Literal["pyav", "decord"]
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
@@ -90,29 +88,30 @@ class _Video:
         frames = np.searchsorted(self.ticks - self.ticks[0], ticks, side="right") - 1
         return np.unique(frames.clip(0)).tolist()
 
-    def parts(self, frames: Sequence[int]) -> list[tuple[list[int], float]]:
-        """Splits ascending frames into parts of about JOB_PX, each with the number of pixels to decode.
+    def parts(self, frames: Sequence[int]) -> list["_Part"]:
+        """Splits ascending frames into parts of about JOB_PX.
 
         Frames that are decoded from the same keyframe stay together.
         """
-        parts: list[tuple[list[int], float]] = []
+        parts: list[_Part] = []
         keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
         for key in np.unique(keys):
             group = [frame for frame, its_key in zip(frames, keys.tolist(), strict=True) if its_key == key]
-            first = int(np.searchsorted(self.ticks, self.key_ticks[key])) if key >= 0 else group[0]
-            group_px = (group[-1] - first + 1) * self.frame_px
-            if parts and parts[-1][1] + group_px <= JOB_PX:
-                group, group_px = parts[-1][0] + group, parts.pop()[1] + group_px
-            parts.append((group, group_px))
+            key_tick = int(self.key_ticks[key] if key >= 0 else self.ticks[group[0]])
+            first = int(np.searchsorted(self.ticks, key_tick))
+            part = _Part([(key_tick, self.ticks[group].tolist())], (group[-1] - first + 1) * self.frame_px)
+            if parts and parts[-1].pixels + part.pixels <= JOB_PX:
+                last = parts.pop()
+                part = _Part(last.groups + part.groups, last.pixels + part.pixels)
+            parts.append(part)
         return parts
 
-    def groups(self, frames: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """The ticks of ascending frames, grouped by the keyframe they are decoded from."""
-        groups: dict[int, list[int]] = {}
-        for tick in self.ticks[list(frames)].tolist():
-            key = int(np.searchsorted(self.key_ticks, tick, side="right")) - 1
-            groups.setdefault(int(self.key_ticks[key]) if key >= 0 else tick, []).append(tick)
-        return list(groups.items())
+
+class _Part(NamedTuple):
+    """Frames that one job decodes."""
+
+    groups: list[tuple[int, list[int]]]  # a keyframe's tick, and the ticks of the frames to decode from it
+    pixels: float  # to decode
 
 
 @dataclass(eq=False)
@@ -126,7 +125,7 @@ class _Shared:
 class FrameReader:
     """`frame_size` maps a video's height and width to its frames' size, `detail_size` a box's.
 
-    decord cannot read all videos, see `rollout.video.by_decord`. Probe results are cached in `ticks_directory`.
+    Probe results are cached in `ticks_directory`.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class FrameReader:
         frame_size: Callable[[int, int], tuple[int, int]],
         *,
         detail_size: Callable[[int, int], tuple[int, int]] | None = None,
-        decoder: Decoder = "pyav",
         num_workers: int | None = None,
         max_jobs_per_worker: int = 256,
         memory_bytes: int = 2 * GIB,
@@ -142,9 +140,7 @@ class FrameReader:
         disk_bytes: int = 64 * GIB,
         ticks_directory: str | Path | None = None,
     ):
-        if decoder == "decord" and importlib.util.find_spec("decord") is None:
-            raise ValueError("video.decoder=decord needs the package decord: pip install decord")
-        self._frame_size, self._detail_size, self._decoder = frame_size, detail_size or frame_size, decoder
+        self._frame_size, self._detail_size = frame_size, detail_size or frame_size
         self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS), max_jobs_per_worker)
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
@@ -194,7 +190,7 @@ class FrameReader:
         video = self._videos.get(name) or await self._load_probe(name, identity, num_bytes, deadline_s)
         if video is not None:
             frames = video.frames_at(overview_times(video.info.duration_s, video.info.num_frames, num_frames))
-            return sum(pixels for _, pixels in video.parts(frames))
+            return sum(part.pixels for part in video.parts(frames))
         header, _ = await self._work({"do": "measure", "path": name}, deadline_s)
         apart = header["num_frames"] / num_frames
         return header["frame_px"] * num_frames * max(1.0, min(header["gop_frames"] / 2, apart))
@@ -290,7 +286,7 @@ class FrameReader:
             identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
             video = await self._load_probe(name, identity, num_bytes, deadline_s)
             if video is None:
-                job = {"do": "probe", "decoder": self._decoder, "path": name}
+                job = {"do": "probe", "path": name}
                 probed = await self._work(job, deadline_s + num_bytes / SLOWEST_BYTES_PER_S)
                 await self._save_probe(probed, deadline_s)
                 video = _video_of(name, num_bytes, probed)
@@ -305,7 +301,7 @@ class FrameReader:
         """An earlier probe of the same file, if it is on disk."""
         if (store := self._ticks) is None:
             return None
-        entry = ticks.name_of(identity, self._decoder)
+        entry = ticks.name_of(identity)
         probed = None
         with suppress(VideoTimeout):  # the cache's disk may be another one than the video's
             probed = await _in_thread(
@@ -315,7 +311,7 @@ class FrameReader:
 
     async def _save_probe(self, probed: Message, deadline_s: float | int) -> None:
         if (store := self._ticks) is not None and (packed := ticks.pack(probed)) is not None:
-            entry = ticks.name_of(probed[0]["identity"], self._decoder)
+            entry = ticks.name_of(probed[0]["identity"])
             with suppress(VideoTimeout):
                 await _in_thread(lambda: store.write(entry, packed), deadline_s)
 
@@ -346,24 +342,17 @@ class FrameReader:
                 self._disk.put(key, picture)
             loop.call_soon_threadsafe(self._arrive, key, picture, shared, "decoded")
 
-        frames = [key.frame for key in keys]
         job = {
             "do": "decode",
-            "decoder": self._decoder,
             "path": video.path,
             "identity": video.info.identity,
             "size_px": size_px,
             "box": keys[0].box,
         }
-        parts, opening_s = video.parts(frames), 0.0
-        if self._decoder == "pyav":
-            jobs = [job | {"groups": video.groups(part)} for part, _ in parts]
-        else:  # decord reads the whole file each time it opens it
-            requests = [(frame, int(video.ticks[frame]), video.time_s(frame)) for frame in frames]
-            jobs = [job | {"requests": requests, "num_frames": video.info.num_frames}]
-            parts, opening_s = [(frames, sum(pixels for _, pixels in parts))], video.num_bytes / SLOWEST_BYTES_PER_S
-        deadlines_s = [deadline_s + opening_s + pixels / SLOWEST_PX_PER_S for _, pixels in parts]
-        work = [self._work(*of_part, on_message) for of_part in zip(jobs, deadlines_s, strict=True)]
+        work = [
+            self._work(job | {"groups": part.groups}, deadline_s + part.pixels / SLOWEST_PX_PER_S, on_message)
+            for part in video.parts([key.frame for key in keys])
+        ]
         outcomes = await asyncio.gather(*work, return_exceptions=True)  # one failure must not discard the other frames
         problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if any(not isinstance(problem, VideoTimeout) for problem in problems):

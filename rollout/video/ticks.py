@@ -27,9 +27,8 @@ INTEGERS = ("num_frames", "duration_ticks", "height", "width", "frame_px")
 Probed = tuple[dict[str, Any], bytes | bytearray]
 
 
-def name_of(identity: str, decoder: str) -> str:
-    """Each decoder has its own entries, because decord rejects files that PyAV reads."""
-    return f"{identity}-{decoder}-{VERSION}{SUFFIX}"
+def name_of(identity: str) -> str:
+    return f"{identity}-pyav-{VERSION}{SUFFIX}"
 
 
 def pack(probed: Probed) -> bytes | None:

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.video import by_decord
 from rollout.video.box import Box
-from rollout.video.by_decord import FrameCountCheck
 from rollout.video.decode import decode, measure, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
@@ -44,7 +42,7 @@ def main() -> None:
 
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     if job["do"] == "probe":
-        return probe(job["path"], FrameCountCheck if job["decoder"] == "decord" else None)
+        return probe(job["path"])
     if job["do"] == "measure":
         return measure(job["path"]), b""
 
@@ -52,9 +50,6 @@ def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes
         send(link, {"tick": tick}, pixels.tobytes())
 
     box = Box(*job["box"]) if job.get("box") else None
-    if job["decoder"] == "decord":
-        by_decord.decode(job["path"], job["identity"], job["requests"], job["num_frames"], job["size_px"], emit, box)
-        return {}, b""
     decode(job["path"], job["identity"], job["groups"], job["size_px"], emit, box)
     return {}, b""
 

@@ -23,7 +23,7 @@ import numpy as np
 from model_port.processing import VisionContract, process_images, settled_size
 from paravt_jax.bench.camera import FPS, camera
 from rollout.video.encode import write_video
-from rollout.video.reader import Decoder, FrameReader
+from rollout.video.reader import FrameReader
 
 HALF = (0.5, 0.5, 0.5)
 CONTRACT = VisionContract(16, 2, 2, 784, 50176, HALF, HALF)  # the recipe's
@@ -112,21 +112,12 @@ def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
     }
 
 
-async def read_cold(path: Path, steps: list[list[Window]], decoder: Decoder) -> float:
-    """Seconds for frames that are in no cache."""
-    return (await _ours(path, steps, None, decoder))["cold"]
-
-
-async def _ours(
-    path: Path, steps: list[list[Window]], workers: int | None, decoder: Decoder = "pyav"
-) -> dict[str, Any]:
+async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> dict[str, Any]:
     took: dict[str, Any] = {}
     small = path.with_name("small.mp4")
     if not small.exists():
         write_video(small, camera(64, 64, 2), FPS)
-    async with FrameReader(
-        lambda height, width: settled_size(height, width, CONTRACT), decoder=decoder, num_workers=workers
-    ) as reader:
+    async with FrameReader(lambda height, width: settled_size(height, width, CONTRACT), num_workers=workers) as reader:
         for _ in range(4):
             await asyncio.gather(*(reader.frames(small, [n / FPS], DEADLINE_S) for n in range(2 * FPS)))
         for temperature in ("cold", "warm"):

@@ -243,12 +243,17 @@ async def test_many_pixels_extend_a_deadline(reader: FrameReader, long_video):
 def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeypatch):
     info = VideoInfo("a" * 32, 10.0, 300, 1000, 2000)
     film = _Video("a.mp4", info, 3 * np.arange(300), 3 * np.arange(0, 300, 100), Fraction(1, 90), 2_000_000, 1)
-    frames = [0, 49, 150, 199, 201]
-    assert film.parts(frames) == [(frames, 152 * 2e6)]  # 50 of the first hundred, 100 of the next, 2 of the last
+    # 50 frames of the first hundred, 100 of the next, 2 of the last
+    groups = [(0, [0, 147]), (300, [450, 597]), (600, [603])]
+
+    def parts() -> list[tuple[list[tuple[int, list[int]]], float]]:
+        return [tuple(part) for part in film.parts([0, 49, 150, 199, 201])]
+
+    assert parts() == [(groups, 152 * 2e6)]
     monkeypatch.setattr(reader_module, "JOB_PX", 210e6)
-    assert film.parts(frames) == [([0, 49], 100e6), ([150, 199, 201], 204e6)]
+    assert parts() == [(groups[:1], 100e6), (groups[1:], 204e6)]
     monkeypatch.setattr(reader_module, "JOB_PX", 1)
-    assert film.parts(frames) == [([0, 49], 100e6), ([150, 199], 200e6), ([201], 4e6)]
+    assert parts() == [(groups[:1], 100e6), (groups[1:2], 200e6), (groups[2:], 4e6)]
 
 
 def test_an_overview_in_several_jobs_has_the_same_frames(video, monkeypatch):
@@ -273,14 +278,13 @@ async def test_a_header_tells_about_how_much_an_overview_decodes(reader: FrameRe
     await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
 
 
-@pytest.mark.parametrize("decoder", ["pyav", "decord"])
-def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path, decoder):
+def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[VideoInfo, list[tuple[float, int]], float]:
         info = await reader.info(video, PATIENCE_S)
         jobs = reader.metrics()["video/jobs"]
         return info, shown(await reader.frames(video, [1, 9.5], PATIENCE_S)), jobs
 
-    options = {"ticks_directory": tmp_path, "decoder": decoder}
+    options = {"ticks_directory": tmp_path}
     first, again = with_reader(test, **options), with_reader(test, **options)
     assert (first[2], again[2]) == (1, 0) and first[:2] == again[:2]
     (entry,) = tmp_path.rglob("*.tick")
@@ -300,9 +304,8 @@ def test_a_cache_that_cannot_be_written_ends_nothing(video, tmp_path, caplog):
     assert "cannot be kept in" in caplog.text
 
 
-@pytest.mark.parametrize("decoder", ["pyav", "decord"])
 @pytest.mark.parametrize(("ratio", "size_px"), [((2, 1), (96, 256)), ((1, 2), (96, 64)), ((4, 3), (96, 171))])
-def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px, decoder):
+def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(*ratio))
 
     async def test(reader: FrameReader) -> None:
@@ -313,7 +316,7 @@ def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, rati
         (right,) = await reader.frames(path, [1], PATIENCE_S, Box(0.5, 0, 1, 1))
         np.testing.assert_allclose(right.picture.pixels, frame.picture.pixels[:, -right.picture.size_px[1] :], atol=90)
 
-    with_reader(test, decoder=decoder)
+    with_reader(test)
 
 
 @reading()
@@ -388,7 +391,7 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
 def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path):
     large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
     with contextlib.closing(WorkerPool(1, 256, worker_bytes=300 * 2**20)) as pool:
-        emitted, first_frame = [], {"do": "decode", "decoder": "pyav", "groups": [(0, [0])], "size_px": (64, 96)}
+        emitted, first_frame = [], {"do": "decode", "groups": [(0, [0])], "size_px": (64, 96)}
         for path in (video, large, video):
             job = {**first_frame, "path": str(path), "identity": identity_of(str(path))}
             problem = pool.submit(job, PATIENCE_S, emitted.append).exception()
