@@ -21,7 +21,7 @@ from model_port.adapters import (
     sum_of_base,
 )
 from model_port.bucket import is_address
-from model_port.config import ModelConfig, parse_dtype, read_config
+from model_port.config import DTYPES, ModelConfig, read_config
 from model_port.inputs import (
     RowSequence,
     TextBatch,
@@ -75,7 +75,8 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
     model and stays in float32.
     """
-    storage = parse_dtype(dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if is_address(path):
         from model_port.download import local_directory  # imported late: imports the hub's client
 
@@ -93,7 +94,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
 
         return with_params(model, restore_params(path, abstract))
     with HfTensors(path) as tensors:
-        return with_params(model, load_hf_params(tensors, config, abstract, storage))
+        return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
 
 
 def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:

@@ -169,7 +169,7 @@ def to_rgb(image: Image.Image | np.ndarray) -> UInt8[np.ndarray, "height width 3
 def resize(image: Image.Image | np.ndarray, contract: VisionContract) -> UInt8[np.ndarray, "height width 3"]:
     """The image in RGB, bicubic, at its `frame_size`. An array of this size is returned as the same object."""
     rgb = to_rgb(image)
-    height, width = frame_size(*rgb.shape[:2], contract)
+    height, width = frame_size(rgb.shape[0], rgb.shape[1], contract)
     if rgb.shape[:2] == (height, width):
         return rgb
     return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling.BICUBIC))

@@ -246,7 +246,7 @@ def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeyp
     # 50 frames of the first hundred, 100 of the next, 2 of the last
     groups = [(0, [0, 147]), (300, [450, 597]), (600, [603])]
 
-    def parts() -> list[tuple[list[tuple[int, list[int]]], float]]:
+    def parts() -> list[tuple]:
         return [tuple(part) for part in film.parts([0, 49, 150, 199, 201])]
 
     assert parts() == [(groups, 152 * 2e6)]
