@@ -14,7 +14,7 @@ from rollout.records import Episode, Turn
 class Listener(EpisodeCallbacks):
     """An EpisodeCallbacks that also receives the overview."""
 
-    def looked(self, overview: Overview, seconds: float) -> None:
+    def on_overview(self, overview: Overview) -> None:
         """Called when the overview frames are read."""
 
 
@@ -97,7 +97,7 @@ class Answerer:
         listener = listener or Listener()
         task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
         overview = await self.agent.overview(task)
-        listener.looked(overview, overview.seconds)
+        listener.on_overview(overview)
         episode = await self.agent.run(overview, seed=seed, callbacks=listener, max_tokens=max_tokens)
         return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
@@ -118,6 +118,6 @@ def _evidence(episode: Episode) -> Iterator[Evidence]:
 
 
 def _seconds(overview_s: float, turns: Sequence[Turn]) -> Seconds:
-    of_calls = [[call.latency_s for call in turn.calls] for turn in turns if turn.calls]
-    of_turns = tuple(turn.latency_s for turn in turns)
-    return Seconds(overview_s, of_turns, tuple(map(max, of_calls)), tuple(map(sum, of_calls)))
+    call_times = [[call.latency_s for call in turn.calls] for turn in turns if turn.calls]
+    turn_times = tuple(turn.latency_s for turn in turns)
+    return Seconds(overview_s, turn_times, tuple(map(max, call_times)), tuple(map(sum, call_times)))

@@ -32,7 +32,7 @@ def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | Non
     """The recipe in the model's files, with the user's overrides."""
     recipe = read_recipe(hf_files_of(source))
     if recipe is None:
-        say(f"{source} has no {RECIPE_FILE}: it is asked in the words of this project, which may not be its own")
+        say(f"{source} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training")
         recipe = Recipe()
     rollout = replace(recipe.rollout, temperature=0.0, dispatch=dispatch or recipe.rollout.dispatch)
     return replace(recipe, num_frames=num_frames or recipe.num_frames, rollout=rollout)
@@ -49,8 +49,8 @@ async def open_asker(
     contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
     devices = [] if urls else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
-    size, named = size_of(hf_files), "those of SGLang" if urls else said_devices(devices)
-    say(start_line(named, size, dtype, dtype, model=source))
+    device_names = "of the SGLang servers" if urls else said_devices(devices)
+    say(start_line(device_names, size_of(hf_files), dtype, dtype, model=source))
     policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
 
     def load() -> Qwen3VL:

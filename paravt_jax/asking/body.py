@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from paravt_jax.asking.openai import RETRY_S, BadRequest, Refused
+from paravt_jax.asking.openai import RETRY_S, RequestError
 
 MAX_BODY_BYTES = 64 * 2**20  # includes videos sent inside the request
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies being read; small ones are always accepted
@@ -31,40 +31,40 @@ class Bodies:
 
     async def json(self, request: web.Request) -> Any:
         if request.content_type != "application/json":
-            raise Refused(415, "the Content-Type must be application/json")
+            raise RequestError(415, "the Content-Type must be application/json")
         body = bytearray()
         try:
             await self._read(request, body)
-            return await asyncio.to_thread(parsed, bytes(body))
+            return await asyncio.to_thread(parse_json, bytes(body))
         finally:
             self.num_bytes -= len(body)
 
     async def _read(self, request: web.Request, body: bytearray) -> None:
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):
-                async for part in request.content.iter_any():
-                    body += part
-                    self.num_bytes += len(part)
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    self.num_bytes += len(chunk)
                     if len(body) > MAX_BODY_BYTES:
-                        raise Refused(413, f"a request may have {MAX_BODY_BYTES >> 20} MiB")
+                        raise RequestError(413, f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
                     if len(body) > SMALL_BODY_BYTES and self.num_bytes > MAX_BODIES_BYTES:
-                        raise Refused(503, "too many large requests are being read", "unavailable", RETRY_S)
+                        raise RequestError(503, "too many large requests are being read", "unavailable", RETRY_S)
         except TimeoutError:
-            raise Refused(408, f"the request did not come in {BODY_DEADLINE_S:.0f} s", "timeout") from None
+            raise RequestError(408, f"the request did not arrive within {BODY_DEADLINE_S:.0f} s", "timeout") from None
         except web.RequestPayloadError:
-            raise BadRequest("the body cannot be read as it is encoded") from None
+            raise RequestError(400, "the body does not match its encoding") from None
 
 
-def parsed(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     if b"\0" in text:  # in UTF-16 or UTF-32, TOKEN would not match strings
-        raise BadRequest("the body must be JSON in UTF-8")
+        raise RequestError(400, "the body must be JSON in UTF-8")
     depth = 0
     for number, token in enumerate(TOKEN.finditer(text)):
         first = text[token.start()]
         depth += (first in b"[{") - (first in b"]}")
         if number >= MAX_ITEMS or depth > MAX_DEPTH:
-            raise BadRequest(f"the body holds more than {MAX_ITEMS} values, or is nested deeper than {MAX_DEPTH}")
+            raise RequestError(400, f"the body has more than {MAX_ITEMS} values, or is nested deeper than {MAX_DEPTH}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest("the body is no JSON") from None
+        raise RequestError(400, "the body is not valid JSON") from None

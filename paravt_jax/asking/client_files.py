@@ -14,11 +14,11 @@ LOCK = "lock"  # locked while the server runs; the kernel releases the lock howe
 
 @contextmanager
 def client_files() -> Iterator[Path]:
-    """A new directory, removed at the end. First removes directories that this user's killed servers left."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    """A new directory, removed at the end. First removes the directories of this user's killed servers."""
+    for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # in use by a running server, or being removed by another one
-            _remove_if_left(left)
-    directory, lock = _locked()
+            _remove_if_stale(stale)
+    directory, lock = _make_locked()
     try:
         yield directory
     finally:
@@ -26,7 +26,7 @@ def client_files() -> Iterator[Path]:
         os.close(lock)
 
 
-def _locked() -> tuple[Path, int]:
+def _make_locked() -> tuple[Path, int]:
     while True:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         with suppress(FileNotFoundError):
@@ -37,9 +37,9 @@ def _locked() -> tuple[Path, int]:
             os.close(lock)
 
 
-def _remove_if_left(directory: Path) -> None:
-    found = directory.lstat()
-    if not directory.is_dir() or directory.is_symlink() or found.st_uid != os.getuid():
+def _remove_if_stale(directory: Path) -> None:
+    stat = directory.lstat()
+    if not directory.is_dir() or directory.is_symlink() or stat.st_uid != os.getuid():
         return
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:

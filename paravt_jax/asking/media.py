@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
-from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, Refused, cut
+from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, RequestError, cut
 from rollout.video.encode import write_video
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
@@ -44,7 +44,7 @@ def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
     """Creates the socket for a connection, if its address is public."""
     family, kind, protocol, _, address = info
     if not is_public(str(address[0])):
-        raise NotPublic("not on the public web")
+        raise NotPublic("not on the public internet")
     return socket.socket(family, kind, protocol)
 
 
@@ -52,10 +52,10 @@ def is_public(address: str) -> bool:
     """IPv6 must be global unicast, or embed an IPv4 address that is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        stands_for = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip.ipv4_mapped
-        if stands_for is None:
+        ipv4 = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip.ipv4_mapped
+        if ipv4 is None:
             return ip in GLOBAL_UNICAST and ip not in SIX_TO_FOUR and ip.is_global and not is_own(address)
-        ip = stands_for
+        ip = ipv4
     return ip.is_global and not ip.is_multicast and not is_own(str(ip))
 
 
@@ -69,15 +69,15 @@ def is_own(address: str) -> bool:
 
 
 @dataclass
-class Room:
-    """Disk space left for fetched files."""
+class DiskBudget:
+    """Limits the disk space of fetched files."""
 
-    left: int
+    free_bytes: int
 
     def take(self, num_bytes: int) -> bool:
-        if num_bytes > self.left:
+        if num_bytes > self.free_bytes:
             return False
-        self.left -= num_bytes
+        self.free_bytes -= num_bytes
         return True
 
 
@@ -88,121 +88,111 @@ class Sources:
     video_root: Path | None  # directory of the videos that clients may name; None: no files
     allow_fetch: bool
     directory: Path | None = None  # for clients' files; None: the system's temporary directory
-    room: Room = field(default_factory=lambda: Room(MAX_ALL_FETCHED_BYTES))
+    budget: DiskBudget = field(default_factory=lambda: DiskBudget(MAX_ALL_FETCHED_BYTES))
 
     @asynccontextmanager
     async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[list[str]]:
         """Yields one video file per medium; they exist while the context is open."""
-        room = Room(MAX_FETCHED_BYTES)
-        with TemporaryDirectory(prefix="paravt_", dir=self.directory) as made:
+        budget = DiskBudget(MAX_FETCHED_BYTES)
+        with TemporaryDirectory(prefix="paravt_", dir=self.directory) as directory:
             try:
-                targets = [(medium, Path(made) / str(number)) for number, medium in enumerate(media)]
-                yield [str(await self._path_of(medium, target, room)) for medium, target in targets]
+                targets = [(medium, Path(directory) / str(number)) for number, medium in enumerate(media)]
+                yield [str(await self._path_of(medium, target, budget)) for medium, target in targets]
             finally:
-                self.room.left += MAX_FETCHED_BYTES - room.left
+                self.budget.free_bytes += MAX_FETCHED_BYTES - budget.free_bytes
 
-    async def _path_of(self, medium: Medium, target: Path, room: Room) -> Path:
+    async def _path_of(self, medium: Medium, target: Path, budget: DiskBudget) -> Path:
         """Files that it has to create are `target`, or next to it."""
         source = target
         try:
             parts = urlsplit(medium.url)
         except ValueError:
-            raise BadRequest(f"{cut(medium.url)} is no URL", "messages") from None
+            raise BadRequest(f"{cut(medium.url)} is not a URL") from None
         if parts.scheme == "data":
             await asyncio.to_thread(_write_data, medium.url, target)
         elif parts.scheme in ("http", "https"):
-            await self._fetch(medium.url, target, room)
+            await self._fetch(medium.url, target, budget)
         elif parts.scheme in ("", "file"):
-            source = self._below_root(unquote(parts.path) if parts.scheme else medium.url)
+            source = self._file_below_root(unquote(parts.path) if parts.scheme else medium.url)
         else:
-            raise BadRequest(
-                f"a URL of scheme {cut(parts.scheme)} cannot be read; there are data, file, http, https", "messages"
-            )
+            raise BadRequest(f"unknown URL scheme {cut(parts.scheme)}; use data, file, http or https")
         if medium.kind == "image":
             return await asyncio.to_thread(_as_video, source, target.with_suffix(".mp4"))
         return source
 
-    def _below_root(self, name: str) -> Path:
+    def _file_below_root(self, name: str) -> Path:
         if self.video_root is None:
-            raise BadRequest("files of this machine are not read: it was started without --video-root", "messages")
+            raise BadRequest("this server reads no files: it was started without --video-root")
         # The same message for missing and forbidden files, so that clients learn nothing about other files.
         with suppress(OSError, ValueError, RuntimeError):  # invalid names, circular links
             path = (self.video_root / name).resolve()
             if path.is_relative_to(self.video_root.resolve()) and path.is_file():
                 return path
-        raise BadRequest(f"there is no file {cut(name)} below the directory of videos", "messages")
+        raise BadRequest(f"no file {cut(name)} in the video directory")
 
-    async def _fetch(self, url: str, target: Path, room: Room) -> None:
+    async def _fetch(self, url: str, target: Path, budget: DiskBudget) -> None:
         if not self.allow_fetch:
-            raise BadRequest(
-                "nothing is fetched from the web: this server was started without --allow-fetch", "messages"
-            )
+            raise BadRequest("this server fetches nothing from the web: it was started without --allow-fetch")
         connector = aiohttp.TCPConnector(socket_factory=public_socket, use_dns_cache=False)
         timeout = aiohttp.ClientTimeout(total=FETCH_DEADLINE_S)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
-                await self._download(session, url, target, room)
+                await self._download(session, url, target, budget)
         except TimeoutError:
-            raise BadRequest(f"{cut(url)} did not come in {FETCH_DEADLINE_S:.0f} s", "messages") from None
+            raise BadRequest(f"{cut(url)} took longer than {FETCH_DEADLINE_S:.0f} s") from None
         except aiohttp.ClientConnectorError as problem:
-            said = "cannot be fetched: nobody answers there"
-            if isinstance(problem.os_error, NotPublic):
-                said = "is not on the public web"
-            raise BadRequest(f"{cut(problem.host)} {said}", "messages") from None
-        except (aiohttp.ClientError, OSError, ValueError) as problem:
-            if isinstance(problem, BadRequest):
-                raise
-            said = "is no URL" if isinstance(problem, ValueError) else f"cannot be fetched: {type(problem).__name__}"
-            raise BadRequest(f"{cut(url)} {said}", "messages") from None
+            is_private = isinstance(problem.os_error, NotPublic)
+            reason = "is not on the public internet" if is_private else "cannot be reached"
+            raise BadRequest(f"{cut(problem.host)} {reason}") from None
+        except ValueError:
+            raise BadRequest(f"{cut(url)} is not a URL") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise BadRequest(f"{cut(url)} cannot be fetched: {type(problem).__name__}") from None
 
-    async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, room: Room) -> None:
+    async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, budget: DiskBudget) -> None:
         for _ in range(MAX_REDIRECTS + 1):
             if urlsplit(url).scheme not in ("http", "https"):  # a redirect may use another scheme
-                raise BadRequest(f"{cut(url)} is no address of the web", "messages")
+                raise BadRequest(f"{cut(url)} is not an http or https URL")
             async with session.get(url, allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308):
                     url = urljoin(url, response.headers.get("Location", ""))
                     continue
                 if response.status != 200:
-                    raise BadRequest(f"{cut(url)} answered {response.status}", "messages")
+                    raise BadRequest(f"{cut(url)} returned HTTP {response.status}")
                 with target.open("wb") as file:
                     async for part in response.content.iter_chunked(CHUNK_BYTES):
-                        if not room.take(len(part)):
+                        if not budget.take(len(part)):
                             raise BadRequest(
-                                f"what this request fetches is larger than {MAX_FETCHED_BYTES >> 30} GiB", "messages"
+                                f"the videos of this request are larger than {MAX_FETCHED_BYTES >> 30} GiB"
                             )
-                        if not self.room.take(len(part)):
-                            room.left += len(part)
-                            raise Refused(503, "too much is being fetched for other questions", "unavailable", RETRY_S)
+                        if not self.budget.take(len(part)):
+                            budget.free_bytes += len(part)
+                            raise RequestError(503, "other requests are fetching too much", "unavailable", RETRY_S)
                         file.write(part)
                 return
-        raise BadRequest(f"{cut(url)} redirects more than {MAX_REDIRECTS} times", "messages")
+        raise BadRequest(f"{cut(url)} redirects more than {MAX_REDIRECTS} times")
 
 
 def _write_data(url: str, target: Path) -> None:
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise BadRequest("a data URL must be data:TYPE;base64,…", "messages")
+        raise BadRequest("a data URL must be data:TYPE;base64,…")
     try:
         target.write_bytes(base64.b64decode(body, validate=True))
     except ValueError:
-        raise BadRequest("the base64 of a data URL is wrong", "messages") from None
+        raise BadRequest("a data URL has invalid base64") from None
 
 
 def _as_video(path: Path, video: Path) -> Path:
-    """Makes a one-second video from a picture."""
+    """Makes a one-second video from an image."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)
             if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
-                raise BadRequest(
-                    f"a picture has {image.width} x {image.height} pixels, too many or too long a strip", "messages"
-                )
+                raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
             pixels = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-        if isinstance(problem, BadRequest):
-            raise
-        raise BadRequest("a picture cannot be read", "messages") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise BadRequest("an image cannot be read") from None
     height, width, _ = pixels.shape
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
     write_video(video, [even], fps=1)

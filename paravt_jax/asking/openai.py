@@ -1,7 +1,7 @@
 """Parses requests and formats responses of OpenAI's chat completions API.
 
-A question is one user message with its videos and pictures, after the text of the system message if there is one. Each
-of OpenAI's parameters is supported, rejected or ignored; unknown parameters are rejected.
+A question is one user message with its videos and images, optionally after system messages. Each of OpenAI's
+parameters is supported, rejected or ignored; unknown parameters are rejected.
 """
 
 import time
@@ -17,12 +17,12 @@ MAX_MEDIA = 64
 MAX_TOKENS = 2**31 - 1
 ROLES = ("system", "developer", "user")
 MAX_SHOWN_CHARS = 100  # characters of a client's value in an error
-ACTED_ON = (
+SUPPORTED = (
     *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
     *("max_tokens", "max_completion_tokens"),
 )
 # Parameters that would change the answer but are not supported, with the values that have no effect.
-REFUSED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -42,8 +42,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Ignored: the client's bookkeeping, hints about speed, and settings of unsupported calls.
-WITHOUT_EFFECT = (
+# The client's bookkeeping, hints about speed, and settings of unsupported calls.
+IGNORED = (
     *("metadata", "user", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
@@ -51,16 +51,8 @@ RETRY_S = 10  # before any question has been timed
 FINISHES = {"done": "stop", "length": "length", "context": "length", "abort": "stop"}
 
 
-class BadRequest(ValueError):
-    """An invalid request. The message goes to the client; `param` is the invalid parameter."""
-
-    def __init__(self, message: str, param: str | None = None):
-        super().__init__(message)
-        self.param = param
-
-
-class Refused(Exception):
-    """An error response in OpenAI's format."""
+class RequestError(Exception):
+    """An error response in OpenAI's format. The message goes to the client; `param` is the invalid parameter."""
 
     def __init__(
         self,
@@ -75,6 +67,14 @@ class Refused(Exception):
         self.status, self.message, self.kind = status, message, kind
         self.retry_s, self.param, self.code = retry_s, param, code
 
+    def to_json(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class BadRequest(RequestError):
+    def __init__(self, message: str, param: str = "messages"):
+        super().__init__(400, message, param=param)
+
 
 @dataclass(frozen=True)
 class Medium:
@@ -83,7 +83,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     text: str
     media: tuple[Medium, ...]
     stream: bool = False
@@ -94,37 +94,43 @@ class Asked:
     max_tokens: int | None = None  # for all agents together, as usage counts them; None: no limit beyond the settings
 
 
-def question_of(body: Any, model: str) -> Asked:
+def parse_question(body: Any, model: str) -> Question:
     if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
+        raise RequestError(400, "the body must be a JSON object")
     if body.get("model") != model:
-        raise BadRequest(f"the model here is {model}, not {cut(body.get('model'))}", "model")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in REFUSED and not any(value == neutral for neutral in REFUSED[name]):
-            raise BadRequest(f"{name} cannot be had here; leave it out", name)
-        if name not in REFUSED and name not in ACTED_ON and name not in WITHOUT_EFFECT:
-            raise BadRequest(f"{cut(name)} is no parameter of chat completions; leave it out", name[:MAX_SHOWN_CHARS])
-    if given.get("n", 1) != 1:
-        raise BadRequest("one answer is given at a time; ask again for another", "n")
-    stream = _switch(given, "stream")
-    options = given.get("stream_options", {})
+        raise BadRequest(f"this server has the model {model}, not {cut(body.get('model'))}", "model")
+    parameters = {name: value for name, value in body.items() if value is not None}
+    for name, value in parameters.items():
+        if name in UNSUPPORTED and not any(value == neutral for neutral in UNSUPPORTED[name]):
+            raise BadRequest(f"{name} is not supported; leave it out", name)
+        if name not in UNSUPPORTED and name not in SUPPORTED and name not in IGNORED:
+            raise BadRequest(
+                f"{cut(name)} is not a parameter of chat completions; leave it out", name[:MAX_SHOWN_CHARS]
+            )
+    if parameters.get("n", 1) != 1:
+        raise BadRequest("n must be 1; send another request for another answer", "n")
+    stream = _boolean(parameters, "stream")
+    options = parameters.get("stream_options", {})
     if not isinstance(options, dict) or (options and not stream):
-        raise BadRequest("stream_options must be an object, beside stream=true", "stream_options")
-    text, media = _asked(given.get("messages"))
-    most = [_whole(given, name, 1, MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    top_p = _number(given, "top_p", 1.0, 0.0, 1.0)
+        raise BadRequest("stream_options must be an object and needs stream=true", "stream_options")
+    text, media = _parse_messages(parameters.get("messages"))
+    limits = [
+        _integer(parameters, name, 1, MAX_TOKENS)
+        for name in ("max_tokens", "max_completion_tokens")
+        if name in parameters
+    ]
+    top_p = _number(parameters, "top_p", 1.0, 0.0, 1.0)
     if not top_p:
         raise BadRequest("top_p must be above 0", "top_p")
-    return Asked(
+    return Question(
         text,
         media,
         stream,
-        _switch(options, "include_usage"),
-        _number(given, "temperature", 0.0, 0.0, 2.0),
+        _boolean(options, "include_usage"),
+        _number(parameters, "temperature", 0.0, 0.0, 2.0),
         top_p,
-        _whole(given, "seed", -(2**63), 2**63 - 1) if "seed" in given else 0,
-        min(most, default=None),
+        _integer(parameters, "seed", -(2**63), 2**63 - 1) if "seed" in parameters else 0,
+        min(limits, default=None),
     )
 
 
@@ -135,32 +141,29 @@ def cut(value: Any) -> str:
     return repr(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…")
 
 
-def _asked(messages: Any) -> tuple[str, tuple[Medium, ...]]:
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise BadRequest("messages must be a list of messages", "messages")
-    roles = [one.get("role") for one in messages]
+def _parse_messages(messages: Any) -> tuple[str, tuple[Medium, ...]]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise BadRequest("messages must be a list of messages")
+    roles = [message.get("role") for message in messages]
     if roles.count("user") != 1 or roles[-1] != "user" or any(role not in ROLES for role in roles):
-        raise BadRequest(
-            "a question is one user message, after a system message if any: nothing is kept of a conversation",
-            "messages",
-        )
+        raise BadRequest("expected one user message, optionally after system messages; conversations are not supported")
     texts: list[str] = []
     media: list[Medium] = []
     for message in messages:
         for part in _parts(message.get("content")):
             texts.append(part) if isinstance(part, str) else media.append(part)
-    for said in (*texts, *(medium.url for medium in media)):
+    for string in (*texts, *(medium.url for medium in media)):
         try:
-            said.encode()
+            string.encode()
         except UnicodeEncodeError:  # JSON can contain lone surrogates, which no encoding can represent
-            raise BadRequest("messages hold a text that is no Unicode", "messages") from None
+            raise BadRequest("a text in messages is not valid Unicode") from None
     text = "\n\n".join(filter(None, map(str.strip, texts)))
     if not text:
-        raise BadRequest("there is no question: give a part of type text", "messages")
+        raise BadRequest("the question is empty; send a part of type text")
     if len(text) > MAX_QUESTION_CHARS:
-        raise BadRequest(f"the question is longer than {MAX_QUESTION_CHARS} characters", "messages")
+        raise BadRequest(f"the question is longer than {MAX_QUESTION_CHARS} characters")
     if not media or len(media) > MAX_MEDIA:
-        raise BadRequest(f"give between 1 and {MAX_MEDIA} parts of type video_url or image_url", "messages")
+        raise BadRequest(f"expected 1 to {MAX_MEDIA} parts of type video_url or image_url")
     return text, tuple(media)
 
 
@@ -169,37 +172,39 @@ def _parts(content: Any) -> Iterator[str | Medium]:
         yield content
         return
     if not isinstance(content, list):
-        raise BadRequest("content must be a text or a list of parts", "messages")
+        raise BadRequest("content must be a string or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
         elif kind in ("video_url", "image_url"):
-            given = part.get(kind)
-            url = given.get("url") if isinstance(given, dict) else given
+            medium = part.get(kind)
+            url = medium.get("url") if isinstance(medium, dict) else medium
             if not isinstance(url, str) or not url:
-                raise BadRequest(f"a part of type {kind} needs {{url: …}}", "messages")
+                raise BadRequest(f"a part of type {kind} needs {{url: …}}")
             yield Medium("video" if kind == "video_url" else "image", url)
         else:
-            raise BadRequest(f"a part of type {cut(kind)} is none of text, video_url, image_url", "messages")
+            raise BadRequest(f"the type of a part must be text, video_url or image_url, not {cut(kind)}")
 
 
-def _number(given: Mapping[str, Any], name: str, usual: float, least: float | int, most: float | int) -> float | int:
-    value = given.get(name, usual)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise BadRequest(f"{name} must be a number from {least:g} to {most:g}", name)
+def _number(
+    parameters: Mapping[str, Any], name: str, default: float, low: float | int, high: float | int
+) -> float | int:
+    value = parameters.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise BadRequest(f"{name} must be a number from {low:g} to {high:g}", name)
     return value
 
 
-def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = given[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise BadRequest(f"{name} must be a whole number from {least} to {most}", name)
+def _integer(parameters: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = parameters[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise BadRequest(f"{name} must be an integer from {low} to {high}", name)
     return value
 
 
-def _switch(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name)
+def _boolean(parameters: Mapping[str, Any], name: str) -> bool:
+    value = parameters.get(name)
     if not isinstance(value, bool | None):
         raise BadRequest(f"{name} must be true or false", name)
     return bool(value)
@@ -218,7 +223,8 @@ def usage(answer: Reply) -> dict[str, Any]:
 
 def completion(answer: Reply, name: str, model: str) -> dict[str, Any]:
     """`paravt` is our extension: the answer's evidence and the time of each part."""
-    message = {"role": "assistant", "content": answer.text, "reasoning_content": _reasoning(answer)}
+    reasoning = "\n".join(turn.text for turn in answer.episode.turns)
+    message = {"role": "assistant", "content": answer.text, "reasoning_content": reasoning}
     record = answer.to_record()
     return {
         **_envelope(name, model, "chat.completion"),
@@ -238,14 +244,6 @@ def last_chunks(answer: Reply, name: str, model: str, with_usage: bool) -> Itera
     yield chunk(name, model, {}, FINISHES[answer.finish])
     if with_usage:
         yield {**_envelope(name, model, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
-
-
-def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _reasoning(answer: Reply) -> str:
-    return "\n".join(turn.text for turn in answer.episode.turns)
 
 
 def _envelope(name: str, model: str, kind: str) -> dict[str, Any]:

@@ -13,24 +13,24 @@ from rollout.records import Episode
 
 def page_of(answer: Reply, answerer: Answerer, model: str) -> bytes:
     settings = {"config": {"model": {"path": model}, "rollout": asdict(answerer.agent.config)}, **versions()}
-    took = answer.seconds
-    told = {
+    seconds = answer.seconds
+    answer_data = {
         "text": answer.text,
         "evidence": [[evidence.video, evidence.start_s, evidence.end_s] for evidence in answer.evidence],
-        "seconds": {"overview": took.overview, "thinking": sum(took.turns), "calls": sum(took.calls)},
+        "seconds": {"overview": seconds.overview, "thinking": sum(seconds.turns), "calls": sum(seconds.calls)},
     }
-    return question_page(settings, answer.episode.to_record(), told, _thumbnails(answer.episode))
+    return question_page(settings, answer.episode.to_record(), answer_data, _thumbnails(answer.episode))
 
 
 def _thumbnails(episode: Episode) -> dict[str, str]:
     """Keyed by the frame strips' keys in the record."""
     record: dict[str, Any] = episode.to_record()
     strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
-    shown: list[tuple[str, Picture]] = []
+    pictures: list[tuple[str, Picture]] = []
     overview = [key for strip in strips for key in strip.keys]
-    shown += zip(overview, episode.ledger.pictures, strict=True)
+    pictures += zip(overview, episode.ledger.pictures, strict=True)
     for call in episode.calls:
         if call.report is not None:
             strip = Strip(call.path, tuple(round(float(time_s), 6) for time_s in call.frames_s), call.box)
-            shown += zip(strip.keys, call.report.pictures, strict=True)
-    return {key: thumbnail(picture.pixels) for key, picture in shown}
+            pictures += zip(strip.keys, call.report.pictures, strict=True)
+    return {key: thumbnail(picture.pixels) for key, picture in pictures}

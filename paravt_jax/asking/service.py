@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,29 +22,27 @@ from aiohttp import web
 
 from model_port.progress import Meter
 from model_port.terminal import say
+from paravt_jax.asking.access import AccessControl, Handler
 from paravt_jax.asking.answerer import Answerer, Listener, Reply
 from paravt_jax.asking.body import Bodies
-from paravt_jax.asking.door import Door
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import (
     RETRY_S,
-    Asked,
     BadRequest,
-    Refused,
+    Question,
+    RequestError,
     chunk,
     completion,
-    error,
     last_chunks,
-    question_of,
+    parse_question,
 )
-from paravt_jax.asking.terminal import clock, spoken
+from paravt_jax.asking.terminal import TextStream, clock
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.records import Call
 from rollout.video.errors import VideoError, VideoTimeout
 
 HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(eq=False)
@@ -56,7 +54,7 @@ class Service:
     sources: Sources
     max_questions: int
     deadline_s: float | int
-    door: Door = field(default_factory=Door)
+    access: AccessControl = field(default_factory=AccessControl)
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,7 +65,7 @@ class Service:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._counted, _as_errors, self.door.check])
+        app = web.Application(middlewares=[self._counted, _as_errors, self.access.check])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -121,15 +119,15 @@ class Service:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_free()  # before reading megabytes for nothing
         body = await self.bodies.json(request)
-        question = question_of(body, self.model)
+        question = parse_question(body, self.model)
         del body
         if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
-            raise BadRequest("top_p is for servers of SGLang (--url); this one samples from all tokens", "top_p")
+            raise BadRequest("top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p")
         self._check_free()
         self.running += 1
         outcome = "failed"
         try:
-            response = await self._answered(request, question)
+            response = await self._answer(request, question)
             outcome = "answered"
             return response
         except asyncio.CancelledError:
@@ -141,12 +139,14 @@ class Service:
 
     def _check_free(self) -> None:
         if self.stopping:
-            raise Refused(503, "the server is stopping", "unavailable")
+            raise RequestError(503, "the server is stopping", "unavailable")
         if self.running >= self.max_questions:
             self.counts["turned away"] += 1
-            raise Refused(429, f"{self.running} questions are being answered", "rate_limit", self._retry_s())
+            raise RequestError(
+                429, f"the limit of {self.max_questions} concurrent questions is reached", "rate_limit", self._retry_s()
+            )
 
-    async def _answered(self, request: web.Request, question: Asked) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, question: Question) -> web.StreamResponse:
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
@@ -157,11 +157,11 @@ class Service:
 
             async def answer(listener: Listener | None = None) -> Reply:
                 async with asyncio.timeout_at(deadline):
-                    given = await answerer.answer(
+                    reply = await answerer.answer(
                         paths, question.text, listener, name, question.seed, question.max_tokens
                     )
-                self._count(given, started_s)
-                return given
+                self._count(reply, started_s)
+                return reply
 
             if question.stream:
                 return await self._streamed(request, question, name, answer)
@@ -170,26 +170,25 @@ class Service:
     async def _streamed(
         self,
         request: web.Request,
-        question: Asked,
+        question: Question,
         name: str,
         answer: Callable[[Listener], Coroutine[Any, Any, Reply]],
     ) -> web.StreamResponse:
         """Streams thinking, calls and reports as reasoning while they happen, and the answer at the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        told: asyncio.Queue[str | None] = asyncio.Queue()
-        answering = asyncio.create_task(answer(_Told(told.put_nowait)))
-        answering.add_done_callback(lambda _: told.put_nowait(None))
+        texts: asyncio.Queue[str | None] = asyncio.Queue()
+        answering = asyncio.create_task(answer(_StreamListener(texts.put_nowait)))
+        answering.add_done_callback(lambda _: texts.put_nowait(None))
         try:
             await response.prepare(request)
             await _send(response, chunk(name, self.model, {"role": "assistant"}))
-            while (text := await told.get()) is not None:
+            while (text := await texts.get()) is not None:
                 await _send(response, chunk(name, self.model, {"reasoning_content": text}))
-            for one in last_chunks(await answering, name, self.model, question.usage_in_stream):
-                await _send(response, one)
+            for last_chunk in last_chunks(await answering, name, self.model, question.usage_in_stream):
+                await _send(response, last_chunk)
         except (TimeoutError, EngineError, VideoError) as problem:  # the status is already sent; send an error message
             self.counts["failed while streaming"] += 1
-            refused = _refusal(problem)
-            await _send(response, error(refused.message, refused.kind))
+            await _send(response, _as_request_error(problem).to_json())
         finally:
             answering.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -210,26 +209,22 @@ class Service:
         return max(1, round(mean_s / self.max_questions))
 
 
-class _Told(Listener):
+class _StreamListener(Listener):
     """Turns events into text for the stream."""
 
     wants_tokens = True
 
-    def __init__(self, tell: Callable[[str], object]):
-        self._tell = tell
-        self._turn, self._said = 0, 0
+    def __init__(self, write: Callable[[str], object]):
+        self._write, self._text = write, TextStream()
 
     def on_text(self, turn_number: int, text: str) -> None:
-        if turn_number != self._turn:
-            self._turn, self._said = turn_number, 0
-        words = spoken(text)
-        if len(words) > self._said:
-            self._tell(words[self._said :])
-            self._said = len(words)
+        part, _ = self._text.next_part(turn_number, text)
+        if part:
+            self._write(part)
 
     def on_result(self, turn_number: int, number: int, call: Call) -> None:
-        where = "" if call.window is None else f" {clock(call.window.start_s)} to {clock(call.window.end_s)}"
-        self._tell(f"\n[{call.call.name or 'call'}{where}: {call.response}]\n")
+        window = "" if call.window is None else f" {clock(call.window.start_s)} to {clock(call.window.end_s)}"
+        self._write(f"\n[{call.call.name or 'call'}{window}: {call.response}]\n")
 
 
 async def _send(response: web.StreamResponse, message: Any) -> None:
@@ -242,76 +237,72 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     try:
         return await handler(request)
     except web.HTTPException as problem:
-        return _error(Refused(problem.status, problem.reason))
+        return _error(RequestError(problem.status, problem.reason))
     except Exception as problem:
-        return _error(_refusal(problem))
+        return _error(_as_request_error(problem))
 
 
-def _refusal(problem: Exception) -> Refused:
+def _as_request_error(problem: Exception) -> RequestError:
     match problem:
-        case Refused():
+        case RequestError():
             return problem
-        case BadRequest():
-            return Refused(400, str(problem), param=problem.param)
         case VideoTimeout() | DeadlineExceeded() | TimeoutError():
-            return Refused(504, "the question was not answered in time", "timeout")
+            return RequestError(504, "the question was not answered within the deadline", "timeout")
         case VideoError():
-            return Refused(400, str(problem), param="messages")
+            return BadRequest(str(problem))
         case RequestRejected():
-            _tell(problem)
-            said = "the model cannot take the question; with fewer videos or a shorter text it may"
-            return Refused(400, said, param="messages")
+            _log_traceback(problem)
+            return BadRequest("the model rejects the question; send fewer videos or a shorter text")
         case EngineError():
-            _tell(problem)
-            return Refused(503, "the engine does not answer", "unavailable", RETRY_S)
+            _log_traceback(problem)
+            return RequestError(503, "the engine is not available", "unavailable", RETRY_S)
         case MemoryError() | OSError(errno=errno.EMFILE | errno.ENFILE | errno.ENOMEM | errno.ENOSPC):
-            _tell(problem)
-            return Refused(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
+            _log_traceback(problem)
+            return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case _:
-            _tell(problem)
-            return Refused(500, "something went wrong here, which the server's log tells", "server_error")
+            _log_traceback(problem)
+            return RequestError(500, "internal error; see the server's log", "server_error")
 
 
-def _tell(problem: Exception) -> None:
+def _log_traceback(problem: Exception) -> None:
     """Logs details for the operator: they contain addresses, paths and code."""
     say("".join(traceback.format_exception(problem)).rstrip())
 
 
-def _error(refused: Refused) -> web.Response:
-    headers = {} if refused.retry_s is None else {"Retry-After": str(refused.retry_s)}
-    if refused.status == 401:
+def _error(problem: RequestError) -> web.Response:
+    headers = {} if problem.retry_s is None else {"Retry-After": str(problem.retry_s)}
+    if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = error(refused.message, refused.kind, refused.param, refused.code)
-    return web.json_response(body, status=refused.status, headers=headers)
+    return web.json_response(problem.to_json(), status=problem.status, headers=headers)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_port(host: str, port: int) -> socket.socket:
     """Binds the port before the model loads, which takes minutes. Clients can connect once `serve` listens."""
-    with ExitStack() as unless_bound:
+    with ExitStack() as on_error:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            place = unless_bound.enter_context(socket.socket(family, kind, protocol))
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            place.bind(address)
+            listener = on_error.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except (OSError, OverflowError) as problem:
-            said = problem.strerror if isinstance(problem, OSError) else problem
-            raise ValueError(f"--port {port} of --host {host} cannot be had: {said}") from None
-        unless_bound.pop_all()
-        return place
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            raise ValueError(f"cannot listen at --host {host} --port {port}: {reason}") from None
+        on_error.pop_all()
+        return listener
 
 
-async def serve(service: Service, place: socket.socket, grace_s: float | int, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then gives running questions `grace_s` to finish."""
+async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then gives running questions one deadline to finish."""
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
     await runner.setup()
     assert runner.server is not None, "set up above"
     closing = asyncio.create_task(service.close_idle(runner.server))
     try:
-        await web.SockSite(runner, place).start()
+        await web.SockSite(runner, listener).start()
         await stop.wait()
         service.stopping = True
-        with Meter("stopping, once the questions are answered"), suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+        with Meter("answering the last questions before stopping"), suppress(TimeoutError):
+            async with asyncio.timeout(service.deadline_s):
                 while service.running:
                     await asyncio.sleep(0.05)
     finally:

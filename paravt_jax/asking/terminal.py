@@ -14,14 +14,31 @@ from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
 
 BAR_COLUMNS, NAME_COLUMNS = 40, 10
 MAX_REPORT_CHARS = 300
-ENDINGS = {
-    "done": "the model said nothing",
-    "length": "the turn was longer than its tokens; --frames with a smaller number leaves more of the context",
-    "context": "the context is full; --frames with a smaller number leaves more of it",
-    "abort": "it was aborted",
+NO_ANSWER = {  # reasons by finish
+    "done": "the model gave an empty answer",
+    "length": "the turn reached its token limit; a smaller --frames leaves more of the context",
+    "context": "the context is full; a smaller --frames leaves more of it",
+    "abort": "the episode was aborted",
 }
 TAG = re.compile(r"</?(?:think|answer)>\n?")
 OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become a tag, or a character, with the next token
+
+
+class TextStream:
+    """Splits the growing text of turns into the parts that are new."""
+
+    def __init__(self) -> None:
+        self._turn, self._num_chars = -1, 0
+
+    def next_part(self, turn_number: int, text: str) -> tuple[str, bool]:
+        """The new part of a turn's displayed text, and whether it is the turn's first part."""
+        is_first = turn_number != self._turn
+        if is_first:
+            self._turn, self._num_chars = turn_number, 0
+        displayed = displayed_text(text)
+        part = displayed[self._num_chars :]
+        self._num_chars = max(self._num_chars, len(displayed))
+        return part, is_first
 
 
 class Live(Listener):
@@ -32,50 +49,50 @@ class Live(Listener):
     def __init__(self, write: Callable[[str], object]):
         self._write = write
         self._overview: Overview | None = None
-        self._turn, self._said = -1, 0
+        self._text = TextStream()
 
-    def looked(self, overview: Overview, seconds: float) -> None:
+    def on_overview(self, overview: Overview) -> None:
         self._overview = overview
+        names = {path: name for name, path in reversed(overview.names.items())}  # the first name of each
         for path, info in overview.videos.items():
-            called = next(name for name, of_path in overview.names.items() if of_path == path)
-            self._say(
-                "video", f"{visible(path)}, {clock(info.duration_s)}" + f" (as {called})" * (len(overview.videos) > 1)
-            )
-        self._say("overview", f"{len(overview.pictures)} frames, {seconds:.1f} s")
+            name = f" (as {names[path]})" if len(overview.videos) > 1 else ""
+            self._write_line("video", f"{visible(path)}, {clock(info.duration_s)}{name}")
+        self._write_line("overview", f"{len(overview.pictures)} frames, {overview.seconds:.1f} s")
 
     def on_text(self, turn_number: int, text: str) -> None:
         """Appends the turn's new text; calls are shown when they are made."""
-        if turn_number != self._turn:
-            self._turn, self._said = turn_number, 0
+        part, is_first = self._text.next_part(turn_number, text)
+        if is_first:
             self._write(f"{'thinking':<{NAME_COLUMNS}}")
-        words = spoken(text)
-        self._write(words[self._said :].replace("\n", f"\n{'':{NAME_COLUMNS}}"))
-        self._said = max(self._said, len(words))
+        self._write(part.replace("\n", f"\n{'':{NAME_COLUMNS}}"))
 
     def on_calls(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
         self._write("\n")
         for number, call in enumerate(calls, 1):
-            self._say(f"call {number}", self._drawn(call))
+            self._write_line(f"call {number}", self._bar_of(call))
 
     def on_result(self, turn_number: int, number: int, call: Call) -> None:
-        said = call.response if call.outcome == "ok" else f"{call.outcome}: {call.response}"
-        self._say(f"report {number + 1}", f"({call.latency_s:.1f} s) {cut(' '.join(visible(said).split()))}")
+        report = call.response if call.outcome == "ok" else f"{call.outcome}: {call.response}"
+        report = " ".join(visible(report).split())
+        if len(report) > MAX_REPORT_CHARS:
+            report = f"{report[: MAX_REPORT_CHARS - 1]}…"
+        self._write_line(f"report {number + 1}", f"({call.latency_s:.1f} s) {report}")
 
-    def _drawn(self, call: ToolCall) -> str:
-        assert self._overview is not None, "an episode begins with its overview"
+    def _bar_of(self, call: ToolCall) -> str:
+        assert self._overview is not None, "an episode starts with its overview"
         try:
             path = video_of(call.arguments, self._overview.names)
             duration_s = float(self._overview.videos[path].duration_s)
             window = window_of(call.arguments, duration_s)
         except BadCall:
-            return visible(f"{call.name or 'no call that can be read'} {dict(call.arguments) or ''}")[:MAX_REPORT_CHARS]
+            return visible(f"{call.name or 'unreadable call'} {dict(call.arguments) or ''}")[:MAX_REPORT_CHARS]
         return f"|{bar(window, duration_s)}| {clock(window.start_s)} to {clock(window.end_s)}"
 
-    def _say(self, name: str, text: str) -> None:
+    def _write_line(self, name: str, text: str) -> None:
         self._write(f"{name:<{NAME_COLUMNS}}{text}\n")
 
 
-def spoken(text: str) -> str:
+def displayed_text(text: str) -> str:
     """The text of a turn without tags and calls, and without an incomplete tag or trailing whitespace at its end."""
     return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0]))).rstrip()
 
@@ -88,17 +105,17 @@ def bar(window: Window, duration_s: float | int) -> str:
 
 
 def clock(seconds: float | int) -> str:
-    minutes, rest = divmod(seconds, 60)
+    minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
-    return f"{hours}:{minutes:02d}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"
+    return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 
 
 def summary(answer: Reply) -> Iterator[str]:
     """The answer's evidence and times, or why there is no answer."""
     if not answer.text:
-        yield f"{'no answer':<{NAME_COLUMNS}}{ENDINGS[answer.finish]}"
-    windows = [f"{one.video} {clock(one.start_s)} to {clock(one.end_s)}" for one in answer.evidence]
-    yield f"{'rests on':<{NAME_COLUMNS}}{', '.join(map(visible, windows)) or 'the overview alone'}"
+        yield f"{'no answer':<{NAME_COLUMNS}}{NO_ANSWER[answer.finish]}"
+    windows = [f"{part.video} {clock(part.start_s)} to {clock(part.end_s)}" for part in answer.evidence]
+    yield f"{'evidence':<{NAME_COLUMNS}}{', '.join(map(visible, windows)) or 'only the overview'}"
     yield f"{'time':<{NAME_COLUMNS}}{', '.join(_times(answer.seconds))}"
 
 
@@ -107,7 +124,3 @@ def _times(seconds: Seconds) -> Iterator[str]:
     yield f"thinking {sum(seconds.turns):.1f}"
     if seconds.calls:
         yield f"calls {sum(seconds.calls):.1f} (one after the other: {sum(seconds.calls_in_turn):.1f})"
-
-
-def cut(text: str) -> str:
-    return text if len(text) <= MAX_REPORT_CHARS else f"{text[: MAX_REPORT_CHARS - 1]}…"

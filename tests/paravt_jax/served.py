@@ -1,4 +1,4 @@
-"""A service of a scripted agent at a port of loopback, and OpenAI's client of it."""
+"""A service with a scripted agent at a loopback port, and OpenAI's client for it."""
 
 import asyncio
 
@@ -6,17 +6,17 @@ import pytest
 from agents import ANSWER, FakeFrames, call, script
 
 from paravt_jax.asking import service as service_module
+from paravt_jax.asking.access import AccessControl
 from paravt_jax.asking.answerer import Answerer
-from paravt_jax.asking.door import Door
 from paravt_jax.asking.media import Sources
-from paravt_jax.asking.service import Service, bound, serve
+from paravt_jax.asking.service import Service, bind_port, serve
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 
 openai = pytest.importorskip("openai")
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
 MODEL = "tiny"
-DOOR = Door()
+ACCESS = AccessControl()
 
 
 def question(url="a.mp4", **settings):
@@ -25,8 +25,6 @@ def question(url="a.mp4", **settings):
 
 
 class Served:
-    """A service of a script at a port, and OpenAI's client of it."""
-
     def __init__(self, service, port):
         self.service, self.port, self.url = service, port, f"http://127.0.0.1:{port}"
         self.engine = service.answerer.agent.engine
@@ -36,7 +34,7 @@ class Served:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
 
     async def raw(self, text):
-        """A connection on which this was sent, and nothing more."""
+        """Opens a connection and sends `text`."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(text)
         return reader, writer
@@ -50,20 +48,20 @@ class Served:
 
 
 def with_service(
-    chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2, door=DOOR
+    chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2, access=ACCESS
 ):
     agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig())
     sources = Sources(videos, False, videos.parent)
-    service = Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, door)
+    service = Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, access)
 
     async def body():
-        stop, place = asyncio.Event(), bound("127.0.0.1", 0)
-        serving = asyncio.create_task(serve(service, place, 5.0, stop))
-        served = Served(service, place.getsockname()[1])
+        stop, listener = asyncio.Event(), bind_port("127.0.0.1", 0)
+        serving = asyncio.create_task(serve(service, listener, stop))
+        served = Served(service, listener.getsockname()[1])
         served.stop, served.serving = stop, serving
         try:
             async with asyncio.timeout(30), served.client:
-                await until(lambda: serving.done() or listens(place))
+                await until(lambda: serving.done() or is_listening(listener))
                 return await work(served)
         finally:
             stop.set()
@@ -72,8 +70,8 @@ def with_service(
     return asyncio.run(body())
 
 
-def listens(place):
-    return place.getsockopt(service_module.socket.SOL_SOCKET, service_module.socket.SO_ACCEPTCONN)
+def is_listening(listener):
+    return listener.getsockopt(service_module.socket.SOL_SOCKET, service_module.socket.SO_ACCEPTCONN)
 
 
 async def until(condition):

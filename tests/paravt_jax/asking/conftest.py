@@ -1,4 +1,4 @@
-"""What the tests of a service share."""
+"""Shared by the tests of asking."""
 
 import pytest
 

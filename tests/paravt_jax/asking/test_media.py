@@ -1,4 +1,4 @@
-"""Where videos come from: a client reads no other file and reaches no private address, however it spells them."""
+"""A client reads no file outside the video directory and reaches no private address, in any spelling."""
 
 import asyncio
 import base64
@@ -13,12 +13,12 @@ from aiohttp import web
 from PIL import Image
 
 from paravt_jax.asking import media as media_module
-from paravt_jax.asking.media import Room, Sources, is_own, is_public
-from paravt_jax.asking.openai import BadRequest, Medium, Refused
+from paravt_jax.asking.media import DiskBudget, Sources, is_own, is_public
+from paravt_jax.asking.openai import BadRequest, Medium, RequestError
 
 
 def read_all(sources, *media, read=lambda path: path):
-    """What `read` makes of the file of each, as long as it is there."""
+    """`read` of each medium's file while it exists."""
 
     async def files():
         async with sources.files_of(media) as paths:
@@ -32,7 +32,7 @@ def path_of(url, tmp_path, kind="video", read=lambda path: path, **media):
     return read_all(sources, Medium(kind, url), read=read)[0]
 
 
-def test_files_are_those_below_the_directory_and_no_others(videos, tmp_path):
+def test_only_files_below_the_directory_are_read(videos, tmp_path):
     (tmp_path / "secret").write_text("x")
     (videos / "link.mp4").symlink_to(tmp_path / "secret")
     (videos / "loop").symlink_to(videos / "pool")
@@ -48,9 +48,9 @@ def test_files_are_those_below_the_directory_and_no_others(videos, tmp_path):
     outside = ("../secret", f"{tmp_path}/secret", "link.mp4", f"file://{videos}/%2e%2e/secret", "none.mp4", ".", "a\0b")
     impossible = ("loop", "loop/a.mp4", "a" * 300, "a/" * 3000, "\ud800", "a.mp4/b")
     for url in (*outside, *impossible):
-        with pytest.raises(BadRequest, match="there is no") as refused:
+        with pytest.raises(BadRequest, match="no file") as raised:
             path_of(url, tmp_path, video_root=videos)
-        assert len(str(refused.value)) < 700 and str(refused.value).isprintable()
+        assert len(str(raised.value)) < 700 and str(raised.value).isprintable()
     with pytest.raises(BadRequest, match="--video-root"):
         path_of("a.mp4", tmp_path)
 
@@ -60,7 +60,7 @@ def data_url(image):
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def test_a_picture_in_the_request_becomes_a_video_that_shows_it(tmp_path):
+def test_an_image_in_the_request_becomes_a_video_of_it(tmp_path):
     pixels = np.full((33, 47, 3), (200, 30, 30), np.uint8)
     url = data_url(Image.fromarray(pixels))
 
@@ -69,17 +69,17 @@ def test_a_picture_in_the_request_becomes_a_video_that_shows_it(tmp_path):
             return next(container.decode(video=0))
 
     frame = path_of(url, tmp_path, "image", first_frame)
-    shown = frame.to_ndarray(format="rgb24")[:33, :47]
-    assert frame.pts is not None and np.abs(shown.astype(int) - pixels).mean() < 8
+    decoded = frame.to_ndarray(format="rgb24")[:33, :47]
+    assert frame.pts is not None and np.abs(decoded.astype(int) - pixels).mean() < 8
 
 
 @pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (20_000, 100)])
-def test_a_picture_that_no_model_can_be_shown_is_refused(size, tmp_path):
+def test_an_image_that_no_model_supports_is_rejected(size, tmp_path):
     with pytest.raises(BadRequest, match=f"{size[0]} x {size[1]} pixels"):
         path_of(data_url(Image.new("RGB", size)), tmp_path, "image")
 
 
-def test_a_picture_of_the_videos_becomes_no_file_beside_them(videos, tmp_path):
+def test_converting_an_image_writes_no_file_into_the_video_directory(videos, tmp_path):
     Image.new("RGB", (32, 32)).save(videos / "b.png")
     assert path_of("b.png", tmp_path, "image", lambda path: path.stat().st_size, video_root=videos)
     assert sorted(path.name for path in videos.iterdir()) == ["a.mp4", "b.png"]
@@ -88,14 +88,14 @@ def test_a_picture_of_the_videos_becomes_no_file_beside_them(videos, tmp_path):
 @pytest.mark.parametrize(
     "url", ["data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==", "data:video/mp4;base64,é"]
 )
-def test_data_that_are_none_are_refused(url, tmp_path):
+def test_an_invalid_data_url_is_rejected(url, tmp_path):
     with pytest.raises(BadRequest, match="data URL"):
         path_of(url, tmp_path)
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "data:image/svg+xml;base64,PHN2Zy8+"])
-def test_a_picture_that_is_none_is_refused(url, tmp_path):
-    with pytest.raises(BadRequest, match="picture"):
+def test_an_invalid_image_is_rejected(url, tmp_path):
+    with pytest.raises(BadRequest, match="an image cannot be read"):
         path_of(url, tmp_path, "image")
 
 
@@ -108,17 +108,17 @@ PRIVATE = [
     "0.0.0.0",
     "[fd00::1]",
     "localhost",
-    # As the name is folded before it is looked up: digits of full width, in circles, and other full stops.
+    # Digits and full stops that IDNA maps to ASCII.
     "１２７.０.０.１",
     "①②⑦.⓪.⓪.①",
     "127。0。0。1",
     "127．0．0．1",
-    # As an address may be spelled.
+    # Other notations of 127.0.0.1.
     "127.1",
     "0x7f.1",
     "017700000001",
     "2130706433",
-    # IPv6 that stands for IPv4: NAT64 of both prefixes, 6to4, the two older forms, Teredo.
+    # IPv6 with an embedded IPv4 address: both NAT64 prefixes, 6to4, two older forms, Teredo.
     "[64:ff9b::7f00:1]",
     "[64:ff9b::a9fe:a9fe]",
     "[64:ff9b:1::5db8:d70e]",
@@ -131,11 +131,11 @@ PRIVATE = [
 
 @pytest.mark.parametrize("host", PRIVATE)
 def test_no_address_of_this_machine_or_network_is_fetched(host, tmp_path):
-    with pytest.raises(BadRequest, match=r"not on the public web|is no URL"):
+    with pytest.raises(BadRequest, match=r"not on the public internet|is not a URL"):
         path_of(f"http://{host}:9/a.mp4", tmp_path, allow_fetch=True)
 
 
-def test_nothing_is_fetched_unless_it_is_allowed_and_only_from_the_web(tmp_path):
+def test_fetching_needs_the_flag_and_http(tmp_path):
     with pytest.raises(BadRequest, match="--allow-fetch"):
         path_of("https://example.org/a.mp4", tmp_path)
     with pytest.raises(BadRequest, match="scheme 'ftp'"):
@@ -144,7 +144,7 @@ def test_nothing_is_fetched_unless_it_is_allowed_and_only_from_the_web(tmp_path)
 
 def test_public_addresses_are_public():
     assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
-    assert is_public("64:ff9b::5db8:d70e") and is_public("::ffff:93.184.215.14")  # as hosts with IPv6 alone see it
+    assert is_public("64:ff9b::5db8:d70e") and is_public("::ffff:93.184.215.14")  # as hosts with only IPv6 see it
     assert not is_public("224.0.0.1") and not is_public("100.64.0.1")
 
 
@@ -157,17 +157,17 @@ def test_a_public_address_of_this_machine_itself_is_not_public(monkeypatch):
 @pytest.mark.parametrize(
     "url", ["http://[", "http://[::1", "http://", "http:///a", "https://a b/", "http://\ud800/", "http://a:b/"]
 )
-def test_a_url_that_is_none_is_refused_in_one_sentence(url, tmp_path):
-    with pytest.raises(BadRequest, match=r"is no URL|cannot be fetched|nobody answers") as refused:
+def test_an_invalid_url_is_a_printable_error(url, tmp_path):
+    with pytest.raises(BadRequest, match=r"is not a URL|cannot be (fetched|reached)") as raised:
         path_of(url, tmp_path, allow_fetch=True)
-    assert str(refused.value).isprintable() and str(tmp_path) not in str(refused.value)
+    assert str(raised.value).isprintable() and str(tmp_path) not in str(raised.value)
 
 
 @asynccontextmanager
-async def website():
-    """At /video a video, at /there a redirect to it, at /here one to a private address, at /round one to itself."""
+async def web_server():
+    """Serves /video, and the redirects of REDIRECTS."""
     app = web.Application()
-    app.router.add_get("/{name}", answered)
+    app.router.add_get("/{name}", respond)
     runner = web.AppRunner(app)
     await runner.setup()
     await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
@@ -177,41 +177,41 @@ async def website():
         await runner.cleanup()
 
 
-MOVED = {
-    "there": "/video",
-    "here": "http://10.0.0.1/video",
+REDIRECTS = {
+    "redirect": "/video",
+    "private": "http://10.0.0.1/video",
     "wide": "http://１２７.０.０.２/video",
     "bad": "http://[",
     "file": "file:///etc/passwd",
-    "round": "/round",
+    "loop": "/loop",
 }
 
 
-async def answered(request):
+async def respond(request):
     name = request.match_info["name"]
-    if name in MOVED:
-        return web.Response(status=302, headers={"Location": MOVED[name]})
+    if name in REDIRECTS:
+        return web.Response(status=302, headers={"Location": REDIRECTS[name]})
     return web.Response(body=b"v" * 5000) if name == "video" else web.Response(status=404)
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/video", ""),
-        ("/there", ""),
-        ("/here", "'10.0.0.1' is not on the public web"),
-        ("/wide", "'127.0.0.2' is not on the public web"),
-        ("/bad", "is no URL"),
-        ("/file", "no address of the web"),
-        ("/round", "redirects more than"),
-        ("/none", "answered 404"),
+        ("/redirect", ""),
+        ("/private", "'10.0.0.1' is not on the public internet"),
+        ("/wide", "'127.0.0.2' is not on the public internet"),
+        ("/bad", "is not a URL"),
+        ("/file", "is not an http or https URL"),
+        ("/loop", "redirects more than"),
+        ("/none", "returned HTTP 404"),
     ],
 )
-def test_a_fetch_looks_at_every_address_that_it_is_sent_to(path, said, tmp_path, monkeypatch):
+def test_a_fetch_checks_the_address_of_every_redirect(path, message, tmp_path, monkeypatch):
     monkeypatch.setattr(media_module, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
 
-    if said:
-        with pytest.raises(BadRequest, match=said):
+    if message:
+        with pytest.raises(BadRequest, match=message):
             fetched(Sources(None, True, tmp_path), path)
     else:
         assert fetched(Sources(None, True, tmp_path), path) == [b"v" * 5000]
@@ -219,7 +219,7 @@ def test_a_fetch_looks_at_every_address_that_it_is_sent_to(path, said, tmp_path,
 
 def fetched(sources, *paths):
     async def fetch():
-        async with website() as url, sources.files_of([Medium("video", url + path) for path in paths]) as files:
+        async with web_server() as url, sources.files_of([Medium("video", url + path) for path in paths]) as files:
             return [Path(file).read_bytes() for file in files]
 
     return asyncio.run(fetch())
@@ -231,25 +231,25 @@ def fetching(monkeypatch):
     monkeypatch.setattr(media_module, "MAX_FETCHED_BYTES", 12_000)
 
 
-def test_what_one_request_fetches_is_bounded_in_sum(tmp_path, fetching):
+def test_the_downloads_of_one_request_are_limited_in_total(tmp_path, fetching):
     sources = Sources(None, True, tmp_path)
     assert fetched(sources, "/video", "/video") == [b"v" * 5000] * 2
-    with pytest.raises(BadRequest, match="what this request fetches is larger than"):
+    with pytest.raises(BadRequest, match="the videos of this request are larger than"):
         fetched(sources, "/video", "/video", "/video")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_all_requests_fetch_is_bounded_as_long_as_it_is_there(tmp_path, fetching):
-    sources = Sources(None, True, tmp_path, Room(12_000))
+def test_the_downloads_of_concurrent_requests_are_limited_in_total(tmp_path, fetching):
+    sources = Sources(None, True, tmp_path, DiskBudget(12_000))
 
-    async def beside_each_other():
-        async with website() as url:
-            two, one = [Medium("video", f"{url}/video")] * 2, [Medium("video", f"{url}/video")]
-            async with sources.files_of(two):
-                with pytest.raises(Refused, match="for other questions"):
-                    async with sources.files_of(one):
+    async def concurrently():
+        async with web_server() as url:
+            media = [Medium("video", f"{url}/video")] * 2
+            async with sources.files_of(media):
+                with pytest.raises(RequestError, match="other requests are fetching"):
+                    async with sources.files_of(media[:1]):
                         pass
-            async with sources.files_of(one) as files:
-                return Path(files[0]).stat().st_size, sources.room.left
+            async with sources.files_of(media[:1]) as files:
+                return Path(files[0]).stat().st_size, sources.budget.free_bytes
 
-    assert asyncio.run(beside_each_other()) == (5000, 7000) and sources.room.left == 12_000
+    assert asyncio.run(concurrently()) == (5000, 7000) and sources.budget.free_bytes == 12_000

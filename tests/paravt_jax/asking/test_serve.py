@@ -1,4 +1,4 @@
-"""The agent behind OpenAI's API is one model for its real client, and what a client does harms no other."""
+"""OpenAI's client sees the agent as one model, and no client affects another."""
 
 import asyncio
 import base64
@@ -13,13 +13,13 @@ from served import MODEL, question, until, with_service
 from paravt_jax.asking import body as body_module
 from paravt_jax.asking import openai as openai_module
 from paravt_jax.asking import service as service_module
-from paravt_jax.asking.openai import BadRequest, question_of
-from paravt_jax.asking.service import bound
+from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
+from paravt_jax.asking.service import bind_port
 
 openai = pytest.importorskip("openai")
 
 
-def test_openais_client_gets_an_answer_and_the_tokens_of_all_agents(chat, videos):
+def test_the_client_gets_an_answer_and_the_usage_of_all_agents(chat, videos):
     async def work(served):
         answer = await served.ask()
         return answer, served.engine.requests
@@ -29,13 +29,13 @@ def test_openais_client_gets_an_answer_and_the_tokens_of_all_agents(chat, videos
     assert "Where?" in answer.choices[0].message.reasoning_content
     assert answer.usage.prompt_tokens == sum(len(request.ids) for request in requests) and len(requests) == 4
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert [(one["start_s"], one["end_s"]) for one in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
+    assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
 
 
-def test_a_stream_tells_turns_calls_and_reports_as_reasoning_then_the_answer(chat, videos):
+def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(chat, videos):
     async def work(served):
         stream = await served.ask(stream=True, stream_options={"include_usage": True})
-        return [one async for one in stream]
+        return [chunk async for chunk in stream]
 
     chunks = with_service(chat, videos, work)
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -45,7 +45,7 @@ def test_a_stream_tells_turns_calls_and_reports_as_reasoning_then_the_answer(cha
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
-def test_what_can_be_asked_and_how_it_goes(chat, videos):
+def test_models_health_and_metrics(chat, videos):
     async def work(served):
         models = await served.client.models.list()
         await served.ask()
@@ -59,30 +59,30 @@ def test_what_can_be_asked_and_how_it_goes(chat, videos):
     assert 'paravt_questions_total{outcome="answered"} 1' in metrics and "paravt_questions_running 0" in metrics
 
 
-def test_more_questions_than_may_be_are_told_when_to_come_again(chat, videos):
+def test_questions_above_the_limit_get_429_and_retry_after(chat, videos):
     async def work(served):
         answers = await asyncio.gather(*(served.ask() for _ in range(12)), return_exceptions=True)
         again = await served.ask()
         return answers, again
 
     answers, again = with_service(chat, videos, work, report_after_s=0.3)
-    refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
-    assert len(refused) == 10 and len(answers) == 12
-    assert all(int(one.response.headers["Retry-After"]) >= 1 for one in refused)
+    rejected = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+    assert len(rejected) == 10 and len(answers) == 12
+    assert all(int(error.response.headers["Retry-After"]) >= 1 for error in rejected)
     assert again.choices[0].message.content == "A"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_takes_its_question_along(chat, videos, stream):
+def test_disconnecting_cancels_the_question(chat, videos, stream):
     async def work(served):
-        asking = asyncio.create_task(served.ask(stream=stream))
+        request_task = asyncio.create_task(served.ask(stream=stream))
         if stream:
-            response = await asking
+            response = await request_task
             await until(lambda: len(served.engine.requests) == 3)
             await response.close()
         else:
             await until(lambda: len(served.engine.requests) == 3)
-            asking.cancel()
+            request_task.cancel()
         await until(lambda: not served.service.running)
         await until(lambda: not served.engine._running)
         return dict(served.service.counts)
@@ -92,12 +92,12 @@ def test_a_client_that_goes_takes_its_question_along(chat, videos, stream):
 
 def test_a_question_ends_at_its_deadline(chat, videos):
     async def work(served):
-        with pytest.raises(openai.InternalServerError, match="not answered in time") as refused:
+        with pytest.raises(openai.InternalServerError, match="not answered within the deadline") as raised:
             await served.ask()
         stream = await served.ask(stream=True)
-        with pytest.raises(openai.APIError, match="not answered in time"):
-            [one async for one in stream]
-        return refused.value.status_code
+        with pytest.raises(openai.APIError, match="not answered within the deadline"):
+            [chunk async for chunk in stream]
+        return raised.value.status_code
 
     assert with_service(chat, videos, work, report_after_s=20, deadline_s=0.3) == 504
 
@@ -105,46 +105,46 @@ def test_a_question_ends_at_its_deadline(chat, videos):
 HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_clients_that_send_headers_and_one_byte_keep_nobody_out(chat, videos, monkeypatch):
+def test_clients_that_send_one_byte_of_a_body_block_nobody(chat, videos, monkeypatch):
     monkeypatch.setattr(body_module, "BODY_DEADLINE_S", 0.5)
 
     async def work(served):
         waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
         await until(lambda: len(served.service.busy) == 8)
         answer = await served.ask()
-        said = [await reader.readline() for reader, _ in waiting]
+        lines = [await reader.readline() for reader, _ in waiting]
         for _, writer in waiting:
             writer.close()
-        return answer.choices[0].message.content, said, dict(served.service.counts)
+        return answer.choices[0].message.content, lines, dict(served.service.counts)
 
-    answer, said, counts = with_service(chat, videos, work)
-    assert answer == "A" and all(line.split()[1] == b"408" for line in said) and counts == {"answered": 1}
+    answer, lines, counts = with_service(chat, videos, work)
+    assert answer == "A" and all(line.split()[1] == b"408" for line in lines) and counts == {"answered": 1}
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", HEADERS], ids=["nothing", "half a line", "half of the headers"])
-def test_a_connection_without_a_whole_request_is_closed(chat, videos, sent, monkeypatch):
+def test_a_connection_without_a_complete_request_is_closed(chat, videos, sent, monkeypatch):
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
 
     async def work(served):
         reader, writer = await served.raw(sent)
-        asking = asyncio.create_task(served.ask())  # takes longer than that, and is let be
-        left = await reader.read()
+        request_task = asyncio.create_task(served.ask())  # takes longer, and is not closed
+        response = await reader.read()
         writer.close()
-        return left, (await asking).choices[0].message.content
+        return response, (await request_task).choices[0].message.content
 
     assert with_service(chat, videos, work, report_after_s=1.0) == (b"", "A")
 
 
-def test_large_bodies_are_bounded_together_and_small_ones_come_through(chat, videos, monkeypatch):
+def test_large_bodies_are_limited_in_total_and_small_ones_accepted(chat, videos, monkeypatch):
     monkeypatch.setattr(body_module, "MAX_BODIES_BYTES", 3 * 2**20)
 
     async def work(served):
         part = HEADERS + b"Content-Length: 9999999\r\n\r\n" + b" " * 2**21
         waiting = [await served.raw(part), await served.raw(part)]
-        for_one = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
-        (done,), _ = await asyncio.wait(for_one, return_when=asyncio.FIRST_COMPLETED)
+        lines = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
+        (done,), _ = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
         answer = await served.ask()
-        for_one[0].cancel(), for_one[1].cancel()
+        lines[0].cancel(), lines[1].cancel()
         for _, writer in waiting:
             writer.close()
         await until(lambda: not served.service.bodies.num_bytes)
@@ -153,24 +153,24 @@ def test_large_bodies_are_bounded_together_and_small_ones_come_through(chat, vid
     assert with_service(chat, videos, work) == (b"503", "A")
 
 
-def test_a_request_of_a_hundred_megabytes_is_refused(chat, videos):
+def test_a_request_of_100_mb_is_rejected(chat, videos):
     async def work(served):
-        with pytest.raises(openai.APIStatusError) as refused:
+        with pytest.raises(openai.APIStatusError) as raised:
             await served.ask(url=f"data:video/mp4;base64,{'A' * 10**8}")
-        return refused.value.status_code
+        return raised.value.status_code
 
     assert with_service(chat, videos, work) == 413
 
 
-def test_a_server_that_stops_answers_what_it_has_begun_and_takes_nothing_more(chat, videos):
+def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(chat, videos):
     async def work(served):
-        asking = asyncio.create_task(served.ask())
+        request_task = asyncio.create_task(served.ask())
         await until(lambda: len(served.engine.requests) == 3)
         served.stop.set()
         await until(lambda: served.service.stopping)
         with pytest.raises(openai.InternalServerError, match="stopping"):
             await served.ask()
-        answer = await asking
+        answer = await request_task
         await served.serving
         return answer.choices[0].message.content
 
@@ -180,34 +180,34 @@ def test_a_server_that_stops_answers_what_it_has_begun_and_takes_nothing_more(ch
 @pytest.mark.parametrize(
     "problem", [OSError(errno.EMFILE, "Too many open files"), MemoryError()], ids=["files", "memory"]
 )
-def test_a_server_without_files_or_memory_asks_its_clients_to_come_back(problem, chat, videos):
+def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, chat, videos):
     async def work(served):
         async def fail(path, deadline_s):
             raise problem
 
         served.service.answerer.agent.frames.info = fail
-        with pytest.raises(openai.InternalServerError) as refused:
+        with pytest.raises(openai.InternalServerError) as raised:
             await served.ask()
-        return refused.value
+        return raised.value
 
-    refused = with_service(chat, videos, work)
-    assert refused.status_code == 503 and refused.response.headers["Retry-After"] == "10"
+    raised = with_service(chat, videos, work)
+    assert raised.status_code == 503 and raised.response.headers["Retry-After"] == "10"
 
 
-def test_an_error_of_our_own_tells_the_client_nothing_of_this_machine(chat, videos, capsys):
+def test_an_internal_error_reveals_nothing_to_the_client(chat, videos, capsys):
     async def work(served):
         async def fail(path, deadline_s):
             raise OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07")
 
         served.service.answerer.agent.frames.info = fail
-        with pytest.raises(openai.InternalServerError) as refused:
+        with pytest.raises(openai.InternalServerError) as raised:
             await served.ask()
-        return refused.value.message
+        return raised.value.message
 
     message = with_service(chat, videos, work)
-    told = capsys.readouterr().err
-    assert "went wrong" in message and "secret" not in message and "OSError" not in message
-    assert "/srv/secret" in told and "\x1b" not in told
+    log = capsys.readouterr().err
+    assert "internal error" in message and "secret" not in message and "OSError" not in message
+    assert "/srv/secret" in log and "\x1b" not in log
 
 
 async def post(served, text, **headers):
@@ -217,14 +217,14 @@ async def post(served, text, **headers):
             return response.status, await response.json()
 
 
-# Texts that a client of OpenAI's would not send.
+# Bodies that OpenAI's client would not send.
 HOSTILE = [
     ("names of 300 characters", json.dumps(question("a" * 300)), 400),
     ("half a character", json.dumps(question("\ud800")), 400),
     ("half a character in the question", json.dumps(question()).replace("What", "\\udfff"), 400),
     ("no URL", json.dumps(question("http://[")), 400),
     ("a role that is a list", json.dumps({"model": MODEL, "messages": [{"role": []}, {"role": "user"}]}), 400),
-    ("a parameter that is nobody's", json.dumps(question(**{"x" * 10_000: 1})), 400),
+    ("an unknown parameter", json.dumps(question(**{"x" * 10_000: 1})), 400),
     ("lists", "[" + "[]," * 200_000 + "[]]", 400),
     ("depth", "[" * 100_000 + "]" * 100_000, 400),
     ("UTF-16", json.dumps(question()).encode("utf-16"), 400),
@@ -233,36 +233,36 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("text", "status"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
-def test_a_hostile_body_is_refused_in_plain_words(chat, videos, text, status):
-    answered, said = with_service(chat, videos, lambda served: post(served, text))
-    message = said["error"]["message"]
-    assert answered == status and message.isprintable() and len(message) < 300 and str(videos) not in message
+def test_a_hostile_body_is_a_short_printable_error(chat, videos, text, status):
+    http_status, reply = with_service(chat, videos, lambda served: post(served, text))
+    message = reply["error"]["message"]
+    assert http_status == status and message.isprintable() and len(message) < 300 and str(videos) not in message
 
 
-def test_only_json_is_read(chat, videos):
+def test_only_json_is_accepted(chat, videos):
     async def work(served):
         text = json.dumps(question())
         plain = await post(served, text, **{"Content-Type": "text/plain"})
         return plain, await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
 
-    (status, said), (of_json, _) = with_service(chat, videos, work)
-    assert status == 415 and "application/json" in said["error"]["message"] and of_json == 200
+    (status, reply), (json_status, _) = with_service(chat, videos, work)
+    assert status == 415 and "application/json" in reply["error"]["message"] and json_status == 200
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_bounds_what_all_agents_sample_together(chat, videos, name):
+def test_max_tokens_limits_the_tokens_of_all_agents_together(chat, videos, name):
     async def work(served):
-        whole = await served.ask()
-        sampled = whole.usage.completion_tokens
-        return whole, {most: await served.ask(**{name: most}) for most in (1, 7, sampled - 12, sampled)}
+        full = await served.ask()
+        sampled = full.usage.completion_tokens
+        return full, {most: await served.ask(**{name: most}) for most in (1, 7, sampled - 12, sampled)}
 
-    whole, by_most = with_service(chat, videos, work)
+    full, by_most = with_service(chat, videos, work)
     *cuts, enough = by_most.items()
     for most, answer in cuts:
         assert 0 < answer.usage.completion_tokens <= most
         assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("length", "")
-    assert cuts[-1][1].paravt["outcomes"] == ["ok", "ok"]  # no sub-agent takes what another one is to report with
-    assert enough[1].choices[0] == whole.choices[0]
+    assert cuts[-1][1].paravt["outcomes"] == ["ok", "ok"]  # the sub-agents share the limit
+    assert enough[1].choices[0] == full.choices[0]
 
 
 def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
@@ -273,18 +273,18 @@ def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
 
     sampled = with_service(chat, videos, work)
     first, second = sampled[:4], sampled[4:]
-    assert {(one.temperature, one.top_p) for one in first} == {(0.5, 0.9)}
-    assert {(one.temperature, one.top_p) for one in second} == {(0.0, 1.0)}
-    assert {one.seed for one in first}.isdisjoint(one.seed for one in second)
+    assert {(sampling.temperature, sampling.top_p) for sampling in first} == {(0.5, 0.9)}
+    assert {(sampling.temperature, sampling.top_p) for sampling in second} == {(0.0, 1.0)}
+    assert {sampling.seed for sampling in first}.isdisjoint(sampling.seed for sampling in second)
 
 
-def test_top_p_is_refused_by_its_name_where_the_engine_has_none_and_it_would_matter(chat, videos):
+def test_top_p_is_rejected_if_the_engine_lacks_it_and_it_has_an_effect(chat, videos):
     async def work(served):
         served.service.answerer = replace(served.service.answerer, samples_top_p=False)
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as raised:
             await served.ask(temperature=0.5, top_p=0.9)
         await served.ask(top_p=0.9)
-        return refused.value.param, {request.sampling.top_p for request in served.engine.requests}
+        return raised.value.param, {request.sampling.top_p for request in served.engine.requests}
 
     assert with_service(chat, videos, work) == ("top_p", {1.0})
 
@@ -296,59 +296,61 @@ def body(**changed):
 
 WRONG_BODIES = [
     ("list", [], "must be a JSON object"),
-    ("model", body(model="gpt"), "the model here is tiny"),
+    ("model", body(model="gpt"), "has the model tiny"),
     ("no messages", body(messages=[]), "list of messages"),
-    ("a conversation", body(messages=[{"role": "user", "content": "a"}] * 2), "nothing is kept of a conversation"),
-    ("no video", body(messages=[{"role": "user", "content": "a"}]), "between 1 and 64 parts"),
+    ("a conversation", body(messages=[{"role": "user", "content": "a"}] * 2), "conversations are not supported"),
+    ("no video", body(messages=[{"role": "user", "content": "a"}]), "1 to 64 parts"),
     (
         "no question",
         body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
-        "no question",
+        "question is empty",
     ),
-    ("a part", body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "'input_audio' is none of"),
-    ("a part that is no object", body(messages=[{"role": "user", "content": [7]}]), "None is none of"),
+    ("a part", body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "not 'input_audio'"),
+    ("a part that is no object", body(messages=[{"role": "user", "content": [7]}]), "not None"),
     ("no url", body(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]), "needs {url"),
-    ("content", body(messages=[{"role": "user", "content": 7}]), "a text or a list"),
+    ("content", body(messages=[{"role": "user", "content": 7}]), "a string or a list"),
     ("long", body(messages=[{"role": "user", "content": "a" * 100_001}]), "longer than"),
-    ("n", body(n=3), "one answer is given"),
-    ("tools", body(tools=[{}]), "tools cannot be had"),
-    ("nobody's", body(top_k=1), "'top_k' is no parameter"),
-    ("max_tokens", body(max_tokens=0), "max_tokens must be a whole number from 1"),
-    ("max_completion_tokens", body(max_completion_tokens=2.5), "max_completion_tokens must be a whole"),
+    ("n", body(n=3), "n must be 1"),
+    ("tools", body(tools=[{}]), "tools is not supported"),
+    ("unknown", body(top_k=1), "'top_k' is not a parameter"),
+    ("max_tokens", body(max_tokens=0), "max_tokens must be an integer from 1"),
+    ("max_completion_tokens", body(max_completion_tokens=2.5), "max_completion_tokens must be an integer"),
     ("top_p", body(top_p=0), "top_p must be above 0"),
     ("top_p above 1", body(top_p=1.5), "top_p must be a number from 0 to 1"),
     ("stream", body(stream="true"), "stream must be true or false"),
-    ("stream_options", body(stream_options={"include_usage": True}), "beside stream=true"),
+    ("stream_options", body(stream_options={"include_usage": True}), "needs stream=true"),
     ("temperature", body(temperature="hot"), "must be a number from 0 to 2"),
-    ("seed", body(seed=10**30), "must be a whole number"),
-    ("half a seed", body(seed=0.5), "must be a whole number"),
+    ("seed", body(seed=10**30), "must be an integer"),
+    ("half a seed", body(seed=0.5), "must be an integer"),
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), [case[1:] for case in WRONG_BODIES], ids=[case[0] for case in WRONG_BODIES])
-def test_a_request_that_cannot_be_is_refused_in_one_sentence(given, said):
-    with pytest.raises(BadRequest, match=said):
-        question_of(given, MODEL)
+@pytest.mark.parametrize(
+    ("request_body", "message"), [case[1:] for case in WRONG_BODIES], ids=[name for name, *_ in WRONG_BODIES]
+)
+def test_an_invalid_request_is_an_error_with_the_reason(request_body, message):
+    with pytest.raises(RequestError, match=message):
+        parse_question(request_body, MODEL)
 
 
-def test_a_refusal_names_what_is_wrong_to_openais_client(chat, videos):
+def test_openais_client_gets_the_invalid_parameter(chat, videos):
     async def work(served):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as raised:
             await served.ask(n=2)
-        return refused.value
+        return raised.value
 
-    refused = with_service(chat, videos, work)
-    assert refused.param == "n" and "one answer" in refused.message
-
-
-def test_a_port_in_use_is_said_before_anything_is_loaded():
-    with bound("127.0.0.1", 0) as place:
-        place.listen()
-        with pytest.raises(ValueError, match=rf"--port {place.getsockname()[1]} of --host 127.0.0.1 cannot be had"):
-            bound("127.0.0.1", place.getsockname()[1])
+    raised = with_service(chat, videos, work)
+    assert raised.param == "n" and "n must be 1" in raised.message
 
 
-def test_nothing_that_a_client_sent_is_left(chat, videos, tmp_path):
+def test_a_port_in_use_is_an_error_before_loading():
+    with bind_port("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(ValueError, match=rf"cannot listen at --host 127.0.0.1 --port {listener.getsockname()[1]}"):
+            bind_port("127.0.0.1", listener.getsockname()[1])
+
+
+def test_files_from_clients_are_deleted(chat, videos, tmp_path):
     async def work(served):
         await served.ask(url=f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}")
 
@@ -362,21 +364,21 @@ PARAMETERS = OPENAIS.CompletionCreateParamsNonStreaming.__annotations__ | (
 )
 
 
-def test_every_parameter_of_openais_is_acted_on_refused_or_known_to_be_without_effect():
-    kinds = (openai_module.ACTED_ON, tuple(openai_module.REFUSED), openai_module.WITHOUT_EFFECT)
-    known = [name for kind in kinds for name in kind]
-    assert len(known) == len(set(known)) and set(PARAMETERS) <= set(known) and "stop" in PARAMETERS
+def test_every_parameter_of_openai_is_supported_unsupported_or_ignored():
+    kinds = (openai_module.SUPPORTED, tuple(openai_module.UNSUPPORTED), openai_module.IGNORED)
+    parameters = [name for kind in kinds for name in kind]
+    assert len(parameters) == len(set(parameters)) and set(PARAMETERS) <= set(parameters) and "stop" in PARAMETERS
 
 
-@pytest.mark.parametrize("name", openai_module.REFUSED)
-def test_a_parameter_that_cannot_be_had_is_refused_by_its_name_unless_it_asks_for_nothing(name):
-    with pytest.raises(BadRequest, match=f"^{name} cannot be had here") as refused:
-        question_of(body(**{name: {"any": "thing"}}), MODEL)
-    assert refused.value.param == name
-    for nothing in (None, *openai_module.REFUSED[name]):
-        question_of(body(**{name: nothing}), MODEL)
+@pytest.mark.parametrize("name", openai_module.UNSUPPORTED)
+def test_an_unsupported_parameter_is_rejected_unless_it_has_no_effect(name):
+    with pytest.raises(BadRequest, match=f"^{name} is not supported") as raised:
+        parse_question(body(**{name: {"any": "thing"}}), MODEL)
+    assert raised.value.param == name
+    for neutral in (None, *openai_module.UNSUPPORTED[name]):
+        parse_question(body(**{name: neutral}), MODEL)
 
 
-@pytest.mark.parametrize("name", openai_module.WITHOUT_EFFECT)
-def test_a_parameter_without_effect_changes_nothing(name):
-    assert question_of(body(**{name: "any"}), MODEL) == question_of(body(), MODEL)
+@pytest.mark.parametrize("name", openai_module.IGNORED)
+def test_an_ignored_parameter_changes_nothing(name):
+    assert parse_question(body(**{name: "any"}), MODEL) == parse_question(body(), MODEL)

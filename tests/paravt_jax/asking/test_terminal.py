@@ -1,4 +1,4 @@
-"""Nothing that a model, a row, a file or a server says steers the terminal of whoever reads it."""
+"""No text of a model, row, file or server reaches the terminal with control characters."""
 
 import json
 import os
@@ -23,34 +23,34 @@ from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.serve import StartLine
 
-# A title, the screen cleared, the clipboard set, an override of direction, and what would stand over the line itself.
+# Sets the title, clears the screen, sets the clipboard, overrides the direction, and overwrites the line.
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b]52;c;aGk=\x07\u202edlrow\u2066\x9b31m\rover"
-STEERING = set("\x1b\x07\x9b\r\u202e\u2066")
+CONTROL = set("\x1b\x07\x9b\r\u202e\u2066")
 
 
 @contextmanager
 def a_terminal(monkeypatch, *names):
-    """Has `names` of sys on a terminal; gives a function that reads what came to it."""
-    ours, theirs = os.openpty()
-    monkeypatch.setenv("NO_COLOR", "1")  # which a command would set, and leave
-    with os.fdopen(theirs, "w") as shown:
+    """Connects `names` of sys to a terminal; yields a function that reads its content."""
+    test_end, terminal_end = os.openpty()
+    monkeypatch.setenv("NO_COLOR", "1")  # else the command would set it
+    with os.fdopen(terminal_end, "w") as screen:
         for name in names:
-            monkeypatch.setattr(sys, name, shown)
+            monkeypatch.setattr(sys, name, screen)
 
-        def came():
-            shown.flush()
-            os.set_blocking(ours, False)
-            return os.read(ours, 2**20).decode().replace("\r\n", "\n")  # as a terminal breaks lines
+        def read_screen():
+            screen.flush()
+            os.set_blocking(test_end, False)
+            return os.read(test_end, 2**20).decode().replace("\r\n", "\n")  # as a terminal breaks lines
 
-        yield came
-    os.close(ours)
+        yield read_screen
+    os.close(test_end)
 
 
-def test_both_packages_make_the_same_characters_visible():
+def test_both_packages_escape_the_same_characters():
     every = "".join(map(chr, range(0x110000)))
     assert model_port.terminal.visible(every) == rollout.terminal.visible(every)
-    shown = model_port.terminal.visible(HOSTILE + "\n\té日本🎬")
-    assert STEERING.isdisjoint(shown) and shown.endswith("over\n\té日本🎬") and "␛]0;title␇" in shown
+    screen = model_port.terminal.visible(HOSTILE + "\n\té日本🎬")
+    assert CONTROL.isdisjoint(screen) and screen.endswith("over\n\té日本🎬") and "␛]0;title␇" in screen
 
 
 @pytest.mark.parametrize("run_cli", [model_port.cli.run_cli, rollout.cli.run_cli])
@@ -58,7 +58,7 @@ def test_both_packages_make_the_same_characters_visible():
 @pytest.mark.parametrize(
     "problem", [ValueError(HOSTILE), KeyError(HOSTILE), OSError(2, "No such file", f"a\n{HOSTILE}")]
 )
-def test_no_error_line_steers_a_terminal(run_cli, debug, problem, monkeypatch, capsys):
+def test_error_lines_have_no_control_characters(run_cli, debug, problem, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["any", *debug])
 
     def fail():
@@ -66,22 +66,22 @@ def test_no_error_line_steers_a_terminal(run_cli, debug, problem, monkeypatch, c
 
     with pytest.raises(SystemExit):
         run_cli(fail)
-    said = capsys.readouterr().err
-    assert STEERING.isdisjoint(said) and "title" in said and "error: " in said
+    output = capsys.readouterr().err
+    assert CONTROL.isdisjoint(output) and "title" in output and "error: " in output
 
 
 @pytest.mark.parametrize("run_cli", [model_port.cli.run_cli, rollout.cli.run_cli])
-def test_what_a_command_prints_is_made_visible_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch, capsys):
+def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_cli(lambda: print(HOSTILE))
     assert capsys.readouterr().out == f"{HOSTILE}\n"
-    with a_terminal(monkeypatch, "stdout") as came:
+    with a_terminal(monkeypatch, "stdout") as read_screen:
         with pytest.raises(SystemExit):
             run_cli(lambda: print(HOSTILE))
-        assert came() == f"{model_port.terminal.visible(HOSTILE)}\n"
+        assert read_screen() == f"{model_port.terminal.visible(HOSTILE)}\n"
 
 
-def test_an_answer_of_ask_and_all_that_is_told_of_it_steer_no_terminal(chat, tmp_path, monkeypatch):
+def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(chat, tmp_path, monkeypatch):
     answer = f"{HOSTILE}</think><answer>{HOSTILE}</answer><|im_end|>"
     agent = Agent(script(chat, [answer]), FakeFrames(), chat, EpisodeConfig())
 
@@ -92,27 +92,27 @@ def test_an_answer_of_ask_and_all_that_is_told_of_it_steer_no_terminal(chat, tmp
     monkeypatch.setattr(asker, "open_asker", open_asker)
     (video := tmp_path / f"a{HOSTILE.replace('/', '')}.mp4").write_bytes(b"any")
     monkeypatch.setattr(sys, "argv", ["ask", str(video), "What?"])
-    with a_terminal(monkeypatch, "stdout", "stderr") as came:
+    with a_terminal(monkeypatch, "stdout", "stderr") as read_screen:
         with pytest.raises(SystemExit, match="0"):
             model_port.cli.run_cli(ask.main)
-        shown = came()
-    assert STEERING.isdisjoint(shown) and shown.count("␛]0;title␇") >= 3
+        screen = read_screen()
+    assert CONTROL.isdisjoint(screen) and screen.count("␛]0;title␇") >= 3
 
 
-def test_rows_that_are_inspected_steer_no_terminal(tmp_path, monkeypatch):
+def test_inspected_rows_are_escaped_on_a_terminal(tmp_path, monkeypatch):
     extra = {"answer": "A", "question_type": HOSTILE}
     row = {"id": HOSTILE, "prompt": [{"role": "user", "content": HOSTILE}], "videos": [{"video": HOSTILE}]}
     lines = [row | {"extra_info": extra}, row | {"extra_info": extra | {"question_type": "mcq"}}, {HOSTILE: 1}]
     (rows := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.setattr(sys, "argv", ["data", "inspect", str(rows)])
-    with a_terminal(monkeypatch, "stdout", "stderr") as came:
+    with a_terminal(monkeypatch, "stdout", "stderr") as read_screen:
         with pytest.raises(SystemExit, match="0"):
             model_port.cli.run_cli(data_main)
-        shown = came()
-    assert STEERING.isdisjoint(shown) and "␛]0;title␇" in shown and "missing files: 1" in shown
+        screen = read_screen()
+    assert CONTROL.isdisjoint(screen) and "␛]0;title␇" in screen and "missing files: 1" in screen
 
 
-def test_lines_of_progress_steer_no_terminal(tmp_path, capsys):
+def test_progress_lines_have_no_control_characters(tmp_path, capsys):
     with Meter(f"reading {HOSTILE}") as meter:
         meter.say(HOSTILE)
         model_port.terminal.say(meter.line())
@@ -122,5 +122,5 @@ def test_lines_of_progress_steer_no_terminal(tmp_path, capsys):
     model_port.terminal.say(log.where())
     log.close()
     StartLine().show(HOSTILE)
-    said = capsys.readouterr().err
-    assert STEERING.isdisjoint(said) and said.count("title") == 5
+    output = capsys.readouterr().err
+    assert CONTROL.isdisjoint(output) and output.count("title") == 5

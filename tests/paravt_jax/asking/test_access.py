@@ -1,4 +1,4 @@
-"""Who may ask a server, and what a killed one leaves behind."""
+"""Access control, and cleanup after a killed server."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ import pytest
 from served import question, with_service
 
 from paravt_jax import serve as serve_module
+from paravt_jax.asking.access import AccessControl, access_control
 from paravt_jax.asking.client_files import client_files
-from paravt_jax.asking.door import Door, door_of
 
 openai = pytest.importorskip("openai")
 KEY = "sk-secret"
@@ -26,21 +26,21 @@ async def get(served, path, **headers):
         return response.status
 
 
-def test_only_who_has_the_key_may_ask(chat, videos):
+def test_only_requests_with_the_key_are_accepted(chat, videos):
     async def work(served):
         answer = await served.ask_with(KEY)
         for wrong in ("none", f"{KEY}a", KEY[:-1]):
-            with pytest.raises(openai.AuthenticationError) as refused:
+            with pytest.raises(openai.AuthenticationError) as raised:
                 await served.ask_with(wrong)
-            assert refused.value.code == "invalid_api_key" and KEY not in refused.value.message
-        others = {path: await get(served, path) for path in ("/v1/models", "/metrics", "/health", "/none")}
+            assert raised.value.code == "invalid_api_key" and KEY not in raised.value.message
+        status_of = {path: await get(served, path) for path in ("/v1/models", "/metrics", "/health", "/none")}
         basic = await get(served, "/v1/models", Authorization=f"Basic {KEY}")
         assert await get(served, "/v1/models", Authorization="Bearer é") == 401
-        return answer, others, basic, await get(served, "/v1/models", Authorization=f"bearer {KEY}")
+        return answer, status_of, basic, await get(served, "/v1/models", Authorization=f"bearer {KEY}")
 
-    answer, others, basic, right = with_service(chat, videos, work, door=Door(KEY))
+    answer, status_of, basic, right = with_service(chat, videos, work, access=AccessControl(KEY))
     assert answer.choices[0].message.content == "A" and basic == 401 and right == 200
-    assert others == {"/v1/models": 401, "/metrics": 401, "/health": 200, "/none": 401}
+    assert status_of == {"/v1/models": 401, "/metrics": 401, "/health": 200, "/none": 401}
 
 
 FOREIGN = [
@@ -56,7 +56,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize(("header", "name"), FOREIGN)
 @pytest.mark.parametrize("key", ["", KEY])
-def test_a_foreign_host_or_origin_is_refused_on_loopback(chat, videos, header, name, key):
+def test_a_foreign_host_or_origin_is_rejected_on_loopback(chat, videos, header, name, key):
     async def work(served):
         async with aiohttp.ClientSession() as session:
             headers = {header: name, "Authorization": f"Bearer {KEY}"}
@@ -64,42 +64,42 @@ def test_a_foreign_host_or_origin_is_refused_on_loopback(chat, videos, header, n
             async with session.post(url, json=question(), headers=headers) as response:
                 return response.status, (await response.json())["error"], len(served.engine.requests)
 
-    status, error, asked = with_service(chat, videos, work, door=Door(key))
-    assert (status, error["code"], asked) == (403, "foreign_host", 0) and header in error["message"]
+    status, error, num_requests = with_service(chat, videos, work, access=AccessControl(key))
+    assert (status, error["code"], num_requests) == (403, "foreign_host", 0) and header in error["message"]
 
 
-@pytest.mark.parametrize("name", ["localhost:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80", "here"])
-def test_names_of_this_machine_are_its_own(chat, videos, name):
+@pytest.mark.parametrize("name", ["localhost:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80", "my-host"])
+def test_names_of_this_machine_are_accepted(chat, videos, name):
     async def work(served):
         return await get(served, "/v1/models", Host=name), await get(served, "/v1/models", Origin=f"http://{name}")
 
-    assert with_service(chat, videos, work, door=Door("", ("here",))) == (200, 200)
+    assert with_service(chat, videos, work, access=AccessControl("", ("my-host",))) == (200, 200)
 
 
-def test_what_others_reach_may_have_any_name(chat, videos):
+def test_a_public_server_accepts_any_host_name(chat, videos):
     async def work(served):
         return await get(served, "/v1/models", Host="gpu-7.example")
 
-    assert with_service(chat, videos, work, door=Door(loopback_only=False)) == 200
+    assert with_service(chat, videos, work, access=AccessControl(loopback_only=False)) == 200
 
 
-def at(host):
-    place = socket.socket()
-    place.bind((host, 0))
-    return place
+def bound_to(host):
+    listener = socket.socket()
+    listener.bind((host, 0))
+    return listener
 
 
-def test_a_server_for_other_machines_needs_a_key_or_the_word_that_it_has_none():
-    with at("127.0.0.1") as here, at("0.0.0.0") as everywhere:
-        assert door_of(here, "127.0.0.1", "", False) == Door("", ("127.0.0.1",), True)
+def test_a_public_server_needs_a_key_or_no_api_key():
+    with bound_to("127.0.0.1") as local, bound_to("0.0.0.0") as public:
+        assert access_control(local, "127.0.0.1", "", False) == AccessControl("", ("127.0.0.1",), True)
         with pytest.raises(ValueError, match=r"--host 0.0.0.0 .* PARAVT_API_KEY.* --api-key.* --no-api-key"):
-            door_of(everywhere, "0.0.0.0", "", False)
-        assert door_of(everywhere, "0.0.0.0", KEY, False) == Door(KEY, ("0.0.0.0",), False)
-        assert door_of(everywhere, "0.0.0.0", "", True) == Door("", ("0.0.0.0",), False)
-        for key, without in ((KEY, True), ("two words", False), ("schlüssel", False)):
-            with pytest.raises(ValueError, match="an API key") as refused:
-                door_of(here, "127.0.0.1", key, without)
-            assert key not in str(refused.value)
+            access_control(public, "0.0.0.0", "", False)
+        assert access_control(public, "0.0.0.0", KEY, False) == AccessControl(KEY, ("0.0.0.0",), False)
+        assert access_control(public, "0.0.0.0", "", True) == AccessControl("", ("0.0.0.0",), False)
+        for key, without_key in ((KEY, True), ("two words", False), ("schlüssel", False)):
+            with pytest.raises(ValueError, match=r"an API key .*(exclude each other|printable ASCII)") as raised:
+                access_control(local, "127.0.0.1", key, without_key)
+            assert key not in str(raised.value)
 
 
 def test_the_key_comes_from_the_environment_unless_the_command_has_one(monkeypatch):
@@ -129,28 +129,28 @@ asyncio.run(run())
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A process with files of clients, which drains for a minute when it is stopped; and where they are."""
+    """A process with client files that takes a minute to stop, and their directory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS_FILES], stdout=subprocess.PIPE, text=True, env=environment
-    ) as it:
-        yield it, Path(it.stdout.readline().strip())
-        it.kill()
+    ) as process:
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once_and_leaves_no_file_of_a_client(server, number):
+def test_a_second_signal_exits_at_once_and_removes_client_files(server, number):
     process, directory = server
     process.send_signal(number)
     assert process.stdout.readline() == "draining\n" and (directory / "video").exists()
     process.send_signal(number)
-    began_s = time.monotonic()
-    assert process.wait(20) == 1 and time.monotonic() - began_s < 20
+    start_s = time.monotonic()
+    assert process.wait(20) == 1 and time.monotonic() - start_s < 20
     assert not directory.exists()
 
 
-def test_files_that_a_killed_server_left_go_with_the_next_start_and_those_of_a_living_one_stay(server, tmp_path):
+def test_the_next_start_removes_files_of_a_killed_server_and_keeps_files_of_a_running_one(server, tmp_path):
     process, directory = server
     with client_files() as ours:
         assert (directory / "video").exists() and ours != directory

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from paravt_jax.asking.openai import Refused
+from paravt_jax.asking.openai import RequestError
 
 KEY_VARIABLE = "PARAVT_API_KEY"
 WITHOUT_KEY = "--no-api-key"
@@ -22,9 +22,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
-class Door:
+class AccessControl:
     key: str = ""  # empty: no key needed
-    own_names: tuple[str, ...] = ()  # accepted besides loopback names if the server listens at loopback
+    host_names: tuple[str, ...] = ()  # accepted besides loopback names if the server listens at loopback
     loopback_only: bool = True
 
     @web.middleware
@@ -32,7 +32,7 @@ class Door:
         if self.loopback_only:
             self._check_names(request)
         if self.key and request.path not in OPEN_PATHS and not self._has_key(request):
-            raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+            raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
         return await handler(request)
 
     def _check_names(self, request: web.Request) -> None:
@@ -40,10 +40,10 @@ class Door:
         names += [("Origin", origin) for origin in request.headers.getall("Origin", [])]
         for header, url in names:
             if not self._is_ours(url):
-                raise Refused(
+                raise RequestError(
                     403,
-                    f"this server is for its own machine, and {header} names another: ask it at 127.0.0.1, or let the "
-                    f"proxy before it send that as Host",
+                    f"this server accepts only clients on its own machine, and {header} names another host; connect "
+                    "to 127.0.0.1, or set the header to 127.0.0.1 in your proxy",
                     code="foreign_host",
                 )
 
@@ -52,13 +52,13 @@ class Door:
             name = urlsplit(url).hostname or ""
         except ValueError:
             return False
-        return name in self.own_names or is_loopback(name)
+        return name in self.host_names or is_loopback(name)
 
     def _has_key(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, client_key = request.headers.get("Authorization", "").partition(" ")
         # constant-time comparison, so response times reveal nothing about the key
-        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self.key.encode())
-        return same and scheme.lower() == "bearer"
+        is_equal = hmac.compare_digest(client_key.strip().encode(errors="surrogateescape"), self.key.encode())
+        return is_equal and scheme.lower() == "bearer"
 
 
 def is_loopback(name: str) -> bool:
@@ -68,15 +68,16 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def door_of(place: socket.socket, host: str, key: str, without_key: bool) -> Door:
-    """For a server that listens at `place`; `host` is the user's name for it."""
-    if key and (without_key or not key.isascii() or not key.isprintable() or " " in key):
-        said = f"be given beside {WITHOUT_KEY}" if without_key else "have spaces or other than ASCII characters"
-        raise ValueError(f"an API key, by --api-key or {KEY_VARIABLE}, cannot {said}")
-    loopback_only = ipaddress.ip_address(place.getsockname()[0]).is_loopback
+def access_control(listener: socket.socket, host: str, key: str, without_key: bool) -> AccessControl:
+    """`host` is the user's name for the address of `listener`."""
+    if key and without_key:
+        raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) and {WITHOUT_KEY} exclude each other")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) must be printable ASCII without spaces")
+    loopback_only = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not loopback_only and not key and not without_key:
         raise ValueError(
-            f"--host {host} lets other machines ask: give them a key with {KEY_VARIABLE}=… or --api-key, or say "
-            f"{WITHOUT_KEY} if whoever reaches this machine may"
+            f"--host {host} accepts other machines: set a key with {KEY_VARIABLE}=… or --api-key, or pass "
+            f"{WITHOUT_KEY} to serve everyone who can reach this machine"
         )
-    return Door(key, (host.lower(),), loopback_only)
+    return AccessControl(key, (host.lower(),), loopback_only)
