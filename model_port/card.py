@@ -16,7 +16,7 @@ from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR, RESULTS_FILE
 
 CURVE_FILE = "training.png"
-CURVES = ("rewards.png", "loss.png")  # of RUN/plots; the first that exists is shown
+CURVES = ("rewards.png", "learner.png")  # of RUN/plots; the first that exists is shown
 LICENSES = {"Qwen/Qwen3-VL-": "apache-2.0"}  # of base models, by the start of their names
 SHOWN_SETTINGS = (
     *("train.num_steps", "sft.num_steps", "train.prompts_per_step", "train.group_size", "video.frame_budgets"),

@@ -14,21 +14,23 @@ MAX_EPISODES = 200  # a page of a few MB has room for this many complete episode
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.view"),
-        description="Writes one offline HTML page of a run, finished or not: figures, charts, episodes. Of a training "
-        "run, a cold start or an evaluation; of two, beside each other.",
+        description="Writes one offline HTML page with the charts and episodes of a training run, a cold start or an "
+        "evaluation, finished or not; or of two side by side.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's run_dir")
-    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="another one, to be shown beside it")
-    parser.add_argument("--frames", action="store_true", help="with small pictures of what was shown, from the videos")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page to write (default RUN_DIR/{DEFAULT_OUT})")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="a second run, to compare")
+    parser.add_argument(
+        "--frames", action="store_true", help="add thumbnails of the frames in the prompts, decoded from the videos"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default RUN_DIR/{DEFAULT_OUT})")
     parser.add_argument(
         "--max-episodes",
         type=int,
         default=MAX_EPISODES,
         metavar="N",
-        help=f"at most this many, evenly over steps or cells (default {MAX_EPISODES})",
+        help=f"largest number of episodes, spread evenly over steps or cells (default {MAX_EPISODES})",
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE also if this command did not write it")
+    parser.add_argument("--force", action="store_true", help="replace FILE even if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
     if args.max_episodes < 0:

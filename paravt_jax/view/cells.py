@@ -15,14 +15,16 @@ def load_cells(run_dir: Path, sampled: Mapping[str, Iterable[Path]]) -> list[dic
     """Every cell that has a certificate or samples."""
     certified = {path.stem.removeprefix("cell_"): path for path in sorted(run_dir.glob("cell_*.json"))}
     names = sorted({*certified, *sampled}, key=_order)
-    return [_certified(name, certified[name]) if name in certified else _begun(name, sampled[name]) for name in names]
+    return [
+        _certified(name, certified[name]) if name in certified else _unfinished(name, sampled[name]) for name in names
+    ]
 
 
 def _certified(name: str, path: Path) -> dict[str, Any]:
     try:
         cell = json.loads(path.read_bytes())
     except ValueError as problem:
-        raise ValueError(f"{path} is no JSON ({problem}); run the evaluation again, which writes it anew") from None
+        raise ValueError(f"{path} is not valid JSON ({problem}); run the evaluation again to rewrite it") from None
     counts, metrics = cell["n"], cell["metrics"]
     return {
         "name": name,
@@ -44,16 +46,16 @@ def _certified(name: str, path: Path) -> dict[str, Any]:
 
 
 def _score(scores: Mapping[str, Any]) -> dict[str, Any]:
-    beside = {name: value for name, value in scores.items() if "@" in name}
+    variants = {name: value for name, value in scores.items() if "@" in name}
     return {
         **{name: scores[name] for name in SHARES},
         "interval": scores["interval_95"],
-        "beside": beside,
+        "variants": variants,
         "groups": scores["groups"],
     }
 
 
-def _begun(name: str, paths: Iterable[Path]) -> dict[str, Any]:
+def _unfinished(name: str, paths: Iterable[Path]) -> dict[str, Any]:
     samples = samples_of(paths)
     num_missing = sum(line.missing for line in samples)
     missing = {"so far": num_missing} if num_missing else {}

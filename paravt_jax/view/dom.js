@@ -1,20 +1,20 @@
-/* ---- what everything else is made of ----
-   What a model wrote arrives as JSON and leaves as text nodes: nothing here builds markup from strings. Objects have no
+/* ---- building blocks ----
+   Model output arrives as JSON and becomes text nodes: nothing here builds markup from strings. Objects have no
    prototype, because a metric, a term or a split may be called "constructor" or "__proto__". */
 const withoutPrototype = (_, value) => (value && typeof value === "object" && !Array.isArray(value) ? Object.setPrototypeOf(value, null) : value);
 const parsed = (text) => JSON.parse(text, withoutPrototype);
 const data = parsed(document.getElementById("data").textContent);
 const { runs, rows } = data;
 const comparing = runs.length > 1;
-const RUN_NAMES = ["A", "B"]; // of two runs beside each other
+const RUN_NAMES = ["A", "B"]; // two runs side by side
 const SVG = "http://www.w3.org/2000/svg";
-const OUTCOME_COLOURS = { __proto__: null, ok: "green", imitated: "blue", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
+const OUTCOME_COLORS = { __proto__: null, ok: "green", imitated: "blue", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
 
 const known = (value) => value !== null && value !== undefined;
 const fill = (element, attributes, children) => {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("aria-") && known(value)) element.setAttribute(name, String(value)); // where false says something
+    else if (name.startsWith("aria-") && known(value)) element.setAttribute(name, String(value)); // because false has a meaning
     else if (known(value) && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat(3).filter((child) => known(child) && child !== false));
@@ -43,7 +43,7 @@ const short = (value) => (known(value) && Math.abs(value) >= 0.1 && Math.abs(val
 const signed = (value) => (value > 0 ? "+" : "") + number(value);
 const percent = (share) => (100 * share).toFixed(1);
 const seconds = (value) => (value < 0.1 ? `${number(1000 * value)} ms` : `${number(+value.toFixed(2))} s`);
-const clock = (time, whole) => { // tenths are shown where there are any
+const clock = (time, whole) => { // with tenths if they are not 0
   const tenths = whole ? 10 * Math.round(time) : Math.round(10 * time);
   const rest = tenths % 600, shown = rest % 10 ? (rest / 10).toFixed(1) : String(rest / 10);
   return `${Math.floor(tenths / 600)}:${rest < 100 ? "0" : ""}${shown}`;

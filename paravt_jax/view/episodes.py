@@ -26,7 +26,7 @@ PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prom
 ROW_CHARS = 90  # of the question, in the list of episodes
 ADVANTAGE_DIGITS = 4
 
-Shown = dict[str, Any]
+PageDict = dict[str, Any]  # JSON for the page
 
 
 class Mark(NamedTuple):
@@ -46,17 +46,17 @@ def share_bytes(num_episodes: int) -> int:
     return max(MIN_EPISODE_BYTES, PAGE_BYTES // max(1, num_episodes))
 
 
-def shown_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Shown:
+def convert_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> PageDict:
     """Converts an episode, with its texts cut until it fits in `num_bytes`."""
     for limit_chars in TEXT_LIMITS:
-        episode = shown(record, forced, limit_chars)
+        episode = convert(record, forced, limit_chars)
         if len(json.dumps(episode)) <= num_bytes:
             return episode
-    episode = shown({**record, "turns": [], "segments": [], "reward": None, "videos": []}, forced, TEXT_LIMITS[-1])
+    episode = convert({**record, "turns": [], "segments": [], "reward": None, "videos": []}, forced, TEXT_LIMITS[-1])
     return episode | {"problem": "too large for this page"}
 
 
-def row_of(episode: Shown, run: int) -> Shown:
+def row_of(episode: PageDict, run: int) -> PageDict:
     """The fields for the episode list and its filters. The page parses the rest when you open an episode."""
     calls = [call["outcome"] for turn in episode["turns"] for call in turn["calls"]]
     reward, outcome = episode["reward"] or {}, episode["finish"]
@@ -75,7 +75,7 @@ def row_of(episode: Shown, run: int) -> Shown:
     return row | {name: episode[name] for name in ("step", "cell", "split", "type", "frame_budget")}
 
 
-def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
+def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDict:
     """Converts one record. `forced` is the prefix forced on every turn of the run."""
     reward, answer = record.get("reward"), str(record.get("answer", ""))
     credits = [] if reward is None else reward.get("credits", [])
@@ -83,7 +83,7 @@ def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
     values = sorted({round(value, ADVANTAGE_DIGITS) for *_, value in advantage.get("places", [])})
     videos = [_video(video) for video in record.get("videos") or []]
     turns = (record.get("turns") or [])[:MAX_TURNS]
-    spoken = _spoken(record.get("segments") or [], turns)
+    sampling = _sampling(record.get("segments") or [], turns)
     timed = record.get("question_type") == "tvg"
     prediction = None if reward is None else reward.get("prediction")
     return {
@@ -105,7 +105,10 @@ def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
         "problem": _cut(str(record.get("problem", "")), limit_chars),
         "groups": {name: [visible(str(label)) for label in of] for name, of in (record.get("groups") or {}).items()},
         "scores": record.get("scores"),
-        "reward": None if reward is None else {name: reward.get(name) for name in TERMS} | _prediction(reward),
+        "reward": None
+        if reward is None
+        else {name: reward.get(name) for name in TERMS}
+        | {"prediction": None if prediction is None else _cut(prediction, TEXT_LIMITS[-1])},
         "own": [] if reward is None else [{name: term[name] for name in OWN} for term in reward.get("own", [])],
         "credits": [{name: credit[name] for name in ("name", "term", "value")} for credit in credits],
         "advantage": {name: value for name, value in advantage.items() if name != "places"} or None,
@@ -113,26 +116,26 @@ def shown(record: Mapping[str, Any], forced: str, limit_chars: int) -> Shown:
         "videos": videos,
         "turns": [
             _turn(turn, _marks(turn, number, forced, credits, advantage, values), videos, limit_chars) | tokens
-            for number, (turn, tokens) in enumerate(zip(turns, spoken, strict=True))
+            for number, (turn, tokens) in enumerate(zip(turns, sampling, strict=True))
         ],
     }
 
 
-def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[Shown]:
+def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[PageDict]:
     """Cuts a text at every start and end of a mark. Long texts lose their middle; a piece has the `left_out` count."""
     length = len(text)
-    kept = [(0, length)]
+    ranges = [(0, length)]
     if length > limit_chars:
-        kept = [(0, limit_chars // 2), (length - limit_chars // 2, length)]
-    marks = [mark for mark in marks if any(mark.start < end and mark.end > start for start, end in kept)]
-    cuts = {end for mark in marks for end in (mark.start, mark.end)} | {end for part in kept for end in part}
-    parts: list[Shown] = []
+        ranges = [(0, limit_chars // 2), (length - limit_chars // 2, length)]
+    marks = [mark for mark in marks if any(mark.start < end and mark.end > start for start, end in ranges)]
+    cuts = {end for mark in marks for end in (mark.start, mark.end)} | {end for part in ranges for end in part}
+    parts: list[PageDict] = []
     waiting, active = sorted(marks, reverse=True), []
     for start, end in itertools.pairwise(sorted({min(max(cut, 0), length) for cut in cuts})):
         while waiting and waiting[-1].start <= start:
             active.append(waiting.pop())
         active = [mark for mark in active if mark.end > start]
-        if any(first <= start and end <= last for first, last in kept):
+        if any(first <= start and end <= last for first, last in ranges):
             parts.append(_piece(text[start:end], active))
         elif parts and "left_out" in parts[-1]:
             parts[-1]["left_out"] += end - start
@@ -141,8 +144,8 @@ def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[Shown]:
     return parts
 
 
-def _piece(text: str, marks: Sequence[Mark]) -> Shown:
-    piece: Shown = {"text": visible(text)}
+def _piece(text: str, marks: Sequence[Mark]) -> PageDict:
+    piece: PageDict = {"text": visible(text)}
     piece |= {mark.kind: mark.number for mark in marks if mark.kind != "credit"}
     credits = sorted(mark.number for mark in marks if mark.kind == "credit")
     return piece | {"credits": credits} if credits else piece
@@ -160,10 +163,10 @@ def _marks(
     marks = [Mark(*match.span(), "tag") for match in TAG.finditer(text)]
     if forced and text.startswith(forced):
         marks.append(Mark(0, len(forced), "forced"))
-    marks += [Mark(start, end, "call", place) for place, call in enumerate(calls) for start, end in [call["span"]]]
+    marks += [Mark(start, end, "call", index) for index, call in enumerate(calls) for start, end in [call["span"]]]
     marks += [
-        Mark(start, end, "credit", place)
-        for place, credit in enumerate(credits)
+        Mark(start, end, "credit", index)
+        for index, credit in enumerate(credits)
         for of_turn, start, end in credit["places"]
         if of_turn == number
     ]
@@ -174,9 +177,9 @@ def _marks(
     ]
 
 
-def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[Shown], limit_chars: int) -> Shown:
+def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[PageDict], limit_chars: int) -> PageDict:
     text, calls = turn["text"], (turn.get("calls") or [])[:MAX_TURNS]
-    asked = {call.span: call.arguments.get("video_path") for call in find_calls(text)} if calls else {}
+    names = {call.span: call.arguments.get("video_path") for call in find_calls(text)} if calls else {}
     ends = [mark.number for mark in marks if mark.kind == "advantage" and mark.start == mark.end == len(text)]
     return {
         "pieces": pieces(text, marks, limit_chars),
@@ -185,11 +188,11 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[Shown], l
         "started_s": turn.get("started_s"),
         "latency_s": turn.get("latency_s"),
         "told": _cut(str(turn.get("told", "")), limit_chars),
-        "calls": [_call(call, asked.get(tuple(call["span"])), videos, limit_chars) for call in calls],
+        "calls": [_call(call, names.get(tuple(call["span"])), videos, limit_chars) for call in calls],
     }
 
 
-def _call(call: Mapping[str, Any], asked: Any, videos: Sequence[Shown], limit_chars: int) -> Shown:
+def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], limit_chars: int) -> PageDict:
     report = call.get("segments") or []
     return {
         "name": visible(str(call.get("name", "")))[:80],
@@ -198,7 +201,7 @@ def _call(call: Mapping[str, Any], asked: Any, videos: Sequence[Shown], limit_ch
         "problem": _cut(str(call.get("problem", "")), limit_chars),
         "window_s": call.get("window_s"),
         "box": call.get("box"),
-        "video": _place(call.get("path"), asked, videos),
+        "video": _video_index(call.get("path"), video_name, videos),
         "frames_s": call.get("frames_s") or [],
         "started_s": call.get("started_s"),
         "latency_s": call.get("latency_s"),
@@ -207,20 +210,20 @@ def _call(call: Mapping[str, Any], asked: Any, videos: Sequence[Shown], limit_ch
     }
 
 
-def _place(path: Any, asked: Any, videos: Sequence[Shown]) -> int | None:
+def _video_index(path: Any, name: Any, videos: Sequence[PageDict]) -> int | None:
     """Index of the video a call used, by its path, or by the name in the call for records without paths."""
     if len(videos) < 2:
         return 0
-    return next((place for place, video in enumerate(videos) if path == video["path"] or asked == video["name"]), None)
+    return next((index for index, video in enumerate(videos) if path == video["path"] or name == video["name"]), None)
 
 
-def _video(video: Mapping[str, Any]) -> Shown:
+def _video(video: Mapping[str, Any]) -> PageDict:
     path = str(video["path"])
     named = {"name": visible(str(video["name"])), "file": visible(PurePath(path).name), "path": visible(path)}
     return {**named, "duration_s": video["duration_s"], "frames_s": video["frames_s"]}
 
 
-def _result(episode: Shown) -> str:
+def _result(episode: PageDict) -> str:
     """Empty for episodes without a score, for example user questions and SFT traces."""
     if episode["missing"]:
         return "missing"
@@ -230,10 +233,10 @@ def _result(episode: Shown) -> str:
     return "missing" if accuracy is None else "right" if accuracy >= 1 else "partly" if accuracy > 0 else "wrong"
 
 
-def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[Shown]:
+def _sampling(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[PageDict]:
     """Counts each turn's sampled tokens, with their mean log-prob and policy versions."""
     starts = list(itertools.accumulate((len(segment["ids"]) for segment in segments), initial=0))
-    spoken = []
+    sampling = []
     for turn in turns:
         begin, end = turn.get("token_span") or (0, 0)
         sampled = [
@@ -242,19 +245,14 @@ def _spoken(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
             if segment["kind"] == "sampled" and begin <= start < end
         ]
         logps = [logp for segment in sampled for logp in segment["behavior_logp"] if logp is not None]
-        spoken.append(
+        sampling.append(
             {
                 "num_sampled": sum(len(segment["ids"]) for segment in sampled),
                 "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
                 "versions": sorted({segment["version"] for segment in sampled}),
             }
         )
-    return spoken
-
-
-def _prediction(reward: Mapping[str, Any]) -> Shown:
-    said = reward.get("prediction")
-    return {"prediction": None if said is None else _cut(said, TEXT_LIMITS[-1])}
+    return sampling
 
 
 def _cut(text: str, limit_chars: int) -> str:

@@ -1,4 +1,4 @@
-/* ---- an episode in the time of its videos, and in that of the clock ---- */
+/* ---- an episode on the timelines of its videos and of the clock ---- */
 const THUMB_PX = 66; // with the gap to the next one
 const allCalls = (episode) => episode.turns.flatMap((turn) => turn.calls);
 const looked = (call, to) => {
@@ -6,13 +6,13 @@ const looked = (call, to) => {
   const [start, end] = call.window_s;
   return start === end ? `${call.name} ${clock(start)}` : `${clock(start)}${to}${clock(end)}`;
 };
-const colourOfCall = (call) => OUTCOME_COLOURS[call.outcome] ?? "neutral";
+const colorOfCall = (call) => OUTCOME_COLORS[call.outcome] ?? "neutral";
 const shotsOf = (holder) => (holder.pictures ? holder.pictures.map((place, n) => [place, holder.frames_s[n]]) : []);
 const shot = ([place, time]) => styled(h("span", {
   class: "shot", onmousemove: (event) => showTip(clock(time), event, picture(place)), onmouseleave: hideTip,
 }, picture(place, time)), {});
 
-const fitting = new ResizeObserver((entries) => { // as many as there is room for
+const fitting = new ResizeObserver((entries) => { // as many as fit
   for (const { target, contentRect } of entries) target.refit(contentRect.width);
 });
 const fitted = (host, refit) => {
@@ -24,7 +24,7 @@ const strip = (holder, name) => {
   const shots = shotsOf(holder), host = h("div", { class: name });
   return fitted(host, (width) => host.replaceChildren(...evenly(shots, Math.floor(width / THUMB_PX)).map(shot)));
 };
-const overviewStrip = (video, total) => { // each where its moment is, if the one before leaves it room
+const overviewStrip = (video, total) => { // each at its time, if it does not overlap the one before
   const host = h("div", { class: "shots" });
   return fitted(host, (width) => {
     let free = 0;
@@ -69,45 +69,45 @@ const scrub = (event, video, total) => {
 };
 const filmKey = (episode, video, calls, guessed, alone) => {
   const key = [];
-  if (video.frames_s.length) key.push(h("span", {}, h("i", { class: "frames" }), `${plural(video.frames_s.length, "frame")} of the overview`));
+  if (video.frames_s.length) key.push(h("span", {}, h("i", { class: "frames" }), `${plural(video.frames_s.length, "overview frame")}`));
   if (alone && episode.truth_s) key.push(h("span", {}, h("i", { class: "truth" }), `true interval ${clock(episode.truth_s[0])}–${clock(episode.truth_s[1])}`));
-  if (alone && episode.prediction_s) key.push(h("span", {}, h("i", { class: "said" }), `its answer ${clock(episode.prediction_s[0])}–${clock(episode.prediction_s[1])}`));
-  key.push(h("span", { title: video.path }, guessed ? "its length is not recorded: drawn up to the last known time" : `${[video.name, video.file].filter((name, n, names) => name && names.indexOf(name) === n).join(", ")}, ${clock(video.duration_s)}`));
+  if (alone && episode.prediction_s) key.push(h("span", {}, h("i", { class: "said" }), `predicted interval ${clock(episode.prediction_s[0])}–${clock(episode.prediction_s[1])}`));
+  key.push(h("span", { title: video.path }, guessed ? "length not recorded: drawn up to the last known time" : `${[video.name, video.file].filter((name, n, names) => name && names.indexOf(name) === n).join(", ")}, ${clock(video.duration_s)}`));
   const bare = [video, ...calls].filter((holder) => holder.frames_s.length && !holder.pictures).length;
-  if (data.pictures && bare) key.push(h("span", { class: "missing" }, `${plural(bare, "strip")} of pictures left out here`));
+  if (data.pictures && bare) key.push(h("span", { class: "missing" }, `pictures of ${plural(bare, "strip")} left out`));
   return h("p", { class: "about" }, key);
 };
 const light = (root, name, on) => { for (const element of root.querySelectorAll(name)) element.classList.toggle("hot", on); };
 const lane = (root, call, n, at, total) => {
   const [start, end] = call.window_s, name = `.call-${n}`, says = `call ${n}: ${looked(call, " to ")}, ${spelled(call.outcome)}`;
   const button = h("button", {
-    type: "button", class: `c-${colourOfCall(call)} call-${n}`, "aria-label": says,
+    type: "button", class: `c-${colorOfCall(call)} call-${n}`, "aria-label": says,
     onmouseenter: (event) => { light(root, name, true); showTip(says, event); }, onmouseleave: () => { light(root, name, false); hideTip(); },
     onfocus: () => light(root, name, true), onblur: () => light(root, name, false),
     onclick: () => root.querySelector(`.callcard${name}`).scrollIntoView({ block: "nearest" }),
   }, String(n));
-  const before = start + end > total; // the side with more room has its pictures
+  const before = start + end > total; // pictures go on the side with more room
   const shots = call.pictures ? styled(strip(call, `beside ${before ? "before" : "after"}`), before ? { right: `calc(100% - ${at(start)} + 6px)` } : { left: `max(calc(${at(end)} + 6px), calc(${at(start)} + 26px))` }) : null;
   return h("div", { class: shots ? "lane tall" : "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - 20px))`, width: `calc(${at(end)} - ${at(start)})` }), shots);
 };
 
-/* When each part happened: calls of a turn that were made together stand beneath each other. */
+/* When each part happened; parallel calls of a turn are below each other. */
 const waterfall = (episode, numbers) => {
   const parts = episode.turns.flatMap((turn, n) => [
-    { name: `turn ${n + 1}`, of: turn, colour: "ink" },
-    ...turn.calls.map((call) => ({ name: `call ${numbers.get(call)}`, of: call, colour: colourOfCall(call), turn: n })),
+    { name: `turn ${n + 1}`, of: turn, color: "ink" },
+    ...turn.calls.map((call) => ({ name: `call ${numbers.get(call)}`, of: call, color: colorOfCall(call), turn: n })),
   ]).filter(({ of }) => known(of.started_s) && known(of.latency_s));
   if (!parts.some(({ of }) => of.latency_s > 0)) return null;
   const from = -(episode.overview_s ?? 0), to = Math.max(...parts.map(({ of }) => of.started_s + of.latency_s));
   const at = (time) => (100 * (time - from)) / (to - from);
-  const row = ({ name, of, colour, turn }) => h("div", { class: `when ${known(turn) ? "of-call" : ""}` }, h("span", {}, name),
-    h("div", {}, styled(h("i", { class: `c-${colour}` }), { left: `${at(of.started_s)}%`, width: `${at(of.started_s + of.latency_s) - at(of.started_s)}%` }),
+  const row = ({ name, of, color, turn }) => h("div", { class: `when ${known(turn) ? "of-call" : ""}` }, h("span", {}, name),
+    h("div", {}, styled(h("i", { class: `c-${color}` }), { left: `${at(of.started_s)}%`, width: `${at(of.started_s + of.latency_s) - at(of.started_s)}%` }),
       styled(h("small", {}, seconds(of.latency_s)), at(of.started_s + of.latency_s) < 80 ? { left: `calc(${at(of.started_s + of.latency_s)}% + 7px)` } : { right: `calc(${100 - at(of.started_s)}% + 7px)` })));
-  const overview = episode.overview_s ? [row({ name: "overview", of: { started_s: from, latency_s: episode.overview_s }, colour: "neutral" })] : [];
-  return h("div", { class: "waterfall" }, h("h4", {}, "When"), overview, parts.map(row), h("p", { class: "about" }, sideBySide(episode), h("span", {}, `${seconds(to - from)} in all`)));
+  const overview = episode.overview_s ? [row({ name: "overview", of: { started_s: from, latency_s: episode.overview_s }, color: "neutral" })] : [];
+  return h("div", { class: "waterfall" }, h("h4", {}, "Time"), overview, parts.map(row), h("p", { class: "about" }, sideBySide(episode), h("span", {}, `${seconds(to - from)} in total`)));
 };
 const sideBySide = (episode) => episode.turns.filter((turn) => turn.calls.filter((call) => known(call.started_s)).length > 1).map((turn) => {
   const calls = turn.calls.filter((call) => known(call.started_s));
   const took = Math.max(...calls.map((call) => call.started_s + call.latency_s)) - Math.min(...calls.map((call) => call.started_s));
-  return h("span", {}, `${plural(calls.length, "call")} at once: ${seconds(took)}; one after the other ${seconds(calls.reduce((sum, call) => sum + call.latency_s, 0))}`);
+  return h("span", {}, `${plural(calls.length, "call")} in parallel: ${seconds(took)}; sequentially ${seconds(calls.reduce((sum, call) => sum + call.latency_s, 0))}`);
 });

@@ -1,13 +1,13 @@
-/* ---- what it is: the head, first against last, an evaluation's cells, a question's answer ---- */
+/* ---- the head: name and settings, first and last values, an evaluation's cells, a question's answer ---- */
 const KINDS = { __proto__: null, training: "reinforcement learning", imitation: "cold start", evaluation: "evaluation", question: "question" };
-const SCORERS = { __proto__: null, strict: "our rule", official: "the benchmark's rule" };
+const SCORERS = { __proto__: null, strict: "ours", official: "the benchmark's" };
 
 const progressOf = ({ about, cells }) => {
   const { steps_done: done, steps_planned: planned, kind } = about;
   if (kind === "question") return null;
   if (kind === "evaluation") {
     const there = cells.reduce((sum, cell) => sum + cell.num_there, 0);
-    return h("span", {}, h("b", {}, plural(cells.length, "cell")), `, ${plural(there, "sample")} played`);
+    return h("span", {}, h("b", {}, plural(cells.length, "cell")), `, ${plural(there, "sample")} done`);
   }
   const inner = planned ? styled(h("i"), { width: `${clamp((100 * done) / planned, 0, 100)}%` }) : null;
   return [
@@ -52,7 +52,7 @@ const sparkline = (values) => {
 const symbolFoot = (item) => (item.name === item.key ? item.symbol.replace(/^[^_]*/, "") : item.symbol.includes("_") ? h("sub", {}, item.symbol.split("_")[1]) : null);
 const headlineOf = (item, place, moved) => {
   const change = known(item.first) && known(item.last) ? item.last - item.first : null;
-  return h("div", { class: `card headline c-${item.colour}` },
+  return h("div", { class: `card headline c-${item.color}` },
     h("p", { class: "of" }, runMark(place), h("b", {}, item.symbol.split("_")[0], symbolFoot(item)), item.name === item.key ? null : item.name),
     h("p", { class: "value" }, short(item.last)),
     moved ? h("p", { class: "from" }, "from ", h("b", {}, short(item.first)), change === null ? null : change === 0 ? ", unchanged" : `, ${change > 0 ? "+" : ""}${short(change)}`) : null,
@@ -65,23 +65,23 @@ const drawHeadlines = () => {
     const { kind, steps_done: done } = run.about;
     if (kind === "question") return host.append(answerOf(run.answer));
     if (kind === "evaluation") return undefined;
-    if (!done) return host.append(h("p", { class: "notice" }, runMark(place), " This run has logged no step yet. Make the page again when it has."));
+    if (!done) return host.append(h("p", { class: "notice" }, runMark(place), " This run has not logged a step yet. Write the page again later."));
     if (!run.headlines.length) return undefined;
     const steps = run.headlines[0].num_steps, moved = run.figures.steps.length > 1;
     host.append(h("div", { class: "cards" }, run.headlines.map((item) => headlineOf(item, place, moved))));
-    if (moved && place === runs.length - 1) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step against the first." : `The mean of the last ${steps} steps against that of the first ${steps}.`));
+    if (moved && place === runs.length - 1) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step, and the first." : `The mean of the last ${steps} steps, and of the first ${steps}.`));
     return undefined;
   });
 };
 
 const answerOf = (answer) => h("div", { class: "card answer" },
   h("h2", {}, "Answer"),
-  h("p", { class: answer.text ? "text" : "text missing", dir: "auto" }, answer.text || "None was given"),
+  h("p", { class: answer.text ? "text" : "text missing", dir: "auto" }, answer.text || "No answer"),
   h("dl", { class: "verdict" },
-    h("div", {}, h("dt", {}, "Rests on"), h("dd", {}, answer.evidence.length ? answer.evidence.map(([video, start, end]) => h("span", { class: "window" }, `${video} ${clock(start)}–${clock(end)}`)) : "the overview alone")),
+    h("div", {}, h("dt", {}, "Evidence"), h("dd", {}, answer.evidence.length ? answer.evidence.map(([video, start, end]) => h("span", { class: "window" }, `${video} ${clock(start)}–${clock(end)}`)) : "only the overview")),
     Object.entries(answer.seconds).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, seconds(value))))));
 
-/* An evaluation's cells: a score stands on one scale with all others, its interval around it. */
+/* An evaluation's cells: all scores are on one scale, each with its interval. */
 const whisker = (scores) => {
   const [low, high] = scores.interval.map((share) => 100 * share), at = 100 * scores.score;
   const says = `${percent(scores.score)} %, 95 % interval ${percent(scores.interval[0])} to ${percent(scores.interval[1])}`;
@@ -96,31 +96,31 @@ const cellRows = (cell, place) => {
   const about = [cell.split, cell.mode && spelled(cell.mode)].filter(Boolean).join(" · ");
   const scorers = Object.entries(cell.scores);
   const there = known(cell.num_expected) ? `${cell.num_there.toLocaleString("en")} of ${cell.num_expected.toLocaleString("en")}` : `${cell.num_there.toLocaleString("en")} so far`;
-  const head = (rowspan) => [h("th", { scope: "row", rowspan }, title, h("small", {}, about), cell.refused ? h("small", { class: "wrong", title: cell.refused }, "no headline") : null), h("td", { class: "num", rowspan, "data-name": "samples" }, there, missingOf(cell) ? h("small", { class: "wrong" }, `missing: ${missingOf(cell)}`) : null, cell.num_unanswered ? h("small", {}, `${cell.num_unanswered} unanswered`) : null)];
+  const head = (rowspan) => [h("th", { scope: "row", rowspan }, title, h("small", {}, about), cell.refused ? h("small", { class: "wrong", title: cell.refused }, "no score reported") : null), h("td", { class: "num", rowspan, "data-name": "samples" }, there, missingOf(cell) ? h("small", { class: "wrong" }, `missing: ${missingOf(cell)}`) : null, cell.num_unanswered ? h("small", {}, `${cell.num_unanswered} unanswered`) : null)];
   const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.kappa)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.f_tau))];
-  if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "its figures come when every sample has been played"), tail(1))];
+  if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "scores appear when all samples are done"), tail(1))];
   return scorers.map(([scorer, scores], n) => h("tr", { class: n ? "again" : null }, n ? null : head(scorers.length),
-    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores.beside).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
+    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores.variants).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
     h("td", {}, whisker(scores)), h("td", { class: "num", "data-name": "missing as wrong" }, percent(scores.missing_as_wrong)), n ? null : tail(scorers.length)));
 };
 const cellDetails = (cell, place) => {
   const scorer = Object.keys(cell.scores)[0];
   if (!scorer) return null;
-  const frames = `${cell.frames.min} to ${cell.frames.max} frames of the overview, ${cell.crop_frames.min} to ${cell.crop_frames.max} of crops`;
+  const frames = `${cell.frames.min} to ${cell.frames.max} overview frames, ${cell.crop_frames.min} to ${cell.crop_frames.max} crop frames`;
   return folded([runMark(place), comparing ? " " : null, `${cell.dispatch}, ${cell.frame_budget} frames: certificate${Object.keys(cell.scores[scorer].groups).length ? " and groups" : ""}`],
-    cell.refused ? h("p", { class: "notice" }, h("b", {}, "No headline"), `: ${cell.refused}`) : null,
-    h("p", { class: "lede after" }, `${frames}. The interval is of 2,000 bootstrap draws of whole videos.`),
+    cell.refused ? h("p", { class: "notice" }, h("b", {}, "No score is reported"), `: ${cell.refused}`) : null,
+    h("p", { class: "lede after" }, `${frames}. The interval is from 2,000 bootstrap resamples of videos.`),
     h("div", { class: "grouped" }, groupsOf(cell, scorer)), pairs(cell.provenance));
 };
 const drawCells = () => {
   const all = runs.flatMap((run, place) => run.cells.map((cell) => [cell, place]));
   const host = document.getElementById("cells");
   if (!all.length) {
-    if (runs.some((run) => run.about.kind === "evaluation")) host.append(h("p", { class: "notice" }, "This evaluation has no sample yet. Make the page again when it has."));
+    if (runs.some((run) => run.about.kind === "evaluation")) host.append(h("p", { class: "notice" }, "This evaluation has no samples yet. Write the page again later."));
     return;
   }
-  const columns = ["", "samples", "scored by", "score, %", "95 % interval on a scale from 0 to 100", "missing as wrong", "κ", "f_τ"];
-  host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "What is missing is neither wrong nor right; beside the score stands the one in which it is wrong."),
+  const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong", "κ", "f_τ"];
+  host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "The score leaves missing samples out; the column “missing as wrong” counts them as wrong."),
     h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, all.map((one) => cellRows(...one))))),
     ...all.map((one) => cellDetails(...one)).filter(known));
 };

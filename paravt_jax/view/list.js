@@ -1,7 +1,7 @@
-/* ---- all episodes: found by filters, listed as far as they are on the screen, opened one at a time ---- */
+/* ---- the list of episodes: filtered, only visible rows are built, one episode is open at a time ---- */
 const ROW_PX = 58, MARGIN_ROWS = 8;
 const TYPES = { __proto__: null, mcq: "multiple choice", tvg: "grounding", oe: "open-ended" };
-const CALLED = { __proto__: null, ok: "all carried out", failed: "some failed", none: "none" };
+const CALLED = { __proto__: null, ok: "all succeeded", failed: "some failed", none: "none" };
 const SIGNS = { __proto__: null, right: "✓", partly: "◐", wrong: "✗", missing: "–", "": "·" };
 const NOUN = runs[0].about.kind === "imitation" ? "sample" : "episode";
 const controls = {};
@@ -14,7 +14,7 @@ const episodeAt = (place) => {
   texts ??= document.getElementById("records").textContent.split("\n");
   return Object.assign(parsed(texts[place]), { result: rows[place].result });
 };
-const grouped = (of) => { // places by what a row is
+const grouped = (of) => { // row indices by a field
   const groups = new Map();
   rows.forEach((row, place) => {
     if (!groups.has(of(row))) groups.set(of(row), []);
@@ -24,7 +24,7 @@ const grouped = (of) => { // places by what a row is
 };
 const ofPrompt = grouped((row) => row.prompt), members = [];
 for (const places of grouped((row) => JSON.stringify([row.run, row.prompt, row.step, row.cell])).values()) places.forEach((place, n) => { members[place] = n; });
-const partnersOf = (place) => { // of the same prompt in the other run, the likest first
+const partnersOf = (place) => { // same prompt in the other run, closest first
   const row = rows[place];
   const distance = (other) => [rows[other].cell !== row.cell, Math.abs((rows[other].step ?? 0) - (row.step ?? 0)), Math.abs(members[other] - members[place])];
   const nearer = (one, other) => { const [a, b] = [distance(one), distance(other)]; return a[0] - b[0] || a[1] - b[1] || a[2] - b[2]; };
@@ -32,9 +32,9 @@ const partnersOf = (place) => { // of the same prompt in the other run, the like
 };
 
 const AS_IT_IS = { __proto__: null };
-const FILTERS = { // name -> [label, of a row, its texts]
+const FILTERS = { // name -> [label, value of a row, names of values]
   run: ["Run", (row) => RUN_NAMES[row.run], AS_IT_IS], split: ["Split", (row) => row.split, AS_IT_IS], cell: ["Cell", (row) => row.cell, AS_IT_IS], step: ["Step", (row) => row.step, AS_IT_IS],
-  type: ["Question", (row) => row.type, TYPES], result: ["Answer", (row) => row.result, RESULTS], called: ["Calls", (row) => row.called, CALLED], outcome: ["Ended", (row) => row.outcome, ENDINGS],
+  type: ["Question", (row) => row.type, TYPES], result: ["Answer", (row) => row.result, RESULTS], called: ["Calls", (row) => row.called, CALLED], outcome: ["Finish", (row) => row.outcome, ENDINGS],
 };
 const byValue = (one, other) => (typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true }));
 const makeFilter = (name) => {
@@ -48,7 +48,7 @@ const makeInput = (name, label, attributes) => {
   return h("label", {}, label, controls[name]);
 };
 const makeOrder = (scored) => {
-  const orders = { "": "as they came", ...(scored ? { high: "highest reward", low: "lowest reward" } : {}), calls: "most calls", ...(comparing ? { apart: "the two apart" } : {}) };
+  const orders = { "": "original", ...(scored ? { high: "highest reward", low: "lowest reward" } : {}), calls: "most calls", ...(comparing ? { apart: "largest difference" } : {}) };
   controls.order = h("select", { onchange: () => refresh() }, Object.entries(orders).map(([value, text]) => h("option", { value }, text)));
   return h("label", {}, "Order", controls.order);
 };
@@ -56,7 +56,7 @@ const filters = () => {
   const scored = rows.some((row) => known(row.total));
   return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, Object.keys(FILTERS).map(makeFilter),
     scored ? [makeInput("low", "Reward from", { type: "number", step: "0.1", placeholder: "any" }), makeInput("high", "to", { type: "number", step: "0.1", placeholder: "any" })] : null,
-    makeInput("words", "Words of the question", { type: "search", placeholder: "any" }), makeOrder(scored),
+    makeInput("words", "Question contains", { type: "search", placeholder: "any" }), makeOrder(scored),
     h("button", { type: "button", class: "plain", onclick: () => { clear(); refresh(); } }, "Clear"));
 };
 const clear = () => { for (const control of Object.values(controls)) control.value = ""; };
@@ -85,7 +85,7 @@ const refresh = () => {
   count.textContent = visibleOnes.length === rows.length ? plural(rows.length, NOUN) : `${visibleOnes.length.toLocaleString("en")} of ${plural(rows.length, NOUN)}`;
   listed.style.height = `${ROW_PX * visibleOnes.length}px`;
   box.scrollTop = 0;
-  if (!visibleOnes.length) { drawRows(); reader.replaceChildren(h("article", { class: "card episode" }, h("p", { class: "lede" }, "No episode is like this."))); return; }
+  if (!visibleOnes.length) { drawRows(); reader.replaceChildren(h("article", { class: "card episode" }, h("p", { class: "lede" }, "No episode matches."))); return; }
   open(visibleOnes.includes(current) ? current : visibleOnes[0], false);
 };
 
@@ -136,7 +136,7 @@ const open = (place, remember = true) => {
   const beside = partners.length ? [place, partners[0]].sort((one, other) => rows[one].run - rows[other].run) : [place];
   reader.classList.toggle("two", beside.length > 1);
   reader.replaceChildren(...beside.map((one) => read(episodeAt(one), barOf(one, partners))),
-    ...(comparing && !partners.length ? [h("p", { class: "notice" }, `The other run has no episode of this prompt here.`)] : []));
+    ...(comparing && !partners.length ? [h("p", { class: "notice" }, `The other run has no episode of this prompt on this page.`)] : []));
   if (remember) history.replaceState(null, "", `#episode-${place}`);
 };
 const barOf = (place, partners) => {
@@ -144,7 +144,7 @@ const barOf = (place, partners) => {
   const go = (label, sign, by) => h("button", { type: "button", class: "plain", "aria-label": label, disabled: visibleOnes[at + by] === undefined, onclick: () => move(at + by) }, sign);
   const beside = own ? go("Previous episode", "←", -1) : null, next = own ? go("Next episode", "→", 1) : null;
   const others = !own && partners.length > 1 ? h("select", { class: "plain", "aria-label": "Another episode of this prompt", onchange: (event) => swap(+event.target.value, partners) }, partners.map((other) => h("option", { value: other, selected: other === place }, nameOf(other)))) : null;
-  return h("div", { class: "bar" }, h("span", { class: "id" }, runMark(row.run), comparing ? " " : null, others ? null : nameOf(place)), h("nav", { "aria-label": "Neighbours" }, others, beside, next));
+  return h("div", { class: "bar" }, h("span", { class: "id" }, runMark(row.run), comparing ? " " : null, others ? null : nameOf(place)), h("nav", { "aria-label": "Neighbors" }, others, beside, next));
 };
 const nameOf = (place) => {
   const row = rows[place];
@@ -156,14 +156,14 @@ const swap = (other, partners) => {
 };
 
 const lede = () => {
-  const [run] = runs, shown = runs.reduce((sum, { num_shown: num }) => sum + num, 0), part = known(rows[0].cell) ? "cell" : "step";
+  const [run] = runs, shown = runs.reduce((sum, { num_episodes: num }) => sum + num, 0), part = known(rows[0].cell) ? "cell" : "step";
   const of = run.num_parts_shown === run.num_parts ? `${run.num_parts > 1 ? "all " : ""}${plural(run.num_parts, part)}` : `${run.num_parts_shown} of ${plural(run.num_parts, part)}`;
-  return `${plural(shown, NOUN)} of ${of}; at most ${run.max_episodes.toLocaleString("en")} are shown, taken evenly over the ${part}s.${pictured()}`;
+  return `${plural(shown, NOUN)} of ${of}, spread evenly; the page shows at most ${run.max_episodes.toLocaleString("en")}.${pictured()}`;
 };
 const pictured = () => {
   if (!data.pictures) return "";
   const { data: shots, num_bytes: bytes, num_left_out: left, problems } = data.pictures;
-  const out = left ? ` ${left.toLocaleString("en")} more frames are left out, those of the longest strips: pictures may have 6 MB.` : "";
+  const out = left ? ` ${left.toLocaleString("en")} frames of the longest strips are left out, because pictures are limited to 6 MB.` : "";
   const lost = problems.length ? ` Without pictures: ${problems.join("; ")}.` : "";
   return ` ${plural(shots.length, "frame")} of videos in ${bytes < 1e5 ? `${Math.round(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`}.${out}${lost}`;
 };
@@ -172,7 +172,7 @@ const drawEpisodes = () => {
   if (runs[0].about.kind === "question") { current = 0; host.append(reader); reader.append(read(episodeAt(0))); return; }
   host.append(h("h2", {}, NOUN === "sample" ? "Samples" : "Episodes"));
   if (!rows.length) {
-    host.append(h("p", { class: "notice" }, runs.some((run) => run.num_parts) ? "This page was made without episodes." : "This run has no episodes to show."));
+    host.append(h("p", { class: "notice" }, runs.some((run) => run.num_parts) ? "This page was written without episodes." : "This run has no episodes to show."));
     return;
   }
   host.append(h("p", { class: "lede" }, lede()), filters(), h("div", { class: "browser" }, h("nav", { class: "card list", "aria-label": "Episodes" }, count, box), reader));

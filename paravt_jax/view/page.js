@@ -1,8 +1,8 @@
 /* ---- the page, from top to bottom ---- */
 const FOOT = {
-  training: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames of the overview. ",
-  imitation: "Of every step the first trace that was learnt from. What is framed was imitated, the rest was shown or told. ",
-  evaluation: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames of the overview. ",
+  training: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames in the overview. ",
+  imitation: "The first trace of every step. Framed text is imitated; the rest is the prompt or tool output. ",
+  evaluation: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames in the overview. ",
   question: "",
 };
 document.body.classList.toggle("comparing", comparing);
@@ -12,4 +12,4 @@ drawCells();
 drawFigures();
 drawEpisodes();
 document.getElementById("foot").append(h("p", {}, FOOT[runs[0].about.kind],
-  "Texts of the model are shown as it wrote them; signs that have no shape, or turn the text around them, are spelled out."));
+  "Model output is shown unchanged, except that invisible characters and characters that change the text direction are spelled out."));

@@ -8,6 +8,7 @@ network. Episodes are in a separate element, one per line; the page parses an ep
 import base64
 import hashlib
 import html
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,11 +19,11 @@ from typing import Any
 
 from model_port.terminal import visible
 from paravt_jax import view
+from paravt_jax.run.charts import LoggedRun, load_run
 from paravt_jax.run.log import METRICS_FILE
-from paravt_jax.run.plots import load_run
 from paravt_jax.view.cells import load_cells
-from paravt_jax.view.episodes import Shown, row_of, share_bytes, shown_within
-from paravt_jax.view.figures import about, charts, headlines, load_settings, told
+from paravt_jax.view.episodes import PageDict, convert_within, row_of, share_bytes
+from paravt_jax.view.figures import about, charts, describe, headlines
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
@@ -31,33 +32,42 @@ SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # concate
 
 def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = False) -> bytes:
     """Builds the page for one run, or two side by side, finished or not. `frames` adds pictures from the videos."""
-    settings = [_settings(run_dir) for run_dir in run_dirs]
-    chosen = _chosen(run_dirs, settings, max_episodes)
-    num_bytes = share_bytes(sum(len(one.lines) for one in chosen))
-    of_runs = [
-        [shown_within(num_bytes, record | _split(of_run), _forced(of_run)) for record in one.records()]
-        for one, of_run in zip(chosen, settings, strict=True)
+    runs = [_load_run(run_dir) for run_dir in run_dirs]
+    chosen = _choose(runs, max_episodes)
+    num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
+    episodes_of_runs = [
+        [convert_within(num_bytes, record | _split(run), _forced(run.settings)) for record in lines_of_run.records()]
+        for run, lines_of_run in zip(runs, chosen, strict=True)
     ]
-    episodes = [episode for of_run in of_runs for episode in of_run]
-    runs = [_run(*one, max_episodes) for one in zip(run_dirs, settings, chosen, of_runs, strict=True)]
-    rows = [row_of(episode, number) for number, of_run in enumerate(of_runs) for episode in of_run]
-    title = " and ".join(run["about"]["name"] for run in runs)
-    return rendered(title, runs, rows, episodes, make_album(episodes) if frames else None)
+    records = [
+        _run_record(run, lines_of_run, len(episodes), max_episodes)
+        for run, lines_of_run, episodes in zip(runs, chosen, episodes_of_runs, strict=True)
+    ]
+    rows = [row_of(episode, number) for number, episodes in enumerate(episodes_of_runs) for episode in episodes]
+    all_episodes = list(itertools.chain.from_iterable(episodes_of_runs))
+    title = " and ".join(run.name for run in runs)
+    return render(title, records, rows, all_episodes, make_album(all_episodes) if frames else None)
 
 
 def question_page(
     settings: Mapping[str, Any], record: Mapping[str, Any], answer: Mapping[str, Any], pictures: Mapping[str, str]
 ) -> bytes:
     """Builds the page for a question with its episode and answer. `pictures` maps strip keys to base64 images."""
-    episode = shown_within(share_bytes(1), record, _forced(settings))
+    episode = convert_within(share_bytes(1), record, _forced(settings))
     album = Album.of(pictures, [episode])
-    head = {"kind": "question", "name": episode["question"], "steps_done": 0, "steps_planned": None, **told(settings)}
+    head = {
+        "kind": "question",
+        "name": episode["question"],
+        "steps_done": 0,
+        "steps_planned": None,
+        **describe(settings),
+    }
     run = {"about": head, "figures": None, "cells": [], "answer": answer}
-    return rendered(episode["question"], [run], [row_of(episode, 0)], [episode], album)
+    return render(episode["question"], [run], [row_of(episode, 0)], [episode], album)
 
 
-def rendered(
-    title: str, runs: Sequence[Any], rows: Sequence[Shown], episodes: Sequence[Shown], album: Album | None
+def render(
+    title: str, runs: Sequence[Any], rows: Sequence[PageDict], episodes: Sequence[PageDict], album: Album | None
 ) -> bytes:
     """Fills the page template. `rows` is the episode list; without an `album` the page has no pictures."""
     data = {
@@ -88,55 +98,50 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
-    settings = load_settings(run_dir)
-    if not settings and not (run_dir / METRICS_FILE).exists() and not steps_of(run_dir) and not cells_of(run_dir):
+def _load_run(run_dir: Path) -> LoggedRun:
+    run = load_run(run_dir)
+    if not run.settings and not run.metrics.rows and not steps_of(run_dir) and not cells_of(run_dir):
         raise ValueError(
-            f"{run_dir} is no run: it has no {METRICS_FILE}, no episodes or samples and no config.json of a run; give "
-            f"the directory that was the run's run_dir"
+            f"{run_dir} is not a run: it has no {METRICS_FILE}, no episodes or samples and no config.json of a run; "
+            f"give the run_dir of a run"
         )
-    return settings
+    return run
 
 
-def _chosen(run_dirs: Sequence[Path], settings: Sequence[Mapping[str, Any]], max_episodes: int) -> list[Chosen]:
+def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
     """Chooses an equal share of episodes per run. Two training runs use the steps they have in common, if any."""
-    share = max_episodes // len(run_dirs)
-    steps = [steps_of(run_dir) for run_dir in run_dirs]
-    both = set.intersection(*map(set, steps))
-    if both and len(run_dirs) > 1:
-        steps = [{step: path for step, path in of_run.items() if step in both} for of_run in steps]
+    share = max_episodes // len(runs)
+    steps = [steps_of(run.path) for run in runs]
+    common = set.intersection(*map(set, steps)) or set().union(*steps)
     return [
-        chosen_of_steps(list(of_run.values()), share)
-        if of_run
-        else chosen_of_cells(cells_of(run_dir), share // _num_samples(of_settings))
-        for run_dir, of_settings, of_run in zip(run_dirs, settings, steps, strict=True)
+        chosen_of_steps([path for step, path in steps_of_run.items() if step in common], share)
+        if steps_of_run
+        else chosen_of_cells(cells_of(run.path), share // _num_samples(run))
+        for run, steps_of_run in zip(runs, steps, strict=True)
     ]
 
 
-def _run(
-    run_dir: Path, settings: Mapping[str, Any], chosen: Chosen, episodes: Sequence[Shown], max_episodes: int
-) -> dict[str, Any]:
-    run = load_run(run_dir)
+def _run_record(run: LoggedRun, chosen: Chosen, num_episodes: int, max_episodes: int) -> dict[str, Any]:
     return {
-        "about": about(run, settings),
+        "about": about(run),
         "headlines": headlines(run),
         "figures": charts(run),
-        "cells": load_cells(run_dir, cells_of(run_dir)),
-        "num_shown": len(episodes),
+        "cells": load_cells(run.path, cells_of(run.path)),
+        "num_episodes": num_episodes,
         "num_parts_shown": chosen.num_parts_shown,
         "num_parts": chosen.num_parts,
         "max_episodes": max_episodes,
     }
 
 
-def _num_samples(settings: Mapping[str, Any]) -> int:
+def _num_samples(run: LoggedRun) -> int:
     """Episodes per sample of an evaluation."""
-    return (settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
+    return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
-def _split(settings: Mapping[str, Any]) -> dict[str, str]:
+def _split(run: LoggedRun) -> dict[str, str]:
     """The public split of an evaluation, which distinguishes its episodes from another split's."""
-    split = (settings.get("config", {}).get("data") or {}).get("split")
+    split = (run.settings.get("config", {}).get("data") or {}).get("split")
     return {"split": split} if split else {}
 
 

@@ -25,7 +25,7 @@ MAX_BYTES = 6_000_000  # of all pictures, as base64
 HEIGHT_PX, WIDTH_PX = 72, 128  # maximum
 QUALITY = 45  # of WebP; a frame has about 2 KB
 DEADLINE_S = 60.0
-AT_ONCE = 16  # strips decoded concurrently
+MAX_CONCURRENT = 16  # strips decoded concurrently
 MAX_PROBLEMS = 5  # listed on the page
 
 
@@ -67,15 +67,15 @@ class Album:
         size = sum(map(len, new.values()))
         if self.num_bytes + size > MAX_BYTES:
             return False
-        self._numbers |= {key: len(self.pictures) + place for place, key in enumerate(new)}
+        self._numbers |= {key: len(self.pictures) + index for index, key in enumerate(new)}
         self.pictures += new.values()
         self.num_bytes += size
         return True
 
     def numbers(self, strip: Strip) -> list[int] | None:
         """Indices of a strip's pictures; None if the album does not have them all."""
-        found = [self._numbers[key] for key in strip.keys if key in self._numbers]
-        return found if found and len(found) == len(strip.times_s) else None
+        numbers = [self._numbers[key] for key in strip.keys if key in self._numbers]
+        return numbers if numbers and len(numbers) == len(strip.times_s) else None
 
     def number_all(self, episodes: Iterable[dict[str, Any]]) -> None:
         """Sets the picture indices of every overview and call in these episodes."""
@@ -83,8 +83,8 @@ class Album:
             holder["pictures"] = self.numbers(strip)
 
     def to_record(self) -> dict[str, Any]:
-        told = {"num_bytes": self.num_bytes, "num_left_out": self.num_left_out, "problems": self.problems}
-        return {"data": self.pictures, **told}
+        counts = {"num_bytes": self.num_bytes, "num_left_out": self.num_left_out}
+        return {"data": self.pictures, **counts, "problems": self.problems}
 
 
 def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
@@ -92,8 +92,8 @@ def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
     strips = sorted({strip for _, strip in _strips(episodes)}, key=lambda strip: (len(strip.times_s), strip.path))
     album = Album()
     lost = asyncio.run(_decode(strips, album))
-    wanted = {key for strip in strips if strip.path not in lost for key in strip.keys}
-    album.num_left_out = len(wanted) - len(album.pictures)
+    keys = {key for strip in strips if strip.path not in lost for key in strip.keys}
+    album.num_left_out = len(keys) - len(album.pictures)
     album.problems = [visible(problem) for problem in list(lost.values())[:MAX_PROBLEMS]]
     if len(lost) > MAX_PROBLEMS:
         album.problems.append(f"and {len(lost) - MAX_PROBLEMS} more videos")
@@ -125,12 +125,12 @@ async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
             lost[strip.path] = f"{Path(strip.path).name}: {problem}"
             return []
         if len(frames) != len(strip.times_s):
-            lost[strip.path] = f"{Path(strip.path).name}: it is another video now"
+            lost[strip.path] = f"{Path(strip.path).name}: the file has changed"
         return frames
 
     async with FrameReader(thumbnail_size) as reader:
-        for first in counted(range(0, len(strips), AT_ONCE), "reading frames", "part"):
-            some = [strip for strip in strips[first : first + AT_ONCE] if strip.path not in lost]
+        for first in counted(range(0, len(strips), MAX_CONCURRENT), "reading frames", "part"):
+            some = [strip for strip in strips[first : first + MAX_CONCURRENT] if strip.path not in lost]
             for strip, frames in zip(some, await asyncio.gather(*map(read, some)), strict=True):
                 if strip.path in lost:
                     continue

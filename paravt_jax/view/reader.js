@@ -1,12 +1,12 @@
-/* ---- one episode, to be read ---- */
-const TERM_COLOURS = { __proto__: null, accuracy: "blue", base: "red", anchor: "pink", think_first: "orange", balanced: "sky", tool: "green" };
+/* ---- one episode ---- */
+const TERM_COLORS = { __proto__: null, accuracy: "blue", base: "red", anchor: "pink", think_first: "orange", balanced: "sky", tool: "green" };
 const TERM_NAMES = { __proto__: null, think_first: "think first" };
 const RESULTS = { __proto__: null, right: "right", partly: "partly right", wrong: "wrong", missing: "missing" };
 const ENDINGS = { __proto__: null, done: "finished", length: "cut off, turn too long", context: "context full", abort: "aborted" };
-const NARROW_CHARS = 24; // a credit of no more characters stands out from the text it is in, as tags do
-const colourOf = (term) => TERM_COLOURS[term] ?? "neutral"; // of a plugin's
+const NARROW_CHARS = 24; // shorter credits are highlighted, like tags
+const colorOf = (term) => TERM_COLORS[term] ?? "neutral"; // for plugins
 const termName = (term) => TERM_NAMES[term] ?? spelled(term);
-let byAdvantage = false; // what the text is coloured by
+let byAdvantage = false; // whether advantage colors the text, instead of credits
 
 const read = (episode, bar) => {
   const root = h("article", { class: "card episode" });
@@ -17,9 +17,9 @@ const read = (episode, bar) => {
   root.classList.toggle("by-advantage", byAdvantage && episode.advantages.length > 0);
   root.append(...[
     asked ? null : bar,
-    asked ? null : h("h3", {}, stem || h("span", { class: "missing" }, "The question was not recorded")),
+    asked ? null : h("h3", {}, stem || h("span", { class: "missing" }, "Question not recorded")),
     options.length ? h("p", { class: "options" }, options.join("\n")) : null,
-    verdict(episode), missing(episode), film(root, episode, numbers), waterfall(episode, numbers), colouring(root, episode),
+    verdict(episode), missing(episode), film(root, episode, numbers), waterfall(episode, numbers), coloring(root, episode),
     episode.turns.length || episode.reward ? h("div", { class: episode.reward || episode.advantage ? "reading" : "reading alone" }, h("div", {}, episode.turns.map((turn, n) => readTurn(root, episode, turn, n, numbers))), aside(root, episode)) : null,
   ].filter(known));
   return root;
@@ -31,19 +31,19 @@ const verdict = (episode) => {
   const scores = Object.entries(episode.scores ?? {}).filter(([scorer]) => scorer !== "strict");
   return h("dl", { class: "verdict" },
     episode.answer ? fact("True answer", episode.answer) : null,
-    episode.reward ? fact("Its answer", prediction ?? h("small", {}, "none"), " ", h("span", { class: result }, RESULTS[result])) : result === "missing" ? fact("Its answer", h("span", { class: "missing" }, "missing")) : null,
+    episode.reward ? fact("Prediction", prediction ?? h("small", {}, "none"), " ", h("span", { class: result }, RESULTS[result])) : result === "missing" ? fact("Prediction", h("span", { class: "missing" }, "missing")) : null,
     scores.map(([scorer, score]) => fact(`By ${SCORERS[scorer] ?? scorer}`, short(score))),
     known(episode.frame_budget) ? fact("Frame budget K", String(episode.frame_budget), h("small", {}, episode.frame_budget === 1 ? " frame" : " frames")) : null,
-    episode.finish ? fact("Ended", ENDINGS[episode.finish] ?? episode.finish, h("small", {}, episode.seconds ? ` after ${seconds(episode.seconds)}` : "")) : null,
+    episode.finish ? fact("Finish", ENDINGS[episode.finish] ?? episode.finish, h("small", {}, episode.seconds ? ` after ${seconds(episode.seconds)}` : "")) : null,
     Object.entries(episode.groups).map(([name, labels]) => fact(spelled(name), labels.join(", "))));
 };
 const missing = (episode) => {
   if (!episode.missing && !episode.problem) return null;
-  const uncounted = episode.missing ? ". It counts neither for nor against the policy." : "";
-  return h("p", { class: "notice" }, h("b", {}, episode.missing ? "This episode is missing" : "Note"), `: ${episode.problem || "no reason was recorded"}${uncounted}`);
+  const uncounted = episode.missing ? ". It has no effect on the policy." : "";
+  return h("p", { class: "notice" }, h("b", {}, episode.missing ? "This episode is missing" : "Note"), `: ${episode.problem || "no reason recorded"}${uncounted}`);
 };
 
-const colouring = (root, episode) => {
+const coloring = (root, episode) => {
   if (!episode.advantages.length) return null;
   const most = Math.max(...episode.advantages.map(Math.abs));
   const choice = (label, on) => h("button", {
@@ -52,7 +52,7 @@ const colouring = (root, episode) => {
       for (const other of document.querySelectorAll(".episode")) other.classList.toggle("by-advantage", on);
       for (const other of event.target.parentElement.children) other.setAttribute("aria-pressed", other === event.target);
     } }, label);
-  return h("div", { class: "colouring" }, h("span", { role: "group", "aria-label": "Colour the text by" }, choice("credits", false), choice("advantage", true)),
+  return h("div", { class: "coloring" }, h("span", { role: "group", "aria-label": "Color the text by" }, choice("credits", false), choice("advantage", true)),
     h("span", { class: "scale" }, h("i", { class: "less" }), `${number(-most)} less likely`, h("i", { class: "more" }), `more likely ${signed(most)}`));
 };
 const advantageOf = (episode, place) => {
@@ -66,14 +66,14 @@ const creditSizes = (turn) => { // characters of each
   return sizes;
 };
 const readPiece = (episode, turn, piece, sizes, numbers) => {
-  if (piece.left_out) return h("span", { class: "cut" }, `${piece.left_out.toLocaleString("en")} characters are left out here`);
+  if (piece.left_out) return h("span", { class: "cut" }, `${piece.left_out.toLocaleString("en")} characters left out`);
   const credits = (piece.credits ?? []).slice().sort((one, other) => sizes.get(one) - sizes.get(other));
   const classes = [], says = [];
-  if ("forced" in piece) { classes.push("forced"); says.push("given, not sampled"); }
+  if ("forced" in piece) { classes.push("forced"); says.push("forced, not sampled"); }
   if ("tag" in piece) classes.push("tag");
   if ("call" in piece) classes.push("call", `call-${numbers.get(turn.calls[piece.call])}`);
   if (credits.length) {
-    classes.push("credit", `c-${colourOf(episode.credits[credits[0]].term)}`, ...credits.map((credit) => `credit-${credit}`));
+    classes.push("credit", `c-${colorOf(episode.credits[credits[0]].term)}`, ...credits.map((credit) => `credit-${credit}`));
     if ("tag" in piece || sizes.get(credits[0]) <= NARROW_CHARS) classes.push("narrow");
     says.push(...credits.map((credit) => creditLine(episode.credits[credit])));
   }
@@ -87,7 +87,7 @@ const readPiece = (episode, turn, piece, sizes, numbers) => {
 const turnEnd = (episode, turn) => {
   if (!known(turn.end_advantage)) return null;
   const advantage = advantageOf(episode, turn.end_advantage);
-  const span = h("span", { class: `turn-end ${advantage.class}`, onmousemove: (event) => showTip(`${advantage.says}, of the token that ends the turn`, event), onmouseleave: hideTip }, "end of turn");
+  const span = h("span", { class: `turn-end ${advantage.class}`, onmousemove: (event) => showTip(`${advantage.says}, of the end-of-turn token`, event), onmouseleave: hideTip }, "end of turn");
   span.style.setProperty("--w", advantage.weight);
   return span;
 };
@@ -101,7 +101,7 @@ const readTurn = (root, episode, turn, n, numbers) => {
   return h("section", { class: "turn" }, h("header", {}, h("h4", {}, `Turn ${n + 1}`), h("span", {}, parts.join(" · "))),
     h("div", { class: "said-text", dir: "auto" }, turn.pieces.map((piece) => readPiece(episode, turn, piece, sizes, numbers)), turnEnd(episode, turn)),
     turn.calls.length ? h("div", { class: "calls" }, turn.calls.map((call) => card(root, call, numbers.get(call)))) : null,
-    turn.told ? h("div", { class: "told" }, h("h4", {}, "It was told"), h("p", {}, turn.told)) : null);
+    turn.told ? h("div", { class: "told" }, h("h4", {}, "Environment message"), h("p", {}, turn.told)) : null);
 };
 const card = (root, call, n) => {
   const seen = [], name = `.call-${n}`;
@@ -110,7 +110,7 @@ const card = (root, call, n) => {
   if (call.latency_s) seen.push(seconds(call.latency_s));
   const told = !call.problem || call.response.includes(call.problem.replace(/^\w+: /, ""));
   const shots = shotsOf(call);
-  return h("div", { class: `callcard c-${colourOfCall(call)} call-${n}`, onmouseenter: () => light(root, name, true), onmouseleave: () => light(root, name, false) },
+  return h("div", { class: `callcard c-${colorOfCall(call)} call-${n}`, onmouseenter: () => light(root, name, true), onmouseleave: () => light(root, name, false) },
     h("div", { class: "top" }, `${n} · ${looked(call, "–")}`, ["ok", "imitated"].includes(call.outcome) ? null : h("span", { class: "wrong" }, spelled(call.outcome)), h("em", {}, seen.join(" · "))),
     shots.length ? h("div", { class: "album" }, shots.map(shot)) : null,
     call.response ? h("p", {}, call.response) : null, told ? null : h("p", { class: "problem" }, call.problem));
@@ -139,18 +139,18 @@ const rewardTerms = (root, episode) => {
   }, `${spelled(credit.name)} ${signed(credit.value)}`);
   const chips = (term) => {
     const own = episode.credits.map((credit, n) => [credit, n]).filter(([credit]) => credit.term === term);
-    return own.length ? h("div", { class: `credits c-${colourOf(term)}` }, own.map((one) => chip(...one))) : null;
+    return own.length ? h("div", { class: `credits c-${colorOf(term)}` }, own.map((one) => chip(...one))) : null;
   };
-  const row = (name, value, kind, term) => [h("div", { class: `term ${kind} ${term ? `c-${colourOf(term)}` : ""}` }, h("span", {}, term ? h("i") : null, name), h("span", { class: "num" }, fixed(value))), term ? chips(term) : null];
+  const row = (name, value, kind, term) => [h("div", { class: `term ${kind} ${term ? `c-${colorOf(term)}` : ""}` }, h("span", {}, term ? h("i") : null, name), h("span", { class: "num" }, fixed(value))), term ? chips(term) : null];
   return fill(host, {}, [h("h4", {}, "Reward"),
     row("accuracy", reward.accuracy, "", "accuracy"), row("format", reward.format, "", null), row("base", reward.base, "sub", "base"), row("anchor", reward.anchor, "sub", "anchor"),
     row("think first", reward.think_first, "sub", "think_first"), row("balanced", reward.balanced, "sub", "balanced"), row("tool", reward.tool, "", "tool"),
     episode.own.map((term) => row(spelled(term.name), term.weight * term.value, "", term.name)), row("total", reward.total, "total", null),
-    episode.credits.length ? h("p", { class: "hint" }, "Point at a credit to see the characters that earned it; press to keep them lit.") : null]);
+    episode.credits.length ? h("p", { class: "hint" }, "Point at a credit to highlight its characters; click to keep the highlight.") : null]);
 };
 const advantages = (advantage) => {
   const row = (name, value) => h("div", { class: "term" }, h("span", {}, name), h("span", { class: "num" }, typeof value === "number" ? signed(+value.toFixed(3)) : "–"));
-  return h("div", { class: "terms" }, h("h4", {}, "Advantage"), row("every token", advantage.sequence), row("on the tags, anchor", advantage.anchor),
-    Object.entries(advantage.properties ?? {}).map(([name, value]) => row(`where ${spelled(name)} is decided`, value)),
+  return h("div", { class: "terms" }, h("h4", {}, "Advantage"), row("all tokens", advantage.sequence), row("anchor tags", advantage.anchor),
+    Object.entries(advantage.properties ?? {}).map(([name, value]) => row(`${spelled(name)} tokens`, value)),
     advantage.keep ? null : h("p", { class: "hint" }, "Not trained on."));
 };

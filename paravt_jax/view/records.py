@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from model_port.progress import counted
 from paravt_jax.run.log import EPISODES_DIR
 
-EPISODES_A_STEP = 4  # with fewer, a step is hard to judge; long runs show only some steps instead
+EPISODES_PER_STEP = 4  # with fewer, a step is hard to judge; long runs show only some steps instead
 SAMPLES = "samples_"  # file name prefix of an evaluation's cells
 SHARDS = "shards/*"
 NAME = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*"|\d+)')  # quotes inside a JSON string are escaped
 VISIT = re.compile(rb'"visit": ?(\d+)')
 SAMPLE_KEY = re.compile(rb'"key": ?"(\w+)"')
-ASKED, MISSING = b'"question": ', b'"missing": true'
+QUESTION, MISSING = b'"question": ', b'"missing": true'
 
 Record = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Line(NamedTuple):
     id: str
     visit: bytes
     key: bytes
-    asked: bool  # the line contains the question
+    has_question: bool
     missing: bool
 
     def read(self) -> Record:
@@ -46,7 +46,7 @@ class Line(NamedTuple):
                 return json.loads(file.readline())
             except ValueError:
                 raise ValueError(
-                    f"{self.path}: line {self.number} is no JSON; restore the file, or remove the line"
+                    f"{self.path}: line {self.number} is not valid JSON; restore the file, or remove the line"
                 ) from None
 
 
@@ -66,7 +66,7 @@ class Chosen:
             if "episodes" in record:
                 yield from _of_sample(record, line.path.stem.removeprefix(SAMPLES))
             else:
-                sibling = None if line.asked else self.questions.get((line.path, line.visit))
+                sibling = None if line.has_question else self.questions.get((line.path, line.visit))
                 yield {"question": sibling.read()["question"] if sibling else "", **record}
 
 
@@ -87,15 +87,15 @@ def cells_of(run_dir: Path) -> dict[str, list[Path]]:
 
 def chosen_of_steps(paths: Sequence[Path], max_episodes: int) -> Chosen:
     """Chooses episodes evenly over the steps, including the first and the last."""
-    num_shown = min(len(paths), max(1, max_episodes // EPISODES_A_STEP)) if max_episodes else 0
+    num_shown = min(len(paths), max(1, max_episodes // EPISODES_PER_STEP)) if max_episodes else 0
     lines: list[Line] = []
     questions: dict[tuple[Path, bytes], Line] = {}
-    shown = [paths[number] for number in evenly(len(paths), num_shown)]
-    for place, path in counted(list(enumerate(shown)), "finding episodes", "step"):
-        found = list(lines_of(path))
-        quota = max_episodes // num_shown + (place < max_episodes % num_shown)
-        lines += _picked(found, quota, path.stem)
-        questions |= {(path, line.visit): line for line in found if line.asked and line.visit}
+    chosen_paths = [paths[number] for number in evenly(len(paths), num_shown)]
+    for number, path in counted(list(enumerate(chosen_paths)), "finding episodes", "step"):
+        lines_of_step = list(lines_of(path))
+        quota = max_episodes // num_shown + (number < max_episodes % num_shown)
+        lines += _picked(lines_of_step, quota, path.stem)
+        questions |= {(path, line.visit): line for line in lines_of_step if line.has_question and line.visit}
     return Chosen(lines, num_shown, len(paths), questions)
 
 
@@ -103,8 +103,8 @@ def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
     """Chooses equally many samples per cell, and the same samples where cells share them."""
     lines: list[Line] = []
     num_shown = min(len(cells), max_episodes)
-    for place, name in counted(list(enumerate(list(cells)[:num_shown])), "finding samples", "cell"):
-        quota = max_episodes // num_shown + (place < max_episodes % num_shown)
+    for number, name in counted(list(enumerate(list(cells)[:num_shown])), "finding samples", "cell"):
+        quota = max_episodes // num_shown + (number < max_episodes % num_shown)
         lines += _picked(samples_of(cells[name]), quota, "")
     return Chosen(lines, num_shown, len(cells))
 
@@ -144,7 +144,7 @@ def _line(path: Path, number: int, offset: int, line: bytes) -> Line:
         str(json.loads(name[1])) if name else str(number),
         visit[1] if visit else b"",
         key[1] if key else b"%d" % number,
-        ASKED in line,
+        QUESTION in line,
         MISSING in line,
     )
 

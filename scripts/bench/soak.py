@@ -29,8 +29,9 @@ from model_port.layout import CHECKPOINTS_DIR
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.data.synthetic import make_synthetic
+from paravt_jax.run.charts import COLORS
 from paravt_jax.run.log import METRICS_FILE, load_jsonl, whole_file
-from paravt_jax.run.plots import BLUE, GREEN, NEUTRAL, ORANGE, STYLE
+from paravt_jax.run.plots import STYLE
 from rollout.supervisor import SHARED_MEMORY
 from scripts.bench.chaos import left_in_memory
 from scripts.bench.smoke_run import ROOT, family, num_steps, trainer_command, usage_by_role
@@ -47,7 +48,7 @@ STOPPED = (0, 128 + signal.SIGTERM)
 GROWTH = {"memory_mib": (1.15, 32.0), "files": (1.0, 8.0), "threads": (1.0, 8.0)}
 CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # for a service
 STEPS_TOGETHER = 10  # window for CPU seconds, because samples are seconds apart
-COLORS = {"trainer": BLUE, "servers": ORANGE, "decoders": GREEN}
+ROLE_COLORS = {"trainer": COLORS["blue"], "servers": COLORS["orange"], "decoders": COLORS["green"]}
 STEP_S, CPU_S = "seconds of a step", "CPU seconds of a step"
 LABELS = {"memory_mib": "memory, MiB", "files": "open files", "threads": "threads"}
 
@@ -101,7 +102,7 @@ def table(result: dict[str, Any]) -> str:
 
 def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Quantities that grew beyond their bound."""
-    bounds = {f"{LABELS[name]}, {role}": bound for name, bound in GROWTH.items() for role in COLORS}
+    bounds = {f"{LABELS[name]}, {role}": bound for name, bound in GROWTH.items() for role in ROLE_COLORS}
     return [
         f"{row['of']} grew from {row['begin']:.4g} to {row['end']:.4g}"
         for row in rows
@@ -221,7 +222,7 @@ def _series(samples: Sequence[dict[str, Any]], step_s: Sequence[float]) -> dict[
     by_role = {
         f"{label}, {role}": [sample[role][name] for sample in samples if role in sample]
         for name, label in LABELS.items()
-        for role in COLORS
+        for role in ROLE_COLORS
     }
     series = by_role | {STEP_S: list(step_s), CPU_S: _cpu_s(samples)}
     return {name: values for name, values in series.items() if values}
@@ -242,7 +243,7 @@ def _cpu_s(samples: Sequence[dict[str, Any]]) -> list[float]:
     per_step, begin = [], samples[0] if samples else {}
     for sample in samples:
         if (steps := sample["steps"] - begin["steps"]) >= STEPS_TOGETHER:
-            cpu_s = [sum(at[role]["cpu_s"] for role in COLORS if role in at) for at in (begin, sample)]
+            cpu_s = [sum(at[role]["cpu_s"] for role in ROLE_COLORS if role in at) for at in (begin, sample)]
             per_step.append((cpu_s[1] - cpu_s[0]) / steps)
             begin = sample
     return per_step
@@ -262,13 +263,13 @@ def _draw(
         figure = Figure(figsize=(11, 7))
         panels = figure.subplots(2, 2).ravel()
         for panel, (name, label) in zip(panels, LABELS.items(), strict=False):
-            for role, color in COLORS.items():
+            for role, color in ROLE_COLORS.items():
                 if present := [sample for sample in samples if role in sample]:
                     minutes = [sample["seconds"] / 60 for sample in present]
                     panel.plot(minutes, [sample[role][name] for sample in present], color=color, label=role)
             panel.set(title=label, xlabel="minutes", ylim=(0, None))
         panels[0].legend(frameon=False)
-        panels[-1].plot(series[STEP_S], color=NEUTRAL, linewidth=0.6)
+        panels[-1].plot(series[STEP_S], color=COLORS["neutral"], linewidth=0.6)
         panels[-1].set(title=STEP_S, xlabel="step", ylim=(0, None))
         name = "A service of the smoke run's model" if args.serve else "The smoke run"
         figure.suptitle(f"{name} with the {args.engine} engine for {args.minutes:g} minutes", x=0.01, ha="left")

@@ -25,7 +25,7 @@ def trained(tmp_path):
     checkpoint.mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps({"config": RL}))
     (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / "loss.png").write_bytes(b"picture")
+    (tmp_path / "plots" / "learner.png").write_bytes(b"picture")
     return checkpoint
 
 

@@ -1,7 +1,7 @@
-"""Chromium without a window, told what to do through a pipe: what a page shows, says on its console, and looks like.
+"""Headless Chromium, controlled through a pipe: a page's content, console output and screenshot.
 
-`python browser.py PAGE OUT.png [--dark] [--phone] [--full] [--do SCRIPT]` takes a picture of a page, and says how long
-it took to be drawn and to be filtered.
+`python browser.py PAGE OUT.png [--dark] [--phone] [--full] [--do SCRIPT]` takes a screenshot, and prints the times to
+draw and to filter the page.
 """
 
 import argparse
@@ -31,16 +31,16 @@ TIMES = """(() => {
   const paint = performance.getEntriesByName('first-contentful-paint')[0];
   return `drawn after ${Math.round(paint.startTime)} ms, filtered in ${took.join(', ')} ms`;
 })()"""
-TOLD = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")  # what a page should not do
+MESSAGES = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")  # a page must not cause any
 
 
 class Tab:
     """One page at a time."""
 
     def __init__(self, to_browser: int, from_browser: int):
-        self._to, self._from, self._rest = to_browser, from_browser, b""
+        self._to, self._from, self._buffer = to_browser, from_browser, b""
         self._number, self._session = 0, None
-        self.told: list[Any] = []  # errors and words on the console
+        self.messages: list[Any] = []  # errors and console output
         target = self("Target.createTarget", url="about:blank")["targetId"]
         self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -65,7 +65,7 @@ class Tab:
             pass
 
     def run(self, script: str) -> Any:
-        """What a script gives when the page has come to rest."""
+        """The value of a script, once the page is settled."""
         settled = f"new Promise(done => requestAnimationFrame(() => setTimeout(() => done({script}), 60)))"
         answer = self("Runtime.evaluate", expression=settled, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
@@ -84,28 +84,30 @@ class Tab:
         out.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            self._rest += os.read(self._from, 2**20)
-        line, _, self._rest = self._rest.partition(b"\0")
+        while b"\0" not in self._buffer:
+            self._buffer += os.read(self._from, 2**20)
+        line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
-        if message.get("method") in TOLD:
-            self.told.append(message["params"])
+        if message.get("method") in MESSAGES:
+            self.messages.append(message["params"])
         return message
 
 
 @contextmanager
 def browser() -> Iterator[Tab]:
     assert CHROMIUM is not None
-    there, to_browser = os.pipe()
-    from_browser, back = os.pipe()
+    browser_input, to_browser = os.pipe()
+    from_browser, browser_output = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
-        script = f'exec "$@" 3<&{there} 4>&{back}'
+        script = f'exec "$@" 3<&{browser_input} 4>&{browser_output}'
         process = subprocess.Popen(
-            ["bash", "-c", script, "bash", *command], pass_fds=(there, back), stderr=subprocess.DEVNULL
+            ["bash", "-c", script, "bash", *command],
+            pass_fds=(browser_input, browser_output),
+            stderr=subprocess.DEVNULL,
         )
-        os.close(there)
-        os.close(back)
+        os.close(browser_input)
+        os.close(browser_output)
         try:
             yield Tab(to_browser, from_browser)
         finally:
@@ -132,8 +134,8 @@ def main() -> None:
         print(tab.run(TIMES) if not args.fragment else "")
         tab.run(args.do)
         tab.picture(args.out, whole=args.full)
-        for told in tab.told:
-            print(json.dumps(told)[:600])
+        for message in tab.messages:
+            print(json.dumps(message)[:600])
 
 
 if __name__ == "__main__":

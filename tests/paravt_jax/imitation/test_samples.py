@@ -8,7 +8,7 @@ from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
-from paravt_jax.view.episodes import row_of, shown
+from paravt_jax.view.episodes import convert, row_of
 from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig
 
@@ -31,6 +31,6 @@ def test_a_sample_is_shown_like_an_episode(tiny_hf):
     assert (video["path"], video["duration_s"], len(video["frames_s"])) == ("/a.mp4", 64.0, 4)
     assert [one["window_s"] for one in looked["calls"]] == [[16.0, 24.0], None]
     assert (looked["told"], answered["told"]) == ("A red one.\nNothing.", "")
-    episode = shown(record, "<think>\n", 1000)
+    episode = convert(record, "<think>\n", 1000)
     assert episode["turns"][1]["num_sampled"] == len(record["segments"][3]["ids"]) > 3
     assert row_of(episode, 0)["result"] == "" and row_of(episode, 0)["called"] == "ok"

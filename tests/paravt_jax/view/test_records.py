@@ -1,4 +1,4 @@
-"""Which episodes a page shows, whatever kind of run they are of."""
+"""The choice of episodes for a page, for every kind of run."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from agents import call
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, make_run
 
-from paravt_jax.view.episodes import row_of, shown
+from paravt_jax.view.episodes import convert, row_of
 from paravt_jax.view.records import cells_of, chosen_of_cells, chosen_of_steps, samples_of, steps_of
 from rollout.engine.protocol import EngineError
 
@@ -36,18 +36,18 @@ def evaluated(tmp_path, monkeypatch) -> Path:
 
 def test_every_sample_of_an_evaluation_is_an_episode_of_its_cell(evaluated):
     chosen = chosen_of_cells(cells_of(evaluated), 100)
-    rows = [row_of(shown(record, "", 1000), 0) for record in chosen.records()]
+    rows = [row_of(convert(record, "", 1000), 0) for record in chosen.records()]
     assert [row["cell"] for row in rows] == ["none_3"] * 3 + ["parallel_3"] * 3
     by_cell = {cell: {row["prompt"]: row for row in rows if row["cell"] == cell} for cell in ("none_3", "parallel_3")}
     assert len(by_cell["none_3"]) == 3 and by_cell["none_3"].keys() == by_cell["parallel_3"].keys()
-    played = by_cell["parallel_3"]
-    assert sorted(row["outcome"] for row in played.values()) == ["done", "done", "missing: engine"]
-    assert sorted(row["result"] for row in played.values()) == ["missing", "right", "wrong"]
-    assert sorted(row["calls"] for row in played.values()) == [0, 1, 1]
+    samples = by_cell["parallel_3"]
+    assert sorted(row["outcome"] for row in samples.values()) == ["done", "done", "missing: engine"]
+    assert sorted(row["result"] for row in samples.values()) == ["missing", "right", "wrong"]
+    assert sorted(row["calls"] for row in samples.values()) == [0, 1, 1]
     assert (chosen.num_parts_shown, chosen.num_parts) == (2, 2)
 
 
-def test_of_a_sample_the_newest_line_counts_unless_it_is_missing(tmp_path):
+def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
     def line(key, name, missing):
         return {"key": key, "id": name, "episodes": [{"missing": missing}]}
 
@@ -64,8 +64,8 @@ def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
     assert names[0] == names[1] and len(set(names[0])) == 9
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_invalid_json_is_reported_with_its_line(tmp_path):
     path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}, {"id": "b"}])
     path.write_text(path.read_text().replace('"b"}', '"b"'))
-    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is no JSON; restore the file"):
+    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not valid JSON; restore the file"):
         list(chosen_of_steps([path], 5).records())

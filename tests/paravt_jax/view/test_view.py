@@ -1,4 +1,4 @@
-"""The page of a run: whole, bounded, offline, and safe from what a model wrote."""
+"""The page of a run is complete, bounded, offline, and safe from model output."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ from paravt_jax.view.page import make_page
 
 
 class Page(HTMLParser):
-    """What a browser would make of it, as far as the standard library tells."""
+    """A page as the standard library parses it."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -55,6 +55,10 @@ def view(*run_dirs: Path, max_episodes: int = 200, frames: bool = False) -> Page
     return Page(make_page(run_dirs, max_episodes, frames=frames))
 
 
+def charts_of(page: Page) -> dict[str, dict]:
+    return {chart["title"]: chart for chart in page.data["figures"]["charts"]}
+
+
 def command(monkeypatch, *args: object) -> int:
     monkeypatch.setattr(sys, "argv", ["view", *map(str, args)])
     with pytest.raises(SystemExit) as end:
@@ -72,7 +76,7 @@ def page(run_dir) -> Page:
     return view(run_dir)
 
 
-def test_the_page_asks_for_nothing_and_allows_only_its_own_style_and_script(page):
+def test_the_page_loads_nothing_and_allows_only_its_own_style_and_script(page):
     links = {value for name, value in page.attributes if name in ("src", "href", "data", "action", "srcset")}
     assert links == {"#episodes"}
     policy = next(
@@ -84,28 +88,26 @@ def test_the_page_asks_for_nothing_and_allows_only_its_own_style_and_script(page
     assert "default-src 'none'" in policy and "img-src" not in policy
 
 
-def test_no_text_of_a_model_becomes_markup_and_none_is_lost(page, tmp_path):
+def test_model_output_never_becomes_markup_and_is_complete(page, tmp_path):
     nasty = view(make_run(tmp_path / "<script>x&amp;", texts=NASTY))
     assert nasty.tags == page.tags
-    shown = [
-        "".join(piece["text"] for turn in episode["turns"] for piece in turn["pieces"]) for episode in nasty.episodes
-    ]
-    assert {visible(text) for text in NASTY} <= set(shown)
+    texts = {"".join(piece["text"] for turn in e["turns"] for piece in turn["pieces"]) for e in nasty.episodes}
+    assert {visible(text) for text in NASTY} <= texts
     assert nasty.contents["script"] == page.contents["script"]
 
 
-def test_the_data_are_plain_ascii_without_a_sign_of_markup(tmp_path):
+def test_the_data_are_ascii_without_markup_characters(tmp_path):
     contents = view(make_run(tmp_path / "run", texts=NASTY)).contents
     for data in (contents["application/json"], contents["text/plain"]):
         assert data.isascii() and not set(data) & set("<>&\x00")
 
 
-def test_what_has_no_shape_is_spelled_out():
+def test_invisible_characters_are_spelled_out():
     assert visible("a\n\tb\x00\u202e\ud83dc") == "a\n\tb\u2400⟨U+202E⟩⟨U+D83D⟩c"
     assert visible("\U0001f3fa ünï") == "\U0001f3fa ünï"
 
 
-def test_lit_characters_are_those_that_earned_the_credit(run_dir, page):
+def test_highlighted_characters_are_those_that_earned_the_credit(run_dir, page):
     records = [record for path in sorted((run_dir / "episodes").iterdir()) for record in load_jsonl(path)]
     num_checked = 0
     for record, episode in zip(records, page.episodes, strict=True):
@@ -117,10 +119,10 @@ def test_lit_characters_are_those_that_earned_the_credit(run_dir, page):
     assert num_checked > 200
 
 
-def test_terms_of_a_plugin_are_shown_and_their_characters_lit(page):
-    shown = [episode for episode in page.episodes if not episode["missing"]]
-    assert all([term["name"] for term in episode["own"]] == ["brief", "repeated"] for episode in shown)
-    credits = [(n, credit, episode) for episode in shown for n, credit in enumerate(episode["credits"])]
+def test_a_plugins_terms_are_on_the_page_with_their_characters(page):
+    scored = [episode for episode in page.episodes if not episode["missing"]]
+    assert all([term["name"] for term in episode["own"]] == ["brief", "repeated"] for episode in scored)
+    credits = [(n, credit, episode) for episode in scored for n, credit in enumerate(episode["credits"])]
     brief = [(number, episode) for number, credit, episode in credits if credit["term"] == "brief"]
     assert brief
     for number, episode in brief:
@@ -129,13 +131,13 @@ def test_terms_of_a_plugin_are_shown_and_their_characters_lit(page):
 
 
 def test_spans_count_characters_and_not_utf16_units():
-    found = pieces("\U0001f3fa\U0001f3fa</think>", [Mark(2, 10, "credit", 3)], 100)
-    assert found == [{"text": "\U0001f3fa\U0001f3fa"}, {"text": "</think>", "credits": [3]}]
+    parts = pieces("\U0001f3fa\U0001f3fa</think>", [Mark(2, 10, "credit", 3)], 100)
+    assert parts == [{"text": "\U0001f3fa\U0001f3fa"}, {"text": "</think>", "credits": [3]}]
 
 
-def test_of_a_long_text_the_middle_is_left_out_and_counted():
-    found = pieces("a" * 40 + "b" * 1000 + "c" * 40, [Mark(500, 600, "tag"), Mark(1075, 1080, "credit", 0)], 60)
-    assert found == [
+def test_long_texts_lose_their_middle_which_is_counted():
+    parts = pieces("a" * 40 + "b" * 1000 + "c" * 40, [Mark(500, 600, "tag"), Mark(1075, 1080, "credit", 0)], 60)
+    assert parts == [
         {"text": "a" * 30},
         {"text": "", "left_out": 1020},
         {"text": "c" * 25},
@@ -143,7 +145,7 @@ def test_of_a_long_text_the_middle_is_left_out_and_counted():
     ]
 
 
-def test_the_forced_prefix_is_told_from_what_was_sampled(page):
+def test_the_forced_prefix_is_separate_from_sampled_text(page):
     first = [turn["pieces"][0] for episode in page.episodes for turn in episode["turns"]]
     forced = [piece for piece in first if "forced" in piece]
     assert len(forced) > 50 and {piece["text"] for piece in forced} == {"<think>"}  # its line break is the next piece
@@ -161,7 +163,7 @@ def test_ids_and_log_probs_of_tokens_stay_out(page):
 
 
 def test_calls_have_their_window_in_the_video_and_frames_their_times(page):
-    episode = next(one for one in page.episodes if sum(len(turn["calls"]) for turn in one["turns"]) > 1)
+    episode = next(e for e in page.episodes if sum(len(turn["calls"]) for turn in e["turns"]) > 1)
     (video,) = episode["videos"]
     assert (video["name"], video["duration_s"]) == ("video.mp4", DURATION_S)
     assert len(video["frames_s"]) == episode["frame_budget"] and video["frames_s"] == sorted(video["frames_s"])
@@ -170,16 +172,16 @@ def test_calls_have_their_window_in_the_video_and_frames_their_times(page):
     assert all(call["video"] == 0 and call["response"] for call in calls)
 
 
-def test_characters_are_coloured_by_the_advantage_that_they_were_learnt_with(run_dir, page):
+def test_characters_have_the_advantage_they_were_trained_with(run_dir, page):
     records = [record for path in sorted((run_dir / "episodes").iterdir()) for record in load_jsonl(path)]
     num_checked = 0
     for record, episode in zip(records, page.episodes, strict=True):
         for turn, start, end, value in record["advantage"]["places"]:
             number = episode["advantages"].index(round(value, 4))
-            learnt = [piece for piece in episode["turns"][turn]["pieces"] if piece.get("advantage") == number]
+            trained = [piece for piece in episode["turns"][turn]["pieces"] if piece.get("advantage") == number]
             text = visible(record["turns"][turn]["text"][start:end])
             assert (
-                text in "".join(piece["text"] for piece in learnt)
+                text in "".join(piece["text"] for piece in trained)
                 if text
                 else episode["turns"][turn]["end_advantage"] == number
             )
@@ -188,22 +190,23 @@ def test_characters_are_coloured_by_the_advantage_that_they_were_learnt_with(run
 
 
 def test_turns_and_calls_have_their_time(page):
-    episode = next(one for one in page.episodes if len(one["turns"]) > 1 and len(one["turns"][0]["calls"]) > 1)
+    episode = next(e for e in page.episodes if len(e["turns"]) > 1 and len(e["turns"][0]["calls"]) > 1)
     first, second = episode["turns"][:2]
     ends = [call["started_s"] + call["latency_s"] for call in first["calls"]]
     assert {call["started_s"] for call in first["calls"]} == {first["started_s"] + first["latency_s"]}
     assert max(ends) == pytest.approx(second["started_s"], abs=1e-3) and episode["overview_s"] > 0
 
 
-def test_a_record_from_before_videos_and_times_were_kept_still_opens(run_dir, tmp_path):
+def test_older_records_without_videos_and_times_still_open(run_dir, tmp_path):
     old = shutil.copytree(run_dir, tmp_path / "old")
     for path in (old / "episodes").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         for row in rows:
             row["advantage"].pop("places")
-            for told in (row, *row.get("turns", ()), *(one for turn in row.get("turns", ()) for one in turn["calls"])):
+            turns = row.get("turns", ())
+            for record in (row, *turns, *(call for turn in turns for call in turn["calls"])):
                 for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
-                    told.pop(name, None)
+                    record.pop(name, None)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = view(old, frames=True)
     assert len(page.episodes) == 72 and not any(episode["videos"] for episode in page.episodes)
@@ -212,51 +215,51 @@ def test_a_record_from_before_videos_and_times_were_kept_still_opens(run_dir, tm
     )
 
 
-def test_two_runs_are_one_page_with_the_episodes_of_both(run_dir, tmp_path):
+def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     other = make_run(tmp_path / "other", 2, luck=1)
     page = view(run_dir, other, max_episodes=24)
     assert [run["about"]["name"] for run in page.all["runs"]] == ["view0/studio", f"{tmp_path.name}/other"]
     prompts = [{(row["step"], row["prompt"]) for row in page.rows if row["run"] == run} for run in (0, 1)]
     assert [sum(row["run"] == run for row in page.rows) for run in (0, 1)] == [12, 12]
-    assert prompts[0] == prompts[1]  # of the steps that both have
+    assert prompts[0] == prompts[1]  # of the common steps
 
 
-def test_an_evaluation_has_its_cells_with_the_figures_of_their_certificates(tmp_path, monkeypatch):
+def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_path, monkeypatch):
     settings = ["eval.dispatches=[none]", "eval.frame_budgets=[3,5]", "eval.num_samples=2", "rollout.temperature=1"]
     config = config_of("longvideobench", tmp_path / "copy", *settings)
     cells = Evaluator(CHAT, lambda episode, request: answer("B"), monkeypatch).run(config)
-    (Path(config.run_dir) / "cell_none_5.json").unlink()  # as while it is played
+    (Path(config.run_dir) / "cell_none_5.json").unlink()  # as before the cell is finished
     page = view(Path(config.run_dir), max_episodes=8)
-    done, begun = page.data["cells"]
+    done, unfinished = page.data["cells"]
     assert page.data["about"]["kind"] == "evaluation" and page.data["headlines"] == []
     assert done["scores"]["strict"]["interval"] == cells[0]["scores"]["strict"]["interval_95"]
     assert (done["num_there"], done["num_expected"], done["dispatch"], done["frame_budget"]) == (3, 1337, "none", 3)
-    assert (begun["num_there"], begun["scores"]) == (3, {})
-    assert Counter(row["cell"] for row in page.rows) == {"none_3": 4, "none_5": 4}  # two samples each, both twice
+    assert (unfinished["num_there"], unfinished["scores"]) == (3, {})
+    assert Counter(row["cell"] for row in page.rows) == {"none_3": 4, "none_5": 4}  # two prompts, two samples each
     assert {row["split"] for row in page.rows} == {"longvideobench"}
-    assert ["Calls made", "none"] in page.data["about"]["facts"]
+    assert ["Dispatches", "none"] in page.data["about"]["facts"]
 
 
-def test_gaps_of_a_curve_say_why(tmp_path):
+def test_gaps_of_a_curve_have_a_reason(tmp_path):
     rows = [
-        {"step": 1, "loss/policy": 0.5, "rollout/accuracy_mean_mcq": 1.0},
+        {"step": 1, "loss/policy": 0.5, "rollout/accuracy_mean": 1.0},
         {"step": 2, "perf/num_batches": 0.0},
         {"step": 3, "loss/policy": None},
         {"step": 4, "loss/policy": 1e300},
-        {"step": 7, "loss/policy": 0.2, "rollout/accuracy_mean_mcq": 0.5},
+        {"step": 7, "loss/policy": 0.2, "rollout/accuracy_mean": 0.5},
     ]
-    gaps = view(write_metrics(tmp_path, rows)).data["figures"]["gaps"]
-    lost = [5, 6, "the step is not in the log"]
-    assert gaps["loss/policy"] == [
-        [2, 2, "nothing to learn from"],
-        [3, 3, "no finite number"],
-        [4, 4, "a number beyond any axis"],
-        lost,
+    charts = charts_of(view(write_metrics(tmp_path, rows)))
+    not_in_log = [5, 6, "the step is not in the log"]
+    assert charts["Policy loss"]["lines"][0]["gaps"] == [
+        [2, 2, "no group had a signal"],
+        [3, 3, "not a finite number"],
+        [4, 4, "a number too large to draw"],
+        not_in_log,
     ]
-    assert gaps["rollout/accuracy_mean_mcq"] == [[2, 4, "no such episode"], lost]
+    assert charts["Accuracy"]["lines"][0]["gaps"] == [[2, 4, "not logged"], not_in_log]
 
 
-def test_a_missing_episode_is_shown_with_its_problem_and_its_siblings_question(page):
+def test_a_missing_episode_has_its_problem_and_a_siblings_question(page):
     missing = [episode for episode in page.episodes if episode["missing"]]
     assert missing and all("no server answered" in episode["problem"] for episode in missing)
     assert all(episode["reward"] is None and not episode["turns"] for episode in missing)
@@ -273,19 +276,19 @@ def forty_steps(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("max_episodes", [0, 1, 3, 8, 50])
-def test_episodes_are_taken_evenly_over_the_steps(max_episodes, forty_steps):
+def test_episodes_are_spread_evenly_over_the_steps(max_episodes, forty_steps):
     steps = [episode["step"] for episode in view(forty_steps, max_episodes=max_episodes).episodes]
     assert len(steps) == max_episodes
     assert steps == sorted(steps) and max(Counter(steps).values(), default=0) <= 5
     assert steps[-1:] in ([], [40]) and (max_episodes < 8 or steps[0] == 1)
 
 
-def test_few_episodes_of_many_steps_are_not_always_the_same_members(forty_steps):
+def test_different_steps_show_different_rollout_numbers(forty_steps):
     assert {episode["id"] for episode in view(forty_steps, max_episodes=40).episodes} == set("012345")
 
 
 @pytest.mark.slow
-def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path):
+def test_a_page_of_huge_texts_stays_small_and_counts_omitted_characters(tmp_path):
     run_dir = make_run(tmp_path / "run", 1, texts=["<think>\n" + "\U0001f3fa<answer>" * 3_000, "\x00" * 200_000] * 3)
     page = make_page([run_dir], 200)
     assert len(page) < PAGE_BYTES
@@ -293,15 +296,15 @@ def test_a_page_of_endless_texts_stays_small_and_says_what_it_left_out(tmp_path)
     assert all(any("left_out" in piece for piece in episode["turns"][0]["pieces"]) for episode in long)
 
 
-def test_episodes_keep_to_their_share_of_the_page(run_dir, monkeypatch):
+def test_episodes_fit_in_their_share_of_the_page(run_dir, monkeypatch):
     monkeypatch.setattr(episodes, "PAGE_BYTES", 72 * 2_000)
     monkeypatch.setattr(episodes, "MIN_EPISODE_BYTES", 100)
-    shown = view(run_dir).episodes
-    assert len(shown) == 72 and max(len(json.dumps(episode)) for episode in shown) <= 2_000
-    assert {episode["problem"] for episode in shown if not episode["turns"]} >= {"too large for this page"}
+    converted = view(run_dir).episodes
+    assert len(converted) == 72 and max(len(json.dumps(episode)) for episode in converted) <= 2_000
+    assert {episode["problem"] for episode in converted if not episode["turns"]} >= {"too large for this page"}
 
 
-def test_a_run_that_is_writing_is_shown_up_to_its_last_whole_line(run_dir, page, tmp_path):
+def test_a_running_runs_page_ends_at_its_last_complete_line(run_dir, page, tmp_path):
     shutil.copytree(run_dir, tmp_path / "run")
     for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "episodes" / "000003.jsonl"):
         path.write_bytes(path.read_bytes()[:-20])
@@ -310,33 +313,20 @@ def test_a_run_that_is_writing_is_shown_up_to_its_last_whole_line(run_dir, page,
     assert cut.episodes == page.episodes[:-1]
 
 
-def test_numbers_beyond_any_axis_are_gaps_in_the_page(run_dir, tmp_path):
-    odd = shutil.copytree(run_dir, tmp_path / "odd")
-    rows = [json.loads(line) for line in (odd / "metrics.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows):
-        row |= {key: (-1) ** number * 1e308 for key in row if key != "step"}
-    assert "Infinity" not in view(write_metrics(odd, rows)).contents["application/json"]
-
-
-def test_a_run_without_steps_says_so(run_dir, tmp_path):
+def test_a_run_without_steps_has_an_empty_page(run_dir, tmp_path):
     shutil.copy(run_dir / "config.json", tmp_path)
     page = view(tmp_path)
     assert page.data["about"]["steps_done"] == 0 and page.data["about"]["steps_planned"] == 5
-    assert (
-        page.episodes == []
-        and page.rows == []
-        and page.data["headlines"] == []
-        and page.data["figures"]["charts"] == []
-    )
+    assert [page.episodes, page.rows, page.data["headlines"], page.data["figures"]["charts"]] == [[], [], [], []]
 
 
-def test_a_run_of_another_kind_has_charts_of_what_it_logged(tmp_path):
+def test_metrics_without_a_predefined_chart_get_their_own(tmp_path):
     rows = [
         {"step": n, "loss/sft": 2.0 / n, "optim/grad_norm": 1.0, "data/bad_rows": 0, "note": "x"} for n in (1, 2, 3)
     ]
     data = view(write_metrics(tmp_path, rows)).data
     sections = {chart["title"]: chart["section"] for chart in data["figures"]["charts"]}
-    assert sections == {"Gradient norm before clipping": "learner", "loss/sft": "learner", "data/bad_rows": "other"}
+    assert sections == {"Gradient norm before clipping": "Learner", "loss/sft": "Learner", "data/bad_rows": None}
     assert [(item["symbol"], item["first"], item["last"]) for item in data["headlines"]] == [("sft", 2.0, 0.66667)]
 
 
@@ -346,35 +336,44 @@ def test_headlines_are_means_of_the_first_and_last_tenth(tmp_path):
     assert (item["symbol"], item["first"], item["last"]) == ("f_τ", 1.5, 19.5)  # (1 + 2) / 2, (19 + 20) / 2
 
 
-def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
+def test_points_of_long_runs_are_means_of_neighboring_steps(tmp_path):
     rows = [{"step": n, "loss/policy": float(n % 2)} for n in range(1, 2 * MAX_POINTS + 1)]
-    figures = view(write_metrics(tmp_path, rows)).data["figures"]
-    assert figures["steps_a_point"] == 2 and figures["steps"][-1] == 2 * MAX_POINTS
-    assert figures["columns"]["loss/policy"] == [0.5] * MAX_POINTS
+    page = view(write_metrics(tmp_path, rows))
+    figures = page.data["figures"]
+    assert figures["steps_per_point"] == 2 and figures["steps"][-1] == 2 * MAX_POINTS
+    assert charts_of(page)["Policy loss"]["lines"][0]["values"] == [0.5] * MAX_POINTS
 
 
-def test_parts_of_a_steps_time_add_up_to_the_whole(tmp_path):
+def test_validation_values_are_drawn_over_the_training_curve(tmp_path):
+    row = {"step": 1, "validation/accuracy_mean": 0.25}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(row))
+    rows = [{"step": step, "rollout/accuracy_mean": 0.5, "rollout/anchor_mean": 0.0} for step in (1, 2)]
+    charts = charts_of(view(write_metrics(tmp_path, rows)))
+    assert [charts[title]["validation"] for title in ("Accuracy", "Terms of the reward")] == [[0.25], None]
+
+
+def test_parts_of_a_steps_time_add_up_to_its_total(tmp_path):
     rows = [{"step": 1, "time/rollout_s": 5.0, "time/update_s": 3.0, "time/publish_s": 0.5, "time/step_s": 10.0}]
-    columns = view(write_metrics(tmp_path, rows)).data["figures"]["columns"]
-    assert columns["time/other_s"] == [1.5]
+    lines = charts_of(view(write_metrics(tmp_path, rows)))["Time per step, seconds"]["lines"]
+    assert [line["values"] for line in lines] == [[5.0], [3.0], [0.5], [1.5]]
 
 
 @pytest.mark.parametrize("files", [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}])
-def test_a_directory_that_is_no_run_is_refused_in_one_line(files, tmp_path, monkeypatch, capsys):
+def test_a_directory_that_is_not_a_run_is_rejected(files, tmp_path, monkeypatch, capsys):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert command(monkeypatch, tmp_path) == 1
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_page_replaces_an_older_one_and_nothing_else_unless_forced(tmp_path, monkeypatch, capsys):
+def test_only_force_replaces_files_other_than_an_older_page(tmp_path, monkeypatch, capsys):
     write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])
     assert command(monkeypatch, tmp_path) == command(monkeypatch, tmp_path) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")] * 2
     other = tmp_path / "thesis.html"
     other.write_text("<!doctype html> years of work")
-    assert command(monkeypatch, tmp_path, "--out", other, "--force") == 1  # a file of the run is none to replace
+    assert command(monkeypatch, tmp_path, "--out", other, "--force") == 1  # never a file of the run
     other = other.rename(tmp_path.parent / f"{tmp_path.name}.html")
     assert command(monkeypatch, tmp_path, "--out", other) == 1
     assert "with --force" in capsys.readouterr().err and other.read_text().endswith("years of work")
