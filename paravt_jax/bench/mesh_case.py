@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from model_port.config import ModelConfig, preset
 from paravt_jax.bench.models import MODELS
-from paravt_jax.config import Config, SftConfig
+from paravt_jax.config import Config
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
+    from paravt_jax.plan.update import PlannedUpdate
     from paravt_jax.plan.workload import Step
 
 FRAMES_OF_A_ROW = 4
@@ -91,30 +92,29 @@ def config_of(
     return Config(**defaults | sections)
 
 
-def make_learner(config: Config | SftConfig, model: ModelConfig, mesh: "Mesh | None") -> "Learner":
+def make_learner(update: "PlannedUpdate", model: ModelConfig, mesh: "Mesh | None") -> "Learner":
     """A learner with random weights."""
     from model_port.layers import Compute
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.settings import LossConfig
     from paravt_jax.plan.batch import random_model
 
-    settings = config.model
-    loss = config.loss if isinstance(config, Config) else LossConfig(kl_coef=0.0)
-    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), config.lora, mesh)
-    return Learner(policy, config.optim, loss, temperature=config.rollout.temperature, mesh=mesh)
+    settings = update.policy
+    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), update.lora, mesh)
+    loss = update.loss or LossConfig(kl_coef=0.0)
+    return Learner(policy, update.optim, loss, temperature=update.temperature, mesh=mesh)
 
 
-def take_step(learner: "Learner", config: Config | SftConfig, batch: "TrainBatch", step: "Step") -> None:
+def take_step(learner: "Learner", update: "PlannedUpdate", batch: "TrainBatch", step: "Step") -> None:
     """One step of the run: old log-probs if the run computes them, then its updates."""
     from paravt_jax.learner.learner import StepPart
     from paravt_jax.learner.variants import StepCounts
-    from paravt_jax.plan.update import update_of
 
     batches = [batch] * step.num_batches
-    if isinstance(config, SftConfig):
+    if update.loss is None:
         learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)
         return
-    old = [learner.old_log_probs(each) for each in batches] if update_of(config).scores_before else None
+    old = [learner.old_log_probs(each) for each in batches] if update.scores_before else None
     parts = []
     for first in range(step.num_updates):
         old_logp = None if old is None else old[first :: step.num_updates]

@@ -35,12 +35,13 @@ from paravt_jax.bench.mesh_rows import (
     summary,
     unknowns,
 )
-from paravt_jax.config import Config, SftConfig, computed_on, written_dtype
+from paravt_jax.config import Config, computed_on, written_dtype
 from paravt_jax.plan.batch import make_batch
 from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
 from paravt_jax.plan.meshes import MeshEstimate, Shape
 from paravt_jax.plan.plan import assumed_of_seconds
-from paravt_jax.plan.workload import Step, full_step, largest_batch
+from paravt_jax.plan.run import PlannedRun
+from paravt_jax.plan.workload import Step, full_step
 from paravt_jax.run.gpu_assignment import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
 from paravt_jax.run.start import find_devices, said_devices, start_line
@@ -169,17 +170,17 @@ def no_room(problem: RuntimeError) -> str:
     return str(problem).partition("\n")[0][:SHOWN_CHARS]
 
 
-def _measured(run: BenchedRun, own: Config | SftConfig, step: Step) -> dict[str, float]:
-    several = own.mesh.num_devices > 1
-    mesh = make_mesh(own.mesh.data, own.mesh.fsdp, own.mesh.tensor) if several else None
-    learner, largest = make_learner(own, run.model, mesh), largest_batch(own, run.model)
-    take_step(learner, own, make_batch(largest, run.model), full_step(largest))
+def _measured(run: BenchedRun, own: PlannedRun, step: Step) -> dict[str, float]:
+    update, num_devices = own.update, own.update.mesh.num_devices
+    mesh = make_mesh(update.mesh.data, update.mesh.fsdp, update.mesh.tensor) if num_devices > 1 else None
+    learner, largest = make_learner(update, run.model, mesh), own.largest_batch()
+    take_step(learner, update, make_batch(largest, run.model), full_step(largest))
     seconds, batch = [], make_batch(step.shape, run.model)
     for turn in range(run.args.repeats + 1):
         start = time.perf_counter()
-        take_step(learner, own, batch, step)
+        take_step(learner, update, batch, step)
         if turn:  # the first turn warms up
             seconds.append(time.perf_counter() - start)
     update_s = statistics.median(seconds)
-    tokens_per_s = step.num_tokens / update_s / own.mesh.num_devices
+    tokens_per_s = step.num_tokens / update_s / num_devices
     return {"tokens": step.num_tokens, "update_s": update_s, "device_tokens_per_s": tokens_per_s}

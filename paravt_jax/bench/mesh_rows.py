@@ -15,10 +15,11 @@ from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
-from paravt_jax.plan.plan import config_on, model_config
+from paravt_jax.plan.plan import model_config
 from paravt_jax.plan.roofline import StepSeconds
+from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import Interval, step_time
-from paravt_jax.plan.workload import Step, full_step, largest_batch, typical_step
+from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]
 MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null if nothing ran
@@ -43,28 +44,33 @@ class BenchedRun:
         """GPUs of the servers that the run starts on the learner's machine."""
         return self.config.engine.gpus if isinstance(self.config, Config) else []
 
-    def on(self, shape: Shape) -> tuple[Config | SftConfig, Step]:
+    def on(self, shape: Shape) -> tuple[PlannedRun, Step]:
         """The run on this mesh, and a step."""
         if self.config is None:
             args = self.args
-            own = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
-            return own, full_step(largest_batch(own, self.model))
-        own = config_on(self.config, MeshConfig(*shape))
-        return own, typical_step(own, self.model)
+            config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
+            run = PlannedRl.of(config, self.model)
+            return run, full_step(run.largest_batch())
+        if isinstance(self.config, SftConfig):
+            planned = PlannedSft.of(self.config, self.model)
+        else:
+            planned = PlannedRl.of(self.config, self.model)
+        run = planned.on_mesh(MeshConfig(*shape))
+        return run, run.typical_step()
 
 
 def estimated_on(
     shape: Shape, run: BenchedRun, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
-) -> tuple[Config | SftConfig | None, Step | None, MeshEstimate]:
+) -> tuple[PlannedRun | None, Step | None, MeshEstimate]:
     """The run on this mesh, a step, and its estimate; the estimate has a problem if the run rejects the mesh."""
     own, step = None, None
     try:
         own, step = run.on(shape)
-        found = estimate(own, run.model, step, device, devices, rates)
-        if run.config is not None and isinstance(own, Config) and found.fits:
-            whole = step_time(own, run.model, device, found.est_step_s)
-            found = dataclasses.replace(found, run_step_s=whole and whole.seconds)
-        return own, step, found
+        estimated = estimate(own, step, device, devices, rates)
+        if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
+            whole = step_time(own, device, estimated.est_step_s)
+            estimated = dataclasses.replace(estimated, run_step_s=whole and whole.seconds)
+        return own, step, estimated
     except ValueError as problem:
         return own, step, MeshEstimate(shape, problem=str(problem))
 
@@ -91,7 +97,7 @@ def servers_remark(gpus: Sequence[int], num_left: int) -> Iterator[str]:
         yield f"engine.gpus={list(gpus)} are for servers: {num_left} devices remain for the learner"
 
 
-def row_of(estimated: MeshEstimate, own: Config | SftConfig | None, price: float | None) -> Row:
+def row_of(estimated: MeshEstimate, own: PlannedRun | None, price: float | None) -> Row:
     """`own` is the run on that mesh, if possible; `price` is for a device and an hour."""
     return {
         **dataclasses.asdict(estimated),

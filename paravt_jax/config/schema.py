@@ -508,6 +508,14 @@ class EvaluationConfig:
     def cells(self) -> list[tuple[Dispatch, int]]:
         return [(dispatch, budget) for dispatch in self.dispatches for budget in self.frame_budgets]
 
+    def episode(self, rollout: EpisodeConfig, dispatch: Dispatch) -> EpisodeConfig:
+        """The settings of an episode with this dispatch."""
+        if self.mode in ("agentic_release", "direct"):
+            rollout = replace(rollout, forced_prefix="", prompts_file="")
+        if self.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
+            rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
+        return replace(rollout, dispatch=dispatch, prompts_file="")
+
 
 def _greedy() -> EpisodeConfig:
     return EpisodeConfig(temperature=0.0)
@@ -537,21 +545,12 @@ class EvalConfig(RunConfig):
                 "ParaVT/paravt/eval/driver.py --dst paravt.yaml`, then rollout.prompts_file=paravt.yaml"
             )
         for dispatch in self.eval.dispatches:
-            self.episode(dispatch)  # raises if the dispatch conflicts with other settings
+            self.eval.episode(self.rollout, dispatch)  # raises if the dispatch conflicts with other settings
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
                 f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "
                 f"lower the other"
             )
-
-    def episode(self, dispatch: Dispatch) -> EpisodeConfig:
-        """The settings of an episode with this dispatch."""
-        rollout = self.rollout
-        if self.eval.mode in ("agentic_release", "direct"):
-            rollout = replace(rollout, forced_prefix="", prompts_file="")
-        if self.eval.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
-            rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
-        return replace(rollout, dispatch=dispatch, prompts_file="")
 
 
 def _local(section: str, config: Any, *names: str) -> None:

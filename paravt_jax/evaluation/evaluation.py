@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from model_port.terminal import say
-from paravt_jax.config import EvalConfig, computed_on, to_record
+from paravt_jax.config import EvalConfig, EvalDataConfig, EvaluationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
-from paravt_jax.evaluation.provenance import changed_sections, engine_record, model_record, provenance, settings_key
+from paravt_jax.evaluation.provenance import (
+    cell_provenance,
+    changed_sections,
+    engine_record,
+    model_record,
+    run_provenance,
+    settings_key,
+)
 from paravt_jax.evaluation.results import Cell, Shard
 from paravt_jax.evaluation.runner import CellRunner
 from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult, cell_name, sample_key
@@ -28,7 +35,7 @@ from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.episode import Agent
-from rollout.episode_config import Dispatch
+from rollout.episode_config import Dispatch, EpisodeConfig
 
 PLAYED_FILE = "played_by.json"
 
@@ -38,8 +45,10 @@ class Evaluation:
     """Use `async with open_evaluation(config) as evaluation`."""
 
     directory: Path
-    config: EvalConfig
+    settings: EvaluationConfig
+    rollout: EpisodeConfig
     record: Mapping[str, Any]  # the content of RUN/config.json
+    provenance: Mapping[str, Any]  # shared by all cells
     loaded: SampleSet
     samples: Sequence[Sample]  # the samples of this run or shard
     worker: RolloutWorker | None = None  # None if every sample is done
@@ -69,7 +78,7 @@ class Evaluation:
 
     def is_done(self) -> bool:
         """Whether every sample of every cell is done."""
-        cells = [(self._keys(*cell), self._log(*cell)) for cell in self.config.eval.cells]
+        cells = [(self._keys(*cell), self._log(*cell)) for cell in self.settings.cells]
         return not any(_undone(keys, log.read(keys)) for keys, log in cells)
 
     def _keys(self, dispatch: Dispatch, frame_budget: int) -> dict[str, Sample]:
@@ -83,16 +92,18 @@ class Evaluation:
         return self.directory / f"cell_{cell_name(dispatch, frame_budget)}.json"
 
     def _name(self, dispatch: Dispatch, frame_budget: int) -> str:
-        return ", ".join([*filter(None, [self.config.data.split]), dispatch, f"{frame_budget} frames"])
+        split = self.loaded.split
+        return ", ".join([*([split.name] if split else []), dispatch, f"{frame_budget} frames"])
 
     def _runner(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> CellRunner:
-        agent = Agent(worker.agent.engine, worker.agent.frames, worker.agent.chat, self.config.episode(dispatch))
+        episode = self.settings.episode(self.rollout, dispatch)
+        agent = Agent(worker.agent.engine, worker.agent.frames, worker.agent.chat, episode)
         return CellRunner(
             self._name(dispatch, frame_budget),
             replace(worker, agent=agent),
             self.loaded.split,
             frame_budget,
-            self.config.eval.num_samples,
+            self.settings.num_samples,
         )
 
     def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
@@ -101,7 +112,8 @@ class Evaluation:
             raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
         if problems:
             say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
-        about = provenance(self.config, self.loaded, _played_by(self.directory), dispatch, frame_budget)
+        episode = self.settings.episode(self.rollout, dispatch)
+        about = cell_provenance(self.provenance, episode, frame_budget, _played_by(self.directory))
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
@@ -114,13 +126,24 @@ def _undone(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> 
 async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> AsyncIterator[Evaluation]:
     """Opens an evaluation or one shard of it. The model is loaded only if samples remain."""
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(locked(_directory(config, shard)))
-        loaded, record = _load(config), to_record(config)
+        directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
+        loaded, record = _load(config.data), to_record(config)
         _check_same(directory, record)
         write_settings(record, directory)
         samples = loaded.samples[: config.eval.max_prompts]
         number, num_shards = shard or (1, 1)
-        evaluation = Evaluation(directory, config, record, loaded, samples[number - 1 :: num_shards])
+        provenance = run_provenance(
+            config.eval,
+            loaded,
+            config.reward,
+            config.judge,
+            seed=config.seed,
+            validation=config.data.validation,
+            model_path=config.model.path,
+        )
+        evaluation = Evaluation(
+            directory, config.eval, config.rollout, record, provenance, loaded, samples[number - 1 :: num_shards]
+        )
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
@@ -165,13 +188,11 @@ async def _open_worker(
     return RolloutWorker(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
 
 
-def _directory(config: EvalConfig, shard: Shard | None) -> Path:
-    run_dir = Path(config.run_dir)
+def _directory(run_dir: Path, shard: Shard | None) -> Path:
     return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
 
 
-def _load(config: EvalConfig) -> SampleSet:
-    data = config.data
+def _load(data: EvalDataConfig) -> SampleSet:
     loaded = load_samples(
         split_named(data.split) if data.split else None,
         data.validation,

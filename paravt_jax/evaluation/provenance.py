@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax import rewards
-from paravt_jax.config import EngineConfig, EvalConfig
+from paravt_jax.config import EngineConfig, EvaluationConfig
 from paravt_jax.data.splits.reading import SampleSet
+from paravt_jax.rewards.judge import JudgeConfig
+from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
-from rollout.episode_config import Dispatch
+from rollout.episode_config import Dispatch, EpisodeConfig
 
 SCORERS = ("answers", "grammar", "official", "terms")  # modules of `paravt_jax/rewards` that affect a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
@@ -35,39 +37,52 @@ def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str
     return changed + [f"eval.{key}" for key in EVAL_KEYS if old["eval"].get(key) != new["eval"][key]]
 
 
-def provenance(
-    config: EvalConfig,
+def run_provenance(
+    settings: EvaluationConfig,
     loaded: SampleSet,
-    played: Sequence[Mapping[str, Any]],
-    dispatch: Dispatch,
-    frame_budget: int,
+    reward: RewardConfig,
+    judge: JudgeConfig,
+    *,
+    seed: int,
+    validation: str,
+    model_path: str,
 ) -> dict[str, Any]:
-    """`played` has the model and engine of the run, and of each of its shards."""
-    episode = config.episode(dispatch)
-    repository = loaded.split.repo if loaded.split else config.data.validation
+    """The provenance that all cells of an evaluation share."""
+    repository = loaded.split.repo if loaded.split else validation
     return {
-        "dispatch": dispatch,
-        "frame_budget": frame_budget,
-        "mode": config.eval.mode,
-        "num_samples": config.eval.num_samples,
-        "seed": config.seed,
+        "mode": settings.mode,
+        "num_samples": settings.num_samples,
+        "seed": seed,
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},
-        "hashes": {
-            "prompt": digest([asdict(episode.prompts), episode.forced_prefix]),
-            "schema": digest([tool.spec.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
-            "scorer": scorer_digest(config),
-        },
-        "model": played[0]["model"] if played else {"path": config.model.path},
-        "engines": [one["engine"] for one in played],
+        "hashes": {"scorer": _scorer_digest(reward, judge)},
+        "model": {"path": model_path},
         **versions(),
     }
 
 
-def scorer_digest(config: EvalConfig) -> str:
+def cell_provenance(
+    run: Mapping[str, Any], episode: EpisodeConfig, frame_budget: int, played: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`played` has the model and engine of the run, and of each of its shards."""
+    hashes = {
+        "prompt": digest([asdict(episode.prompts), episode.forced_prefix]),
+        "schema": digest([tool.spec.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
+    }
+    return {
+        "dispatch": episode.dispatch,
+        "frame_budget": frame_budget,
+        **run,
+        "hashes": hashes | run["hashes"],
+        "model": played[0]["model"] if played else run["model"],
+        "engines": [record["engine"] for record in played],
+    }
+
+
+def _scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
     """A hash of the scorers' source code and settings."""
     folder = Path(rewards.__file__).parent
     sources = [(folder / f"{name}.py").read_text() for name in SCORERS]
-    return digest([sources, asdict(config.reward), config.judge.model or None])
+    return digest([sources, asdict(reward), judge.model or None])
 
 
 def model_record(path: str, source: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from paravt_jax.config import DataConfig, SftConfig, computed_on, to_record
+from paravt_jax.config import DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Trace, load_traces
@@ -35,12 +35,13 @@ from paravt_jax.sampling.engines import frame_reader, warn_of_large
 class SftRun:
     """Use `async with open_sft_run(config) as run`."""
 
-    config: SftConfig
     training: Training
     hosts: Hosts
     probe: DeviceProbe
     batches: TraceBatches
     held_out: Sequence[Trace]
+    held_out_path: str
+    validation: ValidationConfig
     num_traces: int  # per epoch
     next_visit: int
     own_time: OwnTime = field(default_factory=OwnTime)  # this host's time for the last batch
@@ -98,7 +99,7 @@ class SftRun:
 
     async def validate_if_due(self) -> None:
         training = self.training
-        if not self.held_out or not training.validation_due(self.config.validation):
+        if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
         total, num_tokens = 0.0, 0
@@ -109,7 +110,7 @@ class SftRun:
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         total, num_tokens = map(sum, zip(*self.hosts.gather("validation", (total, num_tokens)), strict=True))
         if not num_tokens:
-            raise RuntimeError(f"no trace of data.validation={self.config.data.validation} can be rendered")
+            raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")
         metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}
         training.log.validation(training.step, metrics)
 
@@ -181,7 +182,17 @@ async def open_sft_run(
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)
-        run = SftRun(config, training, hosts, DeviceProbe(hosts), batches, held_out, visits.num_items, next_visit)
+        run = SftRun(
+            training=training,
+            hosts=hosts,
+            probe=DeviceProbe(hosts),
+            batches=batches,
+            held_out=held_out,
+            held_out_path=config.data.validation,
+            validation=config.validation,
+            num_traces=visits.num_items,
+            next_visit=next_visit,
+        )
         yield run
         await training.finish(run.progress())
 

@@ -25,7 +25,6 @@ from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.sharding import on_mesh
 from model_port.text import Visual
-from paravt_jax.config import Config, SftConfig
 from paravt_jax.learner import programs
 from paravt_jax.learner.learner import opt_shardings, trained_filter
 from paravt_jax.learner.losses import LossCoefs, LossSpec
@@ -38,7 +37,7 @@ from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
 from paravt_jax.plan.flops import product_flops
-from paravt_jax.plan.update import update_of
+from paravt_jax.plan.update import PlannedUpdate
 
 
 class NoRoom(Exception):
@@ -63,62 +62,61 @@ class Program:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.beside_bytes
 
 
-def compiled_update(config: Config | SftConfig, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
+def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
     """Compiles the programs of a step with such batches, two at a time."""
-    learner, batch = _AbstractLearner(config, model, mesh), abstract_batch(shape, model, mesh)
+    learner, batch = _AbstractLearner(update, model, mesh), abstract_batch(shape, model, mesh)
     own, ref = learner.params, learner.ref_params
-    moments, unread_ref = ((), ()) if config.optim.offload else (learner.opt_state, learner.ref)
-    frozen, before = not config.optim.train_vision, update_of(config).scores_before
+    moments, unread_ref = ((), ()) if update.optim.offload else (learner.opt_state, learner.ref)
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
-    old = OldLogProbs(logp if before else None, None if ref is None else logp)
+    old = OldLogProbs(logp if update.scores_before else None, None if ref is None else logp)
     # Resident arrays that are not arguments: for programs of the policy, and for programs of the reference.
     beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
     with _nothing_written_to_cache(), ThreadPoolExecutor(max_workers=2) as pool:
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
-        found: list[tuple[Future[_Compiled], Any]] = []
-        if frozen:
-            found.append((pool.submit(learner.encode_vision, own, batch), (learner.grads, *beside_own)))
-            visual = ref_visual = found[0][0].result().made()
+        jobs: list[tuple[Future[_Compiled], Any]] = []
+        if not update.optim.train_vision:
+            jobs.append((pool.submit(learner.encode_vision, own, batch), (learner.grads, *beside_own)))
+            visual = ref_visual = jobs[0][0].result().outputs()
         elif ref is not None:
-            found.append((pool.submit(learner.encode_vision, ref, batch), beside_ref))
-            ref_visual = found[0][0].result().made()
-        found.append((pool.submit(learner.add_gradients, batch, visual, old), beside_own))
-        if before:
-            found.append((pool.submit(learner.score, own, batch, visual), beside_own))
+            jobs.append((pool.submit(learner.encode_vision, ref, batch), beside_ref))
+            ref_visual = jobs[0][0].result().outputs()
+        jobs.append((pool.submit(learner.add_gradients, batch, visual, old), beside_own))
+        if update.scores_before:
+            jobs.append((pool.submit(learner.score, own, batch, visual), beside_own))
         if ref is not None:
-            found.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
-        found.append((applying, (learner.frozen, unread_ref, batch, visual)))
-        return [compiling.result().program(beside=beside) for compiling, beside in found]
+            jobs.append((pool.submit(learner.score, ref, batch, ref_visual), beside_ref))
+        jobs.append((applying, (learner.frozen, unread_ref, batch, visual)))
+        return [job.result().program(beside=beside) for job, beside in jobs]
 
 
 @contextmanager
 def _nothing_written_to_cache() -> Iterator[None]:
     """JAX cannot read back programs that it compiled without their devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
+    min_s = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, min_s)
 
 
 class _AbstractLearner:
     """A learner's state as sharded shapes, and its programs compiled for them."""
 
-    def __init__(self, config: Config | SftConfig, model: ModelConfig, mesh: Mesh):
-        self.config, self.mesh, settings, lora = config, mesh, config.model, config.lora
+    def __init__(self, update: PlannedUpdate, model: ModelConfig, mesh: Mesh):
+        self.update, self.mesh, settings, lora = update, mesh, update.policy, update.lora
         policy = abstract_model(model, Compute(settings.dtype, allow_kernel(settings.attention), remat=settings.remat))
         policy = with_params(policy, abstract_params(policy, settings.dtype if lora.rank else "float32", mesh))
         pairs = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in adapter_shapes(model, lora.rank).items()}
         add_adapter(policy, lora, pairs, mesh)
-        self.structure, self.masters, self.frozen = nnx.split(policy, trained_filter(policy, config.optim), ...)
-        adam = optimizer(numbers_at(config.optim, 0, 1))
+        self.structure, self.masters, self.frozen = nnx.split(policy, trained_filter(policy, update.optim), ...)
+        adam = optimizer(numbers_at(update.optim, 0, 1))
         places = opt_shardings(adam, self.masters, mesh)
         self.opt_state = jax.tree.map(_placed, jax.eval_shape(adam.init, self.masters), places)
         ref_dtype = jnp.dtype(settings.dtype)
         ref = jax.tree.map(lambda leaf: leaf.update(dtype=ref_dtype), self.masters)
-        self.ref = ref if update_of(config).reads_reference else None
+        self.ref = ref if update.reads_reference else None
 
     @property
     def params(self) -> Params:
@@ -136,13 +134,13 @@ class _AbstractLearner:
         return _compiled(self.mesh, programs.encode_vision, self.structure, params, batch.vision)
 
     def score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> "_Compiled":
-        arguments = (self.structure, params, batch, visual, self.config.rollout.temperature)
+        arguments = (self.structure, params, batch, visual, self.update.temperature)
         return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS)
 
     def add_gradients(self, batch: TrainBatch, visual: Visual | None, old: OldLogProbs) -> "_Compiled":
         objective, numbers = imitation, 1.0
-        if isinstance(self.config, Config):
-            loss, num_rows = self.config.loss, len(batch.source)
+        if (loss := self.update.loss) is not None:
+            num_rows = len(batch.source)
             # Statistics per dialogue are a few numbers each, so their count does not matter here.
             spec = LossSpec.of(loss, variant_of(loss))
             objective = PolicyObjective(spec, num_rows if spec.needs_sequences else 0)
@@ -150,7 +148,7 @@ class _AbstractLearner:
         return _compiled(
             self.mesh,
             programs.add_gradients,
-            *(self.structure, self.params, self.grads, batch, visual, self.config.rollout.temperature, numbers),
+            *(self.structure, self.params, self.grads, batch, visual, self.update.temperature, numbers),
             objective=objective,
             chunk_tokens=HEAD_CHUNK_TOKENS,
         )
@@ -160,7 +158,7 @@ class _AbstractLearner:
         state = TrainState(
             self.masters, nnx.State({}), self.opt_state, count, count
         )  # frozen parameters are not an argument
-        return _compiled(self.mesh, programs.apply_gradients, state, self.grads, numbers_at(self.config.optim, 0, 1))
+        return _compiled(self.mesh, programs.apply_gradients, state, self.grads, numbers_at(self.update.optim, 0, 1))
 
 
 class _Compiled(NamedTuple):
@@ -177,23 +175,23 @@ class _Compiled(NamedTuple):
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
-            beside_bytes=sum(map(_bytes_here, jax.tree.leaves(beside))),
+            beside_bytes=sum(map(_bytes_per_device, jax.tree.leaves(beside))),
             flops=product_flops(self.traced.jaxpr.jaxpr),
             collectives=_collectives(self.executable),
             compile_s=self.compile_s,
         )
 
-    def made(self) -> Any:
+    def outputs(self) -> Any:
         """The program's outputs, as shapes with the compiler's shardings."""
         return jax.tree.map(_placed, self.traced.out_info, self.executable.output_shardings)
 
 
 def _compiled(mesh: Mesh, function: Any, *args: Any, **kwargs: Any) -> _Compiled:
-    name, begun_s = function.__name__, time.perf_counter()
+    name, start_s = function.__name__, time.perf_counter()
     with on_mesh(mesh):
         traced = function.trace(*args, **kwargs)
         executable = _with_room(name, traced.lower().compile)
-    return _Compiled(name, traced, executable, time.perf_counter() - begun_s)
+    return _Compiled(name, traced, executable, time.perf_counter() - start_s)
 
 
 def _with_room(name: str, compile: Callable[[], Any]) -> Any:
@@ -203,7 +201,7 @@ def _with_room(name: str, compile: Callable[[], Any]) -> Any:
         used = re.search(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm", str(problem))
         if used is None:
             raise
-        raise NoRoom(f"{name} needs {used[1]} of {used[3]} {used[4]}iB, says the compiler") from None
+        raise NoRoom(f"{name} needs {used[1]} of {used[3]} {used[4]}iB, according to the compiler") from None
 
 
 def _collectives(compiled: Any) -> list[Collective] | None:
@@ -213,10 +211,10 @@ def _collectives(compiled: Any) -> list[Collective] | None:
         return None
 
 
-def _placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     assert leaf.sharding is not None
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

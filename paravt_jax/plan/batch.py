@@ -40,8 +40,8 @@ def random_model(
     places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
 
     def random_params() -> dict[str, jax.Array]:
-        made = flat_params(nnx.state(Qwen3VL(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param))
-        return {path: leaf.astype(dtype) for path, leaf in made.items()}
+        params = nnx.state(Qwen3VL(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param)
+        return {path: leaf.astype(dtype) for path, leaf in flat_params(params).items()}
 
     model = with_params(model, jax.jit(random_params, out_shardings=None if mesh is None else places)())
     if lora.rank:
@@ -55,14 +55,14 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
     rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
     patches = (shape.num_frame_rows, shape.row_patches)
     plain = min(model.image_token_id, model.vision_start_token_id)
-    place = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
+    positions = np.broadcast_to(np.arange(shape.row_tokens, dtype=np.int32), rows)
     merged = shape.num_frame_rows * shape.row_patches // model.vision.merge_unit
-    shown = merged // shape.num_rows
+    num_visual = merged // shape.num_rows
     row_of_part = np.arange(shape.num_rows, dtype=np.int32) % (shape.num_rows // shape.num_parts)
-    visual = np.where(place < shown, place + shown * row_of_part[:, None], NOT_VISUAL)
+    visual = np.where(positions < num_visual, positions + num_visual * row_of_part[:, None], NOT_VISUAL)
     text = TextBatch(
         tokens=random.integers(0, plain, rows).astype(np.int32),
-        positions=np.repeat(place[..., None], 3, axis=-1),
+        positions=np.repeat(positions[..., None], 3, axis=-1),
         segment_ids=np.ones(rows, np.int32),
         branch_ids=np.zeros(rows, np.int32),
         visual_index=visual.astype(np.int32),
@@ -89,13 +89,13 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
 
 
 def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBatch:
-    """The batch as shapes on a mesh, made from one row."""
-    one = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
-    of_frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), one.vision)
-    vision = replace(of_frames, num_parts=shape.num_parts)
-    return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), one), vision=vision)
+    """The batch as shapes on a mesh, made from a single row."""
+    batch = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
+    frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), batch.vision)
+    vision = replace(frames, num_parts=shape.num_parts)
+    return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), batch), vision=vision)
 
 
-def _abstract(mesh: Mesh, num_rows: int, one: np.ndarray) -> Any:
-    sizes = (num_rows, *one.shape[1:])
-    return jax.ShapeDtypeStruct(sizes, one.dtype, sharding=row_sharding(num_rows, mesh))
+def _abstract(mesh: Mesh, num_rows: int, row: np.ndarray) -> Any:
+    sizes = (num_rows, *row.shape[1:])
+    return jax.ShapeDtypeStruct(sizes, row.dtype, sharding=row_sharding(num_rows, mesh))

@@ -16,9 +16,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 ITEM_BYTES = {"pred": 1, "bf16": 2} | {f"{kind}{bits}": bits // 8 for kind in "fsu" for bits in (8, 16, 32, 64)}
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (?P<made>.*?) (?P<operation>[a-z][\w\-]*)\(")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (?P<type>.*?) (?P<operation>[a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_TURNS = re.compile(r"known_trip_count[^\d]*(\d+)")
+_TRIP_COUNT = re.compile(r"known_trip_count[^\d]*(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
@@ -78,10 +78,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
-        begun = None if line.startswith(" ") else _COMPUTATION.match(line)
-        if begun is not None:
-            lines = computations.setdefault(begun["name"], [])
-            entry = begun["name"] if begun["entry"] else entry
+        header = None if line.startswith(" ") else _COMPUTATION.match(line)
+        if header is not None:
+            lines = computations.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
         else:
             lines.append(line)
     return computations, entry
@@ -89,39 +89,38 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _walk(computations: Mapping[str, list[str]], name: str, times: int) -> Iterator[Collective]:
     for line in computations.get(name, ()):
-        found = _INSTRUCTION.match(line)
-        if found is None:
+        instruction = _INSTRUCTION.match(line)
+        if instruction is None:
             continue
-        operation = found["operation"].removesuffix("-start")
+        operation = instruction["operation"].removesuffix("-start")
         if operation in KINDS:
             members = _members(line)
             hosts = {member // DEVICES_OF_A_HOST for member in members}
-            num_bytes = times * _num_bytes(found["operation"], found["made"], len(members))
+            num_bytes = times * _num_bytes(instruction["operation"], instruction["type"], len(members))
             yield Collective(operation, num_bytes, len(members), len(hosts))
         elif operation == "while":
             body = _BODY.search(line)
             assert body is not None
-            yield from _walk(computations, body[1], times * _turns(computations, line))
-        elif found["operation"] in _CALLS:
+            yield from _walk(computations, body[1], times * _trip_count(computations, line))
+        elif instruction["operation"] in _CALLS:
             branches = _BRANCHES.search(line)
-            named = [] if branches is None else [part.strip().lstrip("%") for part in branches[1].split(",")]
-            for called in [*named, *_CALLED.findall(line)]:
+            names = [] if branches is None else [part.strip().lstrip("%") for part in branches[1].split(",")]
+            for called in [*names, *_CALLED.findall(line)]:
                 yield from _walk(computations, called, times)
 
 
-def _turns(computations: Mapping[str, list[str]], line: str) -> int:
-    """A loop's trip count: from the compiler, or the only constant in its condition."""
-    said, condition = _TURNS.search(line), _CONDITION.search(line)
-    if said is not None or condition is None:
-        return int(said[1]) if said else 1
+def _trip_count(computations: Mapping[str, list[str]], line: str) -> int:
+    """From the compiler's annotation, or the only constant in the loop's condition."""
+    annotation, condition = _TRIP_COUNT.search(line), _CONDITION.search(line)
+    if annotation is not None or condition is None:
+        return int(annotation[1]) if annotation else 1
     limits = [limit for text in computations.get(condition[1], ()) for limit in _CONSTANT.findall(text)]
     return int(limits[0]) if len(limits) == 1 else 1
 
 
-def _num_bytes(operation: str, made: str, num_devices: int) -> int:
+def _num_bytes(operation: str, result_type: str, num_devices: int) -> int:
     """Bytes of the whole arrays. An async start returns a pair: inputs and outputs."""
-    parts = _parts(made)
-    sizes = [sum(map(_array_bytes, _ARRAY.findall(part))) for part in parts]
+    sizes = [sum(map(_array_bytes, _ARRAY.findall(element))) for element in _elements(result_type)]
     if operation.endswith("-start") and not operation.startswith("all-reduce"):
         return max(sizes)
     return sum(sizes) * (num_devices if operation == "reduce-scatter" else 1)
@@ -132,43 +131,43 @@ def _array_bytes(array: tuple[str, str]) -> int:
     return ITEM_BYTES.get(kind, 0) * math.prod(map(int, filter(None, sizes.split(","))))
 
 
-def _parts(made: str) -> list[str]:
+def _elements(result_type: str) -> list[str]:
     """The elements of a tuple type, or the type itself."""
-    if not made.startswith("("):
-        return [made]
-    parts, depth = [""], 0
-    for letter in made[1:-1]:
+    if not result_type.startswith("("):
+        return [result_type]
+    elements, depth = [""], 0
+    for letter in result_type[1:-1]:
         depth += (letter in "({[") - (letter in ")}]")
         if letter == "," and not depth:
-            parts.append("")
+            elements.append("")
         else:
-            parts[-1] += letter
-    return parts
+            elements[-1] += letter
+    return elements
 
 
 def _members(line: str) -> tuple[int, ...]:
     """Device numbers of the first group; one device if the program names none."""
-    if found := _GROUP_OF_MESH.search(line):
-        axes = {name: int(size) for name, size in _AXIS.findall(found["mesh"])}
-        wanted = set(re.findall(r"'([^']+)'", found["axes"]))
-        places = _counted(found, math.prod(axes.values())).reshape(*axes.values())
-        return tuple(places[tuple(slice(None) if name in wanted else 0 for name in axes)].ravel().tolist())
-    if found := _GROUP_BY_COUNTING.search(line):
-        shape = _numbers(found["shape"])
-        return tuple(_counted(found, math.prod(shape)).reshape(shape)[0].tolist())
-    if found := _GROUP_BY_NUMBERS.search(line):
-        return tuple(_numbers(found[1]))
-    if found := _GROUP.search(line):
-        raise ValueError(f"{found[0]!r} of a compiled program is not understood: cannot read which devices take part")
+    if groups := _GROUP_OF_MESH.search(line):
+        axes = {name: int(size) for name, size in _AXIS.findall(groups["mesh"])}
+        group_axes = set(re.findall(r"'([^']+)'", groups["axes"]))
+        numbers = _device_numbers(groups, math.prod(axes.values())).reshape(*axes.values())
+        return tuple(numbers[tuple(slice(None) if name in group_axes else 0 for name in axes)].ravel().tolist())
+    if groups := _GROUP_BY_COUNTING.search(line):
+        shape = _numbers(groups["shape"])
+        return tuple(_device_numbers(groups, math.prod(shape)).reshape(shape)[0].tolist())
+    if groups := _GROUP_BY_NUMBERS.search(line):
+        return tuple(_numbers(groups[1]))
+    if groups := _GROUP.search(line):
+        raise ValueError(f"unknown format of device groups in a compiled program: {groups[0]!r}")
     return (0,)
 
 
-def _counted(found: re.Match[str], num_devices: int) -> np.ndarray:
-    """Numbers of devices, in the order that the program gives them."""
-    if found["source"] is None:
+def _device_numbers(groups: re.Match[str], num_devices: int) -> np.ndarray:
+    """Numbers of devices, in the program's order."""
+    if groups["source"] is None:
         return np.arange(num_devices)
-    places = np.arange(num_devices).reshape(_numbers(found["source"]))
-    return places.transpose(_numbers(found["order"])) if found["order"] else places
+    numbers = np.arange(num_devices).reshape(_numbers(groups["source"]))
+    return numbers.transpose(_numbers(groups["order"])) if groups["order"] else numbers
 
 
 def _numbers(text: str) -> list[int]:

@@ -16,7 +16,7 @@ class HostPart:
 
     num_hosts: int
     rows: int  # per batch
-    visits: int
+    prompts: int  # per step
     frames: int  # decoded: an overview per group, and the windows of calls
     checkpoint_bytes: int
     received_bytes: int  # for the episodes of all other hosts
@@ -28,13 +28,13 @@ def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
 
 
 def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: int) -> HostPart:
-    visits = -(-work.num_groups // hosts)
+    prompts = -(-work.num_groups // hosts)
     checkpoint_bytes = MASTER_BYTES * (num_masters - num_trainable) + TRAINED_BYTES * num_trainable
     return HostPart(
         num_hosts=hosts,
         rows=work.batch_rows // hosts,
-        visits=visits,
-        frames=round(visits * (work.frames + work.group_size * work.calls * work.call_frames)),
+        prompts=prompts,
+        frames=round(prompts * (work.frames + work.group_size * work.calls * work.call_frames)),
         checkpoint_bytes=checkpoint_bytes // hosts,
         received_bytes=(work.num_groups - work.num_groups // hosts) * work.group_size * EPISODE_BYTES,
     )

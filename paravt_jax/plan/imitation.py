@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from model_port.config import ModelConfig
-from paravt_jax.config import SftConfig
+from paravt_jax.config import MeshConfig
 from paravt_jax.plan.devices import DeviceSpec
+from paravt_jax.plan.hosts import num_hosts
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import (
     Fit,
@@ -16,8 +17,9 @@ from paravt_jax.plan.plan import (
     planned_memory,
     update_seconds,
 )
-from paravt_jax.plan.update import PlannedUpdate, update_of
-from paravt_jax.plan.workload import RESPONSE_TOKENS, Step, batch_flops, tokens_per_frame, typical_step
+from paravt_jax.plan.run import PlannedSft
+from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import RESPONSE_TOKENS, Step, batch_flops
 
 ROWS_OF_STEPS = (0.5, 1, 2, 4)  # multiples of sft.rows_per_step to compare
 
@@ -31,8 +33,10 @@ class ImitationStep:
 
 @dataclass(frozen=True)
 class ImitationPlan:
-    config: SftConfig
+    mesh: MeshConfig
+    num_hosts: int
     device: DeviceSpec
+    rows_per_step: int
     params: ParamCounts
     memory: Memory
     step: Step
@@ -43,20 +47,22 @@ class ImitationPlan:
     assumptions: tuple[str, ...]
 
 
-def make_imitation_plan(config: SftConfig, model: ModelConfig, device: DeviceSpec) -> ImitationPlan:
-    step, update = typical_step(config, model), update_of(config)
-    memory = planned_memory(config, model, device)
+def make_imitation_plan(run: PlannedSft, device: DeviceSpec) -> ImitationPlan:
+    model, update, step = run.model, run.update, run.typical_step()
+    memory = planned_memory(run, device)
     return ImitationPlan(
-        config=config,
+        mesh=update.mesh,
+        num_hosts=num_hosts(run.hosts, run.num_devices, device),
         device=device,
+        rows_per_step=run.rows_per_step,
         params=param_counts(update, model),
         memory=memory,
         step=step,
         flops=batch_flops(update, model, step.shape, device.platform),
         steps=tuple(_steps(update, model, device, step)),
-        peaks=tuple(_peaks(config, model, device)),
-        fit=fit_of(config, model, memory, device),
-        assumptions=tuple(_assumptions(config, model, device, step)),
+        peaks=tuple(_peaks(run, device)),
+        fit=fit_of(run, memory, device),
+        assumptions=tuple(_assumptions(run, device, step)),
     )
 
 
@@ -70,23 +76,21 @@ def _steps(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: 
             yield ImitationStep(resized.num_batches * step.shape.num_rows, resized.num_batches, total_s)
 
 
-def _peaks(config: SftConfig, model: ModelConfig, device: DeviceSpec) -> Iterator[tuple[int, int]]:
-    num_rows = config.mesh.num_row_parts
-    while config.sft.rows_per_step % num_rows == 0:
-        batch = replace(config, pack=replace(config.pack, num_rows=num_rows))
-        yield num_rows, planned_memory(batch, model, device).peak_bytes
+def _peaks(run: PlannedSft, device: DeviceSpec) -> Iterator[tuple[int, int]]:
+    num_rows = run.num_parts
+    while run.rows_per_step % num_rows == 0:
+        yield num_rows, planned_memory(run.resized(num_rows=num_rows), device).peak_bytes
         num_rows *= 2
 
 
-def _assumptions(config: SftConfig, model: ModelConfig, device: DeviceSpec, step: Step) -> Iterator[str]:
-    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
+def _assumptions(run: PlannedSft, device: DeviceSpec, step: Step) -> Iterator[str]:
     yield (
-        f"a trace: {config.video.overview_frames} frames (video.overview_frames) x {frame_tokens} "
-        f"tokens + text, and {RESPONSE_TOKENS} trained tokens"
+        f"a trace has {run.video.overview_frames} frames (video.overview_frames) of {run.frame_tokens} tokens, text, "
+        f"and {RESPONSE_TOKENS} trained tokens"
     )
-    yield "rows are computed whole, padding included"
+    yield "every row is computed whole, with its padding"
     yield (
-        f"decoding is not in the seconds: up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
-        f"decoded beside the update; where that takes longer, a step takes as long as it"
+        f"decoding is not included: the up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
+        f"decoded during the update; if decoding takes longer, it determines the step's time"
     )
-    yield from assumed_of_seconds(device, config.model.dtype, config.mesh.num_devices)
+    yield from assumed_of_seconds(device, run.update.policy.dtype, run.num_devices)

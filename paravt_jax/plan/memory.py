@@ -84,7 +84,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Residuals:
     """Bytes saved for the backward pass, by layer and outside the layers: per token and per pair of tokens in a row."""
 
     layer_token: float
@@ -92,6 +92,13 @@ class Kept:
     token: float
     pair: float
     layer_casts: float  # the layer's weights, cast to the activations' dtype
+
+    def layer_bytes(self, rows: int, row_tokens: int) -> int:
+        return round(rows * row_tokens * (self.layer_token + self.layer_pair * row_tokens))
+
+    def other_bytes(self, rows: int, row_tokens: int) -> int:
+        """Outside the layers."""
+        return round(rows * row_tokens * (self.token + self.pair * row_tokens))
 
 
 def memory_of(
@@ -104,7 +111,7 @@ def memory_of(
     phases = [
         Phase("backward pass, a layer", learning | device.backward() | device.layer() | beside),
         Phase("backward pass, the head", learning | device.backward() | device.head() | beside),
-        Phase("frames", learning | device.seeing() | beside),
+        Phase("frames", learning | device.vision() | beside),
         Phase("optimizer", accumulators | beside | (device.moments if update.optim.offload else {})),
     ]
     if sampler is not None:
@@ -205,9 +212,9 @@ class Share:
         parts = self.update.mesh.num_row_parts
         return num_rows // parts if num_rows % parts == 0 else num_rows
 
-    def kept_by_text(self, compute: Compute) -> Kept:
+    def text_residuals(self, compute: Compute) -> Residuals:
         is_split = self.batch.row_tokens > LONG_ROW_TOKENS
-        return kept_by_text(self.local, compute, self.update.lora, self.update.mesh.tensor if is_split else 1)
+        return text_residuals(self.local, compute, self.update.lora, self.update.mesh.tensor if is_split else 1)
 
     def resident(self, sampler: SamplerShape | None) -> Parts:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
@@ -258,31 +265,29 @@ class Share:
     def backward(self) -> Parts:
         """Memory held during the whole backward pass."""
         layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
-        kept = self.kept_by_text(self.compute)
+        residuals = self.text_residuals(self.compute)
         if self.compute.remat == "offload":
-            kept = replace(kept, layer_token=0.0)  # layer inputs are in host memory
-        of_layers = layers * _total(kept.layer_token, kept.layer_pair, rows, row_tokens)
+            residuals = replace(residuals, layer_token=0.0)  # layer inputs are in host memory
         parts = {
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
-            "kept by the forward pass": of_layers,
+            "saved by the forward pass": layers * residuals.layer_bytes(rows, row_tokens),
         }
-        if kept.layer_casts:
-            parts["casts of the layers' weights"] = round(layers * kept.layer_casts) // self.update.mesh.fsdp
+        if residuals.layer_casts:
+            parts["casts of the layers' weights"] = round(layers * residuals.layer_casts) // self.update.mesh.fsdp
         if self.update.optim.train_vision:
-            kept = kept_by_vision(self.model, self.compute, self.update.mesh.tensor)
-            rows = self.rows_here(self.batch.num_frame_rows)
-            of_layers = self.model.vision.num_layers * _total(
-                kept.layer_token, kept.layer_pair, rows, self.batch.row_patches
-            )
-            parts["kept by the vision tower"] = of_layers + _total(kept.token, kept.pair, rows, self.batch.row_patches)
+            residuals = vision_residuals(self.model, self.compute, self.update.mesh.tensor)
+            batch = self.rows_here(self.batch.num_frame_rows), self.batch.row_patches
+            layers_bytes = self.model.vision.num_layers * residuals.layer_bytes(*batch)
+            parts["saved by the vision tower"] = layers_bytes + residuals.other_bytes(*batch)
         return parts
 
     def layer(self) -> Parts:
         """A layer's backward pass: all arrays of its forward pass, and gradients of the widest products."""
-        text, made = self.local.text, self.kept_by_text(replace(self.compute, remat="none"))
+        text, residuals = self.local.text, self.text_residuals(replace(self.compute, remat="none"))
         in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
+        residuals = replace(residuals, layer_token=residuals.layer_token + in_flight)
         return {
-            "one layer": _total(made.layer_token + in_flight, made.layer_pair, self.rows, self.batch.row_tokens),
+            "activations of a layer": residuals.layer_bytes(self.rows, self.batch.row_tokens),
             "attention scores": self.score_bytes(self.rows, self.batch.row_tokens),
             "a layer's weights, gathered": self.layer_values * self.item_bytes,
         }
@@ -294,12 +299,12 @@ class Share:
         if form == "xla":
             return heads * row_tokens**2  # the gradient; saved scores belong to the layer
         text = self.local.text
-        of_queries = heads * row_tokens * text.head_dim
+        query_bytes = heads * row_tokens * text.head_dim
         if form == "kernel":
-            return of_queries  # queries and gradient in the kernel's layout; scores stay on the chip
+            return query_bytes  # queries and gradient in the kernel's layout; scores stay on the chip
         if form == "scanned":
             pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
-            return heads * SCANNED_ARRAYS * pair + of_queries  # every key block adds to the gradient
+            return heads * SCANNED_ARRAYS * pair + query_bytes  # every key block adds to the gradient
         pairs = row_pairs(self.update.policy.attention, self.model, row_tokens, self.platform)
         return heads * BLOCKED_ARRAYS.get(self.platform, 2) * pairs
 
@@ -308,9 +313,9 @@ class Share:
         num_chunks = -(-actions // min(HEAD_CHUNK_TOKENS, actions))
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
-        kept = self.kept_by_text(self.compute)
+        residuals = self.text_residuals(self.compute)
         parts = {
-            "kept by the final norm": _total(kept.token, kept.pair, self.rows, self.batch.row_tokens),
+            "saved by the final norm": residuals.other_bytes(self.rows, self.batch.row_tokens),
             "head, gathered": self.table_values * self.item_bytes,
             "logits of a chunk": LOGITS_AT_ONCE * logits * FLOAT32_BYTES,
             "hidden states and gradient": 2 * hidden * self.item_bytes,
@@ -319,7 +324,7 @@ class Share:
             parts["gradient of the head, whole"] = self.table_values * FLOAT32_BYTES
         return parts
 
-    def seeing(self) -> Parts:
+    def vision(self) -> Parts:
         """The frozen tower: a block at its widest, and the output maps."""
         vision, patches = self.model.vision, self.rows_here(self.batch.num_frame_rows) * self.batch.row_patches
         values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + 2 * vision.ffn_width
@@ -329,18 +334,14 @@ class Share:
     def sampling(self, sampler: SamplerShape) -> Parts:
         """Prefill of a single prompt in an unsplit row, then a token for all rows."""
         rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
-        made = self.kept_by_text(replace(self.compute, remat="none"))
+        residuals = self.text_residuals(replace(self.compute, remat="none"))
         cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
         return {
-            "reading a prompt": _total(made.layer_token, made.layer_pair, 1, prompt) + self.score_bytes(1, prompt),
-            "its keys and values": prompt * self.model.text.num_layers * self.cache_token_bytes,
+            "prefill of a prompt": residuals.layer_bytes(1, prompt) + self.score_bytes(1, prompt),
+            "keys and values of the prompt": prompt * self.model.text.num_layers * self.cache_token_bytes,
             "sampling a token": cache_of_layer + LOGITS_AT_ONCE * rows * self.local.text.vocab_size * FLOAT32_BYTES,
             "weights gathered for sampling": (self.table_values + self.layer_values) * self.item_bytes,
         }
-
-
-def _total(per_token: float, per_pair: float, rows: int, row_tokens: int) -> int:
-    return round(rows * row_tokens * (per_token + per_pair * row_tokens))
 
 
 def _local(model: ModelConfig, tensor: int) -> ModelConfig:
@@ -354,7 +355,7 @@ def _local(model: ModelConfig, tensor: int) -> ModelConfig:
 
 
 @cache
-def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor: int) -> Kept:
+def text_residuals(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor: int) -> Residuals:
     """`model` is a device's share. Full-width arrays are activations between products, split over `tensor`."""
     model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
     ids = _shape(1, PROBE_MERGED)
@@ -367,11 +368,11 @@ def kept_by_text(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor:
     def parts(shape: tuple[int, ...]) -> int:
         return tensor if shape[-1:] == (model.text.width,) else 1
 
-    return _kept(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual, lora=lora, parts=parts)
+    return _residuals(model, compute, PROBE_MERGED, lambda policy: policy.hidden, text, visual, lora=lora, parts=parts)
 
 
 @cache
-def kept_by_vision(model: ModelConfig, compute: Compute, tensor: int) -> Kept:
+def vision_residuals(model: ModelConfig, compute: Compute, tensor: int) -> Residuals:
     vision, row = model.vision, (1, PROBE_MERGED * model.vision.merge_unit)
     taps = tuple(range(vision.num_deepstack))
     model = replace(model, vision=replace(vision, num_layers=PROBE_LAYERS, deepstack_layers=taps))
@@ -383,14 +384,14 @@ def kept_by_vision(model: ModelConfig, compute: Compute, tensor: int) -> Kept:
         split = shape[-1:] == (vision.ffn_width,) or shape[-2:] == (vision.num_heads, vision.head_dim)
         return tensor if split else 1
 
-    return _kept(model, compute, row[1], lambda policy: policy.encode_vision, frames, parts=parts)
+    return _residuals(model, compute, row[1], lambda policy: policy.encode_vision, frames, parts=parts)
 
 
 def _shape(*shape: int, dtype: str = "int32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def _kept(
+def _residuals(
     model: ModelConfig,
     compute: Compute,
     num_tokens: int,
@@ -398,7 +399,7 @@ def _kept(
     *inputs: Any,
     parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
     lora: LoraConfig = NO_ADAPTERS,
-) -> Kept:
+) -> Residuals:
     """The residuals of a traced backward pass, by axes: layers, tokens, pairs of tokens."""
     policy = abstract_model(model, compute)
     add_adapter(policy, lora, {p: _shape(*s, dtype="float32") for p, s in adapter_shapes(model, lora.rank).items()})
@@ -409,14 +410,14 @@ def _kept(
 
     sums: dict[tuple[bool, int], float] = {}
     for leaf in jax.tree.leaves(jax.eval_shape(backward, params, frozen, *inputs)):
-        of_layers = leaf.shape[:1] == (PROBE_LAYERS,)
+        in_layers = leaf.shape[:1] == (PROBE_LAYERS,)
         token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
         if not token_axes and (lora.rank or leaf.dtype == jnp.float32):
             continue  # masters and frozen parameters, which are resident
-        key, num_bytes = (of_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
-        share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if of_layers else 1)
+        key, num_bytes = (in_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
+        share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if in_layers else 1)
         sums[key] = sums.get(key, 0.0) + share
-    return Kept(
+    return Residuals(
         layer_token=sums.get((True, 1), 0.0),
         layer_pair=sums.get((True, 2), 0.0),
         token=sums.get((False, 1), 0.0),

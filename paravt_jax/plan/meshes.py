@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from model_port.config import ModelConfig
 from model_port.sharding import make_mesh
-from paravt_jax.config import Config, SftConfig
 from paravt_jax.plan.aot import NoRoom, Program, compiled_update
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import bytes_by_kind
@@ -20,11 +18,11 @@ from paravt_jax.plan.devices import GIB, DeviceSpec, Rates
 from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.plan import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.run import PlannedRun
 from paravt_jax.plan.step_time import Interval
-from paravt_jax.plan.update import PlannedUpdate, update_of
-from paravt_jax.plan.workload import Step, largest_batch, needed_flops
+from paravt_jax.plan.workload import Step, needed_flops
 
-UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds are with the plan's own estimate"}
+UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds use the plan's own estimate"}
 UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s", "compiled_flops"), "nothing is compiled")
 UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # unknown if a device has no stated rates
 Shape = tuple[int, int, int]  # a mesh: data, fsdp, tensor
@@ -58,38 +56,34 @@ def mesh_shapes(num_devices: int) -> Iterator[Shape]:
 
 
 def estimate(
-    config: Config | SftConfig,
-    model: ModelConfig,
-    step: Step,
-    device: DeviceSpec,
-    devices: Any | None,
-    rates: Rates | None = None,
+    run: PlannedRun, step: Step, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
 ) -> MeshEstimate:
-    """The estimate for the config's mesh. Without `devices` nothing is compiled. `rates` override the device's."""
-    shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    memory, largest = planned_memory(config, model, device), largest_batch(config, model)
-    always, programs = sum(memory.resident.values()), []
-    if always > device.usable_bytes:
-        said = f"{always / GIB:.1f} GiB are always resident, of {device.usable_bytes / GIB:.1f} usable"
-        return MeshEstimate(shape, hbm_gib=always / GIB, problem=said)
-    begun_s = time.perf_counter()
+    """The estimate for the run's mesh. Without `devices` nothing is compiled. `rates` override the device's."""
+    mesh = run.update.mesh
+    shape = (mesh.data, mesh.fsdp, mesh.tensor)
+    memory, largest = planned_memory(run, device), run.largest_batch()
+    resident, programs = sum(memory.resident.values()), []
+    if resident > device.usable_bytes:
+        problem = f"{resident / GIB:.1f} GiB are always resident, of {device.usable_bytes / GIB:.1f} usable"
+        return MeshEstimate(shape, hbm_gib=resident / GIB, problem=problem)
+    start_s = time.perf_counter()
     if devices is not None:
         try:
-            programs = compiled_update(config, model, largest, make_mesh(*shape, devices))
+            programs = compiled_update(run.update, run.model, largest, make_mesh(*shape, devices))
         except NoRoom as problem:
             return MeshEstimate(shape, problem=str(problem))
-    compile_s = time.perf_counter() - begun_s
+    compile_s = time.perf_counter() - start_s
     num_bytes = compiled_bytes(programs, memory) if programs else memory.peak_bytes
     fits = num_bytes <= device.usable_bytes
-    found = MeshEstimate(
+    untimed = MeshEstimate(
         shape,
         fits=fits,
         hbm_gib=num_bytes / GIB,
         compile_s=compile_s if programs else None,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
     )
-    rates = device.rates(config.model.dtype, config.mesh.num_devices) if rates is None else rates
-    return _timed(found, update_of(config), model, step, largest, device, programs, rates)
+    rates = device.rates(run.update.policy.dtype, mesh.num_devices) if rates is None else rates
+    return _timed(untimed, run, step, largest, device, programs, rates)
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
@@ -100,16 +94,15 @@ def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
 
 
 def _timed(
-    found: MeshEstimate,
-    update: PlannedUpdate,
-    model: ModelConfig,
+    untimed: MeshEstimate,
+    run: PlannedRun,
     step: Step,
     largest: BatchShape,
     device: DeviceSpec,
     programs: list[Program],
     rates: Rates | None,
 ) -> MeshEstimate:
-    num_devices = update.mesh.num_devices
+    update, model, num_devices = run.update, run.model, run.update.mesh.num_devices
     works = batch_works(update, model, step.shape, device.platform)
     if programs:
         of_largest = batch_works(update, model, largest, device.platform)
@@ -118,31 +111,31 @@ def _timed(
     printed = bool(programs) and all(program.collectives is not None for program in programs)
     unknown = {} if printed else UNPRINTED if programs else UNCOMPILED
     flops = step.num_batches * num_devices * sum(work.flops for work in works.values())
-    found = replace(
-        found,
+    estimated = replace(
+        untimed,
         model_flops=needed_flops(update, model, step),
         compiled_flops=flops if programs else None,
         collective_bytes=_sent(works, step) if printed else None,
         unknown=unknown,
     )
     if rates is None:
-        return replace(found, unknown=unknown | dict.fromkeys(UNTIMED, f"{device.name} has no stated rates"))
+        return replace(estimated, unknown=unknown | dict.fromkeys(UNTIMED, f"{device.name} has no data sheet"))
     seconds = step_seconds(works, step, rates)
-    return replace(found, est_step_s=seconds.total, seconds=seconds, tokens_per_s=step.num_tokens / seconds.total)
+    return replace(estimated, est_step_s=seconds.total, seconds=seconds, tokens_per_s=step.num_tokens / seconds.total)
 
 
 def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
     """A device's compiled work for a batch, without unknown collectives."""
-    found: dict[str, list[Program]] = {}
+    by_name: dict[str, list[Program]] = {}
     for program in programs:
-        found.setdefault(program.name, []).append(program)
+        by_name.setdefault(program.name, []).append(program)
     return {
         name: ProgramWork(
-            sum(one.flops for one in same) / num_devices,
+            sum(program.flops for program in same) / num_devices,
             0.0,
-            tuple(chain.from_iterable(one.collectives or () for one in same)),
+            tuple(chain.from_iterable(program.collectives or () for program in same)),
         )
-        for name, same in found.items()
+        for name, same in by_name.items()
     }
 
 
@@ -152,13 +145,16 @@ def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: Progra
     if not compiled.collectives:
         return ProgramWork(flops, planned.memory_bytes, planned.collectives)
     ratio = planned.sent_bytes / of_largest.sent_bytes if of_largest.sent_bytes else 1.0
-    collectives = tuple(replace(one, num_bytes=round(one.num_bytes * ratio)) for one in compiled.collectives)
+    collectives = tuple(replace(each, num_bytes=round(each.num_bytes * ratio)) for each in compiled.collectives)
     return ProgramWork(flops, planned.memory_bytes, collectives)
 
 
 def _sent(works: Mapping[str, ProgramWork], step: Step) -> dict[str, int]:
     times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
-    each = [
-        replace(one, num_bytes=times[name] * one.num_bytes) for name, work in works.items() for one in work.collectives
-    ]
-    return bytes_by_kind(each)
+    return bytes_by_kind(
+        [
+            replace(each, num_bytes=times[name] * each.num_bytes)
+            for name, work in works.items()
+            for each in work.collectives
+        ]
+    )

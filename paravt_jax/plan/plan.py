@@ -9,31 +9,22 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read_hf_config
 from model_port.layout import hf_files_of
 from model_port.sharding import over_hosts
 from model_port.tiny import tiny_config
-from paravt_jax.config import TINY, Config, ImitationConfig, MeshConfig, SftConfig
+from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import StepTime, step_time
-from paravt_jax.plan.update import PlannedUpdate, update_of
-from paravt_jax.plan.workload import (
-    Step,
-    Workload,
-    adapter_params,
-    flops_of,
-    largest_batch,
-    trace_tokens,
-    typical_step,
-    workload_of,
-)
+from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import Step, Workload, adapter_params, step_flops
 from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest
@@ -93,64 +84,47 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return preset(size[0]), (f"{path} is not a local directory: dimensions of Qwen3-VL {size[0].upper()}, by its name",)
 
 
-def make_plan(config: Config, model: ModelConfig, *, device: DeviceSpec = DEVICES["h100"]) -> Plan:
-    workload = workload_of(config, model)
-    flops = flops_of(config, model, workload, device.platform)
-    update = update_of(config)
-    memory, params = planned_memory(config, model, device), param_counts(update, model)
-    seconds = update_seconds(update, model, device, typical_step(config, model))
+def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"]) -> Plan:
+    model, update, work, step = run.model, run.update, run.work, run.typical_step()
+    memory, params = planned_memory(run, device), param_counts(update, model)
+    seconds = update_seconds(update, model, device, step)
+    cache_tokens = run.rollout.max_context_tokens if run.engine.kind == "jax" else None
     return Plan(
-        mesh=config.mesh,
+        mesh=update.mesh,
         device=device,
         host=host_part(
-            workload,
-            num_hosts(config.hosts, config.mesh.num_devices, device),
-            num_masters=params.trainable if config.lora.rank else params.text + params.vision,
+            work,
+            num_hosts(run.hosts, run.num_devices, device),
+            num_masters=params.trainable if update.lora.rank else params.text + params.vision,
             num_trainable=params.trainable,
         ),
         params=params,
-        batch=largest_batch(config, model),
+        batch=run.largest_batch(),
         memory=memory,
-        workload=workload,
-        flops=flops,
+        workload=work,
+        flops=step_flops(update, model, work, step, device.platform, cache_tokens),
         update=seconds,
-        step=step_time(config, model, device, None if seconds is None else seconds.total),
-        fit=fit_of(config, model, memory, device),
-        assumptions=tuple(
-            _assumptions(workload, device, config.model.dtype, config.mesh.num_devices, gating=config.video.gating)
-        ),
+        step=step_time(run, device, None if seconds is None else seconds.total),
+        fit=fit_of(run, memory, device),
+        assumptions=tuple(_assumptions(run, device)),
     )
 
 
-def planned_memory(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> Memory:
-    """A mesh that does not divide the model, or that its hosts do not split, is refused."""
-    mesh, sampler = config.mesh, None
-    hosts = num_hosts(config.hosts, mesh.num_devices, device)
-    if isinstance(config, Config) and config.engine.kind == "jax":
+def planned_memory(run: PlannedRun, device: DeviceSpec) -> Memory:
+    """Raises if the mesh does not divide the model, or if the hosts do not divide the mesh."""
+    mesh, sampler = run.update.mesh, None
+    hosts = num_hosts(run.hosts, run.num_devices, device)
+    if isinstance(run, PlannedRl) and run.engine.kind == "jax":
         sampler = SamplerShape(
-            max_rows=config.engine.max_rows,
-            max_context_tokens=config.rollout.max_context_tokens,
-            prompt_tokens=workload_of(config, model).max_prompt_tokens,
-            beside_update=config.train.max_staleness > 0,
+            max_rows=run.engine.max_rows,
+            max_context_tokens=run.rollout.max_context_tokens,
+            prompt_tokens=run.work.max_prompt_tokens,
+            beside_update=run.train.max_staleness > 0,
             hosts_over_fsdp=hosts // math.gcd(mesh.data, hosts),
         )
-    memory = memory_of(update_of(config), model, largest_batch(config, model), sampler, device.platform)
+    memory = memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)
     over_hosts(mesh.data, mesh.fsdp, mesh.tensor, hosts)
     return memory
-
-
-def config_on(config: Config | SftConfig, mesh: MeshConfig) -> Any:
-    """The same run on another mesh, with as many rows in each part."""
-    num_rows = -(-config.pack.num_rows // config.mesh.num_row_parts) * mesh.num_row_parts
-    changed: dict[str, Any] = {"mesh": mesh, "pack": replace(config.pack, num_rows=num_rows)}
-    if isinstance(config, SftConfig):
-        changed["sft"] = _in_batches_of(num_rows, config.sft)
-    return replace(config, **changed)
-
-
-def _in_batches_of(num_rows: int, sft: ImitationConfig) -> ImitationConfig:
-    """Rounds rows_per_step up to whole batches."""
-    return replace(sft, rows_per_step=-(-sft.rows_per_step // num_rows) * num_rows)
 
 
 def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
@@ -171,55 +145,51 @@ def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec
     return step_seconds(batch_works(update, model, step.shape, device.platform), step, rates)
 
 
-def fit_of(config: Config | SftConfig, model: ModelConfig, memory: Memory, device: DeviceSpec) -> Fit:
+def fit_of(run: PlannedRun, memory: Memory, device: DeviceSpec) -> Fit:
     if device.memory_gib is None:
         return Fit(None, 0, 0, ())
-    most_tokens, parts = max(config.pack.row_tokens, model.text.max_positions), config.mesh.num_row_parts
+    max_tokens = max(run.pack.row_tokens, run.model.text.max_positions)
     row_tokens = TOKEN_STEP * _largest(
-        lambda n: _fits(_changed(config, row_tokens=n * TOKEN_STEP), model, device), most_tokens // TOKEN_STEP
+        lambda n: _fits(run.resized(row_tokens=n * TOKEN_STEP), device), max_tokens // TOKEN_STEP
     )
-    num_rows = parts * _largest(lambda n: _fits(_changed(config, num_rows=n * parts), model, device), MAX_ROWS_PER_PART)
+    num_rows = run.num_parts * _largest(
+        lambda n: _fits(run.resized(num_rows=n * run.num_parts), device), MAX_ROWS_PER_PART
+    )
     fits = memory.peak_bytes <= device.usable_bytes
-    return Fit(fits, row_tokens, num_rows, () if fits else tuple(_advice(config, model, device, row_tokens)))
+    return Fit(fits, row_tokens, num_rows, () if fits else tuple(_advice(run, device, row_tokens)))
 
 
-def _advice(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
+def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
     """Single changes that make the run fit."""
-    if config.model.remat == "none" and _fits(_changed(config, remat="full"), model, device):
+    policy, optim, mesh = run.update.policy, run.update.optim, run.update.mesh
+    recomputed = run.with_update(policy=replace(policy, remat="full"))
+    if policy.remat == "none" and _fits(recomputed, device):
         yield "model.remat=full"
-    offloaded = replace(config, optim=replace(config.optim, offload=True))
-    if not config.optim.offload and _fits(offloaded, model, device):
+    offloaded = run.with_update(optim=replace(optim, offload=True))
+    if not optim.offload and _fits(offloaded, device):
         yield "optim.offload=true"
-    fewest = config.mesh.num_row_parts
-    if fewest < config.pack.num_rows and _fits(_changed(config, num_rows=fewest), model, device):
-        yield f"pack.num_rows={fewest}"
-    needed, said = _needed_tokens(config, model)
-    if row_tokens >= needed:
-        cut = isinstance(config, Config) and row_tokens < config.rollout.max_context_tokens
-        shorter = f" and rollout.max_context_tokens={row_tokens}" * cut
-        yield f"pack.row_tokens={row_tokens}{shorter}; {said} {needed}"
-    for mesh in _meshes(config.mesh.num_devices):
-        changed = _changed(config, mesh=mesh, num_rows=mesh.num_row_parts)
-        if mesh != config.mesh and _fits(changed, model, device):
+    if run.num_parts < run.pack.num_rows and _fits(run.resized(num_rows=run.num_parts), device):
+        yield f"pack.num_rows={run.num_parts}"
+    if row_tokens >= run.needed_row_tokens:
+        shorter = isinstance(run, PlannedRl) and row_tokens < run.rollout.max_context_tokens
+        context = f" and rollout.max_context_tokens={row_tokens}" * shorter
+        yield f"pack.row_tokens={row_tokens}{context}; {run.name_of_needed} {run.needed_row_tokens} tokens"
+    for larger in _meshes(mesh.num_devices):
+        resized = run.resized(mesh=larger, num_rows=larger.num_row_parts)
+        if larger != mesh and _fits(resized, device):
             yield (
-                f"mesh.fsdp={mesh.fsdp} mesh.tensor={mesh.tensor} pack.num_rows={mesh.num_row_parts}"
-                f"{_more_rows(config, changed)}, which takes {mesh.num_devices} devices"
+                f"mesh.fsdp={larger.fsdp} mesh.tensor={larger.tensor} pack.num_rows={larger.num_row_parts}"
+                f"{_more_rows(run, resized)}, on {larger.num_devices} devices"
             )
             return
-    yield f"no mesh of up to {MAX_DEVICES} devices is enough: lower pack.row_tokens, or take devices with more memory"
+    yield f"no mesh of up to {MAX_DEVICES} devices; lower pack.row_tokens, or use devices with more memory"
 
 
-def _needed_tokens(config: Config | SftConfig, model: ModelConfig) -> tuple[int, str]:
-    """The shortest rows that hold everything, and the reason."""
-    if isinstance(config, SftConfig):
-        return trace_tokens(config, model), "a trace has"
-    return workload_of(config, model).row_tokens, "the rows of a typical step have"
-
-
-def _more_rows(config: Config | SftConfig, changed: Config | SftConfig) -> str:
-    if isinstance(config, Config) or isinstance(changed, Config) or changed.sft == config.sft:
+def _more_rows(run: PlannedRun, resized: PlannedRun) -> str:
+    """The setting of SFT that changes with pack.num_rows."""
+    if not isinstance(run, PlannedSft) or not isinstance(resized, PlannedSft):
         return ""
-    return f" sft.rows_per_step={changed.sft.rows_per_step}"
+    return f" sft.rows_per_step={resized.rows_per_step}" if resized.rows_per_step != run.rows_per_step else ""
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
@@ -231,31 +201,9 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
         num_devices *= 2
 
 
-def _changed(
-    config: Config | SftConfig,
-    *,
-    mesh: MeshConfig | None = None,
-    remat: Any = None,
-    num_rows: int = 0,
-    row_tokens: int = 0,
-) -> Config | SftConfig:
-    """The config with other sizes. Contexts shrink to fit their rows."""
-    pack = replace(
-        config.pack, num_rows=num_rows or config.pack.num_rows, row_tokens=row_tokens or config.pack.row_tokens
-    )
-    policy = replace(config.model, remat=remat or config.model.remat)
-    if isinstance(config, SftConfig):
-        sft = _in_batches_of(pack.num_rows, config.sft)
-        return replace(config, mesh=mesh or config.mesh, model=policy, pack=pack, sft=sft)
-    context = min(config.rollout.max_context_tokens, pack.row_tokens)
-    new_tokens = min(config.rollout.max_new_tokens, context)
-    rollout = replace(config.rollout, max_context_tokens=context, max_new_tokens=new_tokens)
-    return replace(config, mesh=mesh or config.mesh, model=policy, pack=pack, rollout=rollout)
-
-
-def _fits(config: Config | SftConfig, model: ModelConfig, device: DeviceSpec) -> bool:
+def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
     try:
-        return planned_memory(config, model, device).peak_bytes <= device.usable_bytes
+        return planned_memory(run, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing
         return False
 
@@ -269,31 +217,35 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _assumptions(work: Workload, device: DeviceSpec, dtype: str, num_devices: int, *, gating: bool) -> Iterator[str]:
-    drawn = "mean of video.frame_budgets" if gating else "video.overview_frames"
+def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
+    work = run.work
+    source = "mean of video.frame_budgets" if run.video.gating else "video.overview_frames"
     yield (
-        f"a prompt: {work.frames:.1f} frames ({drawn}) x {work.frame_tokens} tokens (video.max_pixels, and its time) "
-        f"+ text, {work.prompt_tokens:,} in all"
+        f"a prompt has {work.frames:.1f} frames ({source}) of {work.frame_tokens} tokens (video.max_pixels, timestamp) "
+        f"and text: {work.prompt_tokens:,} tokens in total"
     )
     yield (
-        f"an episode: {work.response_tokens} tokens after the prompt, {work.calls} call of {work.call_frames} frames "
-        f"with a report of {work.report_tokens}"
+        f"an episode has {work.response_tokens} tokens after the prompt and {work.calls} call of {work.call_frames} "
+        f"frames with a report of {work.report_tokens} tokens"
     )
-    yield f"rows of the update: {work.row_tokens:,} tokens, as the largest group needs ({work.max_frames} frames)"
+    yield f"rows of the update have {work.row_tokens:,} tokens, as the largest group ({work.max_frames} frames) needs"
     if device.memory_gib is not None:
-        yield f"usable memory: {1 - RESERVE_FRAC:.0%}; the rest is for layouts, collectives, fragments and the runtime"
-    yield from assumed_of_seconds(device, dtype, num_devices)
+        yield (
+            f"{1 - RESERVE_FRAC:.0%} of the memory is usable; the rest is reserved for layouts, collectives, "
+            f"fragmentation and the runtime"
+        )
+    yield from assumed_of_seconds(device, run.update.policy.dtype, run.num_devices)
 
 
 def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iterator[str]:
     rates = device.rates(dtype, num_devices)
     if rates is None:
-        yield f"no seconds: {device.name} has no stated peak"
+        yield f"no seconds, because {device.name} has no data sheet"
         return
     network = "" if math.isinf(rates.network_bytes) else f", {rates.network_bytes / 1e9:.0f} GB/s to other hosts"
     yield (
-        f"seconds: products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak for {dtype}), then "
-        f"memory traffic at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), then collectives at "
-        f"{rates.link_bytes / 1e9:.0f} GB/s a device{network} ({LINK_FRAC:.0%}): nothing overlaps"
+        f"seconds: matrix products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak in {dtype}), "
+        f"memory traffic at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), collectives at "
+        f"{rates.link_bytes / 1e9:.0f} GB/s per device{network} ({LINK_FRAC:.0%}), without overlap"
     )
-    yield "FLOPs include recomputation and padding; memory traffic counts weights, activations, scores, logits"
+    yield "FLOPs include recomputation and padding; memory traffic includes weights, activations, scores and logits"

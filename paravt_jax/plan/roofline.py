@@ -22,7 +22,7 @@ from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import Rates
-from paravt_jax.plan.memory import FLOAT32_BYTES, Share, kept_by_vision, share_of
+from paravt_jax.plan.memory import FLOAT32_BYTES, Share, share_of, vision_residuals
 from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import Step, batch_flops, row_pairs
 
@@ -35,12 +35,12 @@ GRADIENT_BYTES = 16  # written, and added to the step's gradients
 OPTIMIZER_BYTES = 32  # gradients twice for their norm; parameters and two moments, read and written
 
 PROGRAM_OF = {
-    "update, frames": "encode_vision",
+    "update, vision": "encode_vision",
     "update, reference": "score",
-    "update, log-probs before": "score",
+    "update, old log-probs": "score",
     "update, forward and backward": "add_gradients",
-    "update, computed again": "add_gradients",
-    "update, frames backward": "add_gradients",
+    "update, recomputation": "add_gradients",
+    "update, vision backward": "add_gradients",
 }
 
 
@@ -89,7 +89,7 @@ def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     num_scores = update.reads_reference + update.scores_before
     scored, sent = forward_bytes(share), tuple(_score_collectives(share))
     works = {
-        "encode_vision": ProgramWork(flops["encode_vision"], seen_bytes(share), tuple(_seen_collectives(share))),
+        "encode_vision": ProgramWork(flops["encode_vision"], vision_bytes(share), tuple(_vision_collectives(share))),
         "score": ProgramWork(flops["score"], num_scores * scored, num_scores * sent),
         "add_gradients": ProgramWork(flops["add_gradients"], update_bytes(share), tuple(_update_collectives(share))),
         "apply_gradients": ProgramWork(0.0, OPTIMIZER_BYTES * share.num_trainable, ()),
@@ -105,18 +105,18 @@ def update_bytes(share: Share) -> float:
     """Traffic of the forward pass, recomputation and the backward pass."""
     again = 0.0 if share.update.policy.remat == "none" else _layers_bytes(share)
     backward = _layers_bytes(share, "backward") + 2 * _head_bytes(share) + GRADIENT_BYTES * share.num_trainable
-    trained = 3.5 * seen_bytes(share) if share.update.optim.train_vision else 0.0  # (2 + 2 again + 3 back) / 2
+    trained = 3.5 * vision_bytes(share) if share.update.optim.train_vision else 0.0  # (2 + 2 again + 3 back) / 2
     return forward_bytes(share) + again + backward + trained
 
 
-def seen_bytes(share: Share) -> float:
+def vision_bytes(share: Share) -> float:
     """Traffic of the vision tower's forward pass."""
     shape, vision = share.batch, share.model.vision
-    made = kept_by_vision(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
+    residuals = vision_residuals(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
     patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
     pairs = patches * shape.row_patches * vision.num_heads * vision.num_layers // share.update.mesh.tensor
     weights = (share.num_params - share.num_text) * _stored_bytes(share) + 2 * share.vision_values * share.item_bytes
-    return weights + 2 * vision.num_layers * made.layer_token * patches + SCORE_BYTES["forward"] * pairs
+    return weights + 2 * vision.num_layers * residuals.layer_token * patches + SCORE_BYTES["forward"] * pairs
 
 
 def _layers_bytes(share: Share, way: str = "forward") -> float:
@@ -124,8 +124,8 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
     weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
-    made = share.kept_by_text(replace(share.compute, remat="none")).layer_token
-    activations = {"forward": 2, "backward": 3}[way] * layers * made * share.rows * shape.row_tokens
+    token_bytes = share.text_residuals(replace(share.compute, remat="none")).layer_token
+    activations = {"forward": 2, "backward": 3}[way] * layers * token_bytes * share.rows * shape.row_tokens
     return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
 
 
@@ -167,7 +167,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     yield among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
 
 
-def _seen_collectives(share: Share) -> Iterator[Collective]:
+def _vision_collectives(share: Share) -> Iterator[Collective]:
     yield _over_fsdp("all-gather", share, share.vision_values)
 
 

@@ -9,10 +9,11 @@ from typing import TypeVar
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
-from paravt_jax.plan.hosts import HostPart, num_hosts
+from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
+from paravt_jax.plan.run import PlannedRl, PlannedSft
 from paravt_jax.plan.step_time import StepTime
 
 Planned = TypeVar("Planned", Config, SftConfig)
@@ -24,7 +25,7 @@ def plan_of(config: Config, device: str = "h100") -> str:
     """The plan of a run as text, for a device by its name."""
     config, remarks = _used_on(config, device)
     model, more = model_config(config.model.path)
-    plan = make_plan(config, model, device=_known(device))
+    plan = make_plan(PlannedRl.of(config, model), _device_named(device))
     return render(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
 
 
@@ -32,19 +33,19 @@ def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
     """The plan of a cold start as text."""
     config, remarks = _used_on(config, device)
     model, more = model_config(config.model.path)
-    plan = make_imitation_plan(config, model, _known(device))
+    plan = make_imitation_plan(PlannedSft.of(config, model), _device_named(device))
     return render_imitation(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
 
 
 def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
     """The settings that a run on this device would use, and a remark if they differ from the config."""
-    used = computed_on(config, _known(device).platform)
+    used = computed_on(config, _device_named(device).platform)
     if used is config:
         return config, ()
     return used, (f"computed in {used.model.dtype}: on a CPU {config.model.dtype} is slower and takes more memory",)
 
 
-def _known(device: str) -> DeviceSpec:
+def _device_named(device: str) -> DeviceSpec:
     if device not in DEVICES:
         raise ValueError(f"--device {device} is unknown; choose one of {', '.join(DEVICES)}")
     return DEVICES[device]
@@ -60,7 +61,7 @@ def render(plan: Plan) -> str:
         *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
         _step_time_lines(plan.step),
         ["what fits", *_wrapped(_fit_lines(plan.fit, plan.batch, plan.memory, plan.device))],
-        ["assumed", *_wrapped(plan.assumptions)],
+        ["assumptions", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -71,17 +72,16 @@ def render_imitation(plan: ImitationPlan) -> str:
     rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
     for step in plan.steps:
         pflop = step.num_batches * sum(plan.flops.values()) / 1e15
-        remark = "sft.rows_per_step" if step.num_rows == plan.config.sft.rows_per_step else ""
+        remark = "sft.rows_per_step" if step.num_rows == plan.rows_per_step else ""
         tokens = f"{step.num_rows * batch.row_tokens:,}"
         rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
-    mesh, hosts = plan.config.mesh, plan.config.hosts
     blocks = [
-        [_title(mesh, plan.device, num_hosts(hosts, mesh.num_devices, plan.device))],
+        [_title(plan.mesh, plan.device, plan.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
-        ["a step by number of rows", *_aligned(rows)],
+        ["seconds per step, by number of rows", *_aligned(rows)],
         ["what fits", *_wrapped(_fit_lines(plan.fit, batch, plan.memory, plan.device))],
-        ["assumed", *_wrapped(plan.assumptions)],
+        ["assumptions", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -104,24 +104,26 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
 def _memory_lines(memory: Memory) -> list[str]:
     unit, name = (GIB, "GiB") if memory.peak_bytes >= GIB else (MIB, "MiB")
 
-    def shown(num_bytes: int) -> str:
+    def formatted(num_bytes: int) -> str:
         return f"{num_bytes / unit:.2f}"
 
     def lines(parts: Parts) -> list[list[str]]:
         """Largest first, without parts that round to zero."""
         ordered = sorted(parts.items(), key=lambda part: -part[1])
-        return [[f"  {part}", shown(num_bytes)] for part, num_bytes in ordered if num_bytes >= unit / 200]
+        return [[f"  {part}", formatted(num_bytes)] for part, num_bytes in ordered if num_bytes >= unit / 200]
 
     worst = memory.worst
     rows = [
-        ["always", shown(sum(memory.resident.values()))],
+        ["always resident", formatted(sum(memory.resident.values()))],
         *lines(memory.resident),
-        [f"in the worst phase: {worst.name}", shown(worst.num_bytes)],
+        [f"phase with the most: {worst.name}", formatted(worst.num_bytes)],
         *lines(worst.parts),
-        ["peak", shown(memory.peak_bytes)],
+        ["peak", formatted(memory.peak_bytes)],
     ]
-    others = ", ".join(f"{phase.name} {shown(phase.num_bytes)}" for phase in memory.phases if phase is not worst)
-    return [f"memory per device, {name}", *_aligned(rows), *_wrapped([f"other phases: {others}"])]
+    other_phases = ", ".join(
+        f"{phase.name} {formatted(phase.num_bytes)}" for phase in memory.phases if phase is not worst
+    )
+    return [f"memory per device, {name}", *_aligned(rows), *_wrapped([f"other phases: {other_phases}"])]
 
 
 def _step_lines(plan: Plan) -> list[str]:
@@ -130,7 +132,7 @@ def _step_lines(plan: Plan) -> list[str]:
         ((unit, name) for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")) if total >= unit), (1e9, "GFLOP")
     )
     rows = [
-        ["tokens of the update, each prompt once per group", f"{work.shared_tokens:,}"],
+        ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
         ["  with one row per episode instead", f"{work.separate_tokens:,}"],
         [
             f"  computed, in {work.computed_rows} rows of {work.row_tokens:,}",
@@ -147,21 +149,21 @@ def _step_lines(plan: Plan) -> list[str]:
 
 def _host_lines(host: HostPart) -> list[str]:
     rows = [
-        ["rows of a batch", f"{host.rows:,}"],
-        ["prompts of a step, at most", f"{host.visits:,}"],
-        ["frames decoded for them", f"{host.frames:,}"],
-        ["GiB of a checkpoint", f"{host.checkpoint_bytes / GIB:.1f}"],
-        ["MB received from other hosts", f"{host.received_bytes / 1e6:.1f}"],
+        ["rows per batch", f"{host.rows:,}"],
+        ["prompts per step, at most", f"{host.prompts:,}"],
+        ["frames decoded per step", f"{host.frames:,}"],
+        ["checkpoint size, GiB", f"{host.checkpoint_bytes / GIB:.1f}"],
+        ["MB received from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
     ]
-    return [f"each of {host.num_hosts} hosts", *_aligned(rows)]
+    return [f"per host, of {host.num_hosts}", *_aligned(rows)]
 
 
 def _step_time_lines(step: StepTime | None) -> list[str]:
     if step is None:
-        return ["seconds of a step", "  not estimated: the device has no stated rates"]
+        return ["seconds per step", "  not estimated: the device has no data sheet"]
     rows = [["", "low", "high"], *([name, *map(_seconds, part)] for name, part in step.parts.items())]
     rows += [["a step", *map(_seconds, step.seconds)]]
-    return ["seconds of a step, at the best rates and at the worst", *_aligned(rows), *_wrapped([str(step)])]
+    return ["seconds per step, at the best and the worst rates", *_aligned(rows), *_wrapped([str(step)])]
 
 
 def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:
@@ -174,7 +176,7 @@ def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) 
     yield f"largest pack.row_tokens with pack.num_rows={batch.num_rows}: {fit.row_tokens or 'none'}"
     yield f"largest pack.num_rows with pack.row_tokens={batch.row_tokens}: {fit.num_rows or 'none'}"
     for advice in fit.advice:
-        yield f"enough: {advice}"
+        yield f"would fit: {advice}"
 
 
 def _seconds(value: float | None) -> str:

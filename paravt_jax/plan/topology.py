@@ -84,16 +84,16 @@ class Topology:
     def num_hosts(self) -> int:
         return self.device.num_hosts(self.num_devices)
 
-    def without_gpus(self, taken: Sequence[int]) -> list[int]:
+    def without_gpus(self, server_gpus: Sequence[int]) -> list[int]:
         """The indices of the other devices if servers use these GPUs on every host."""
         of_a_host = self.num_devices // self.num_hosts
         num_gpus = of_a_host if self.device.platform == "gpu" else 0
-        if absent := [number for number in taken if number >= num_gpus]:
+        if absent := [number for number in server_gpus if number >= num_gpus]:
             raise ValueError(
-                f"engine.gpus={list(taken)}: there is no GPU {absent[0]} on a host of --topology {self.name}; there "
-                f"are {num_gpus}, counted from 0"
+                f"engine.gpus={list(server_gpus)}: a host of --topology {self.name} has no GPU {absent[0]}; it has "
+                f"{num_gpus}, counted from 0"
             )
-        return [number for number in range(self.num_devices) if number % of_a_host not in taken]
+        return [number for number in range(self.num_devices) if number % of_a_host not in server_gpus]
 
     def devices(self) -> Any:
         """Abstract devices for a mesh; programs can be compiled for them, not run."""
@@ -113,7 +113,7 @@ class Topology:
                 target_config=GPU_CHIPS[self.device.name].as_text(self.device),
             ).devices
         except JaxRuntimeError as problem:
-            raise ValueError(f"--topology {self.name} is refused by the compiler: {_sentence(problem)}") from None
+            raise ValueError(f"the compiler rejects --topology {self.name}: {_sentence(problem)}") from None
 
 
 def topology(name: str) -> Topology:
@@ -123,12 +123,12 @@ def topology(name: str) -> Topology:
     if device is not None and device.platform == "gpu" and re.fullmatch(r"[1-9]\d*", shape):
         count = int(shape)
         if count > DEVICES_OF_A_HOST and count % DEVICES_OF_A_HOST:
-            raise ValueError(f"--topology {name}: more than {DEVICES_OF_A_HOST} GPUs come in boxes of so many")
+            raise ValueError(f"--topology {name}: a number of GPUs above {DEVICES_OF_A_HOST} must be a multiple of it")
         return Topology(name, device, count)
     if device is not None and device.platform == "tpu" and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         sides = [int(side) for side in shape.split("x")]
         if math.prod(sides) > CHIPS_OF_A_HOST and (sides[0] % 2 or sides[1] % 2):
-            raise ValueError(f"--topology {name}: a slice of several hosts is made of the 2x2 chips of each")
+            raise ValueError(f"--topology {name}: a slice over several hosts consists of 2x2 chips per host")
         return Topology(name, device, math.prod(sides))
     raise ValueError(f"--topology {name} is unknown; choose from {KNOWN}")
 
@@ -136,10 +136,10 @@ def topology(name: str) -> Topology:
 def check_compiler(platform: str) -> None:
     module, extra = PACKAGES[platform]
     try:
-        found = find_spec(module) is not None
+        is_installed = find_spec(module) is not None
     except ModuleNotFoundError:  # the module's parent package is missing
-        found = False
-    if not found:
+        is_installed = False
+    if not is_installed:
         raise ValueError(
             f"the compiler for this topology is not installed; it needs no device: in a clone, "
             f"pip install -e '.[{extra}]'"

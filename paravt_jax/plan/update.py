@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from model_port.config import LoraConfig
-from paravt_jax.config import Config, MeshConfig, PolicyConfig, SftConfig
-from paravt_jax.learner.settings import OptimConfig
+from paravt_jax.config import MeshConfig, PolicyConfig
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -13,14 +13,10 @@ class PlannedUpdate:
     policy: PolicyConfig
     lora: LoraConfig
     optim: OptimConfig
-    reads_reference: bool = False
+    loss: LossConfig | None = None  # None: SFT
+    temperature: float = 1.0
     scores_before: bool = False  # the policy's log-probs are computed before the update
 
-
-def update_of(config: Config | SftConfig) -> PlannedUpdate:
-    parts = (config.mesh, config.model, config.lora, config.optim)
-    if isinstance(config, SftConfig):
-        return PlannedUpdate(*parts)
-    penalised = config.loss.kl_coef > 0
-    again = config.train.updates_per_step > 1 or (penalised and config.loss.kl_in == "reward")
-    return PlannedUpdate(*parts, reads_reference=penalised, scores_before=again)
+    @property
+    def reads_reference(self) -> bool:
+        return self.loss is not None and self.loss.kl_coef > 0

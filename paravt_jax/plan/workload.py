@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
 from model_port.config import ModelConfig, VisionConfig
-from paravt_jax.config import Config, SftConfig
-from paravt_jax.learner.packing import FRAME_ROW_STEP, TOKEN_STEP, stepped
+from paravt_jax.config import PackConfig, TrainConfig, VideoConfig
+from paravt_jax.learner.packing import TOKEN_STEP, stepped
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.update import PlannedUpdate, update_of
+from paravt_jax.plan.update import PlannedUpdate
+from rollout.episode_config import EpisodeConfig
 
 # A typical episode. Most turns end long before the config's bounds.
 FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
@@ -88,12 +89,18 @@ class Workload:
     def computed_rows(self) -> int:
         return self.num_batches * self.batch_rows
 
+    def with_calls(self, calls: float) -> "Workload":
+        """The same episodes with another number of calls and reports."""
+        response_tokens = self.response_tokens + round((calls - self.calls) * self.report_tokens)
+        return replace(self, calls=calls, response_tokens=response_tokens)
 
-def workload_of(config: Config, model: ModelConfig) -> Workload:
-    train, rollout, video = config.train, config.rollout, config.video
+
+def workload_of(
+    train: TrainConfig, rollout: EpisodeConfig, video: VideoConfig, pack: PackConfig, model: ModelConfig
+) -> Workload:
     most = max(video.frame_budgets) if video.gating else video.overview_frames
     frames = sum(video.frame_budgets) / len(video.frame_budgets) if video.gating else float(most)
-    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
+    frame_tokens = tokens_per_frame(video.max_pixels, model.vision)
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
     prompt, max_prompt = (min(round(n * frame_tokens) + PROMPT_TEXT_TOKENS, room) for n in (frames, most))
@@ -101,8 +108,7 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
     call_prompt = min(rollout.subagent_max_frames * frame_tokens + PROMPT_TEXT_TOKENS, room)
     report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
     row_tokens = min(
-        stepped(max_prompt + train.group_size * response, TOKEN_STEP, config.pack.sizes_per_doubling),
-        config.pack.row_tokens,
+        stepped(max_prompt + train.group_size * response, TOKEN_STEP, pack.sizes_per_doubling), pack.row_tokens
     )
     num_rows = _num_rows(train.prompts_per_step, prompt, train.group_size, response, row_tokens)
     if train.subagent_loss:
@@ -123,14 +129,8 @@ def workload_of(config: Config, model: ModelConfig) -> Workload:
         report_tokens=report,
         row_tokens=row_tokens,
         num_rows=num_rows,
-        batch_rows=config.pack.num_rows,
+        batch_rows=pack.num_rows,
     )
-
-
-def with_calls(work: Workload, calls: float) -> Workload:
-    """The same episodes with another number of calls and reports."""
-    response_tokens = work.response_tokens + round((calls - work.calls) * work.report_tokens)
-    return replace(work, calls=calls, response_tokens=response_tokens)
 
 
 def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_tokens: int) -> int:
@@ -151,53 +151,9 @@ class Step:
     num_tokens: int  # without padding
 
 
-def typical_step(config: Config | SftConfig, model: ModelConfig) -> Step:
-    if isinstance(config, SftConfig):
-        shape = largest_batch(config, model)
-        num_batches = config.sft.rows_per_step // shape.num_rows
-        return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
-    work, num_parts = workload_of(config, model), config.mesh.num_row_parts
-    shape = BatchShape(
-        num_rows=work.batch_rows,
-        row_tokens=work.row_tokens,
-        row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
-        num_frame_rows=num_parts * -(-round(work.num_groups * work.frames / work.num_batches) // num_parts),
-        row_patches=row_patches(config.video.max_pixels, model.vision),
-        num_parts=num_parts,
-    )
-    return Step(shape, work.num_batches, config.train.updates_per_step, work.shared_tokens)
-
-
 def full_step(shape: BatchShape) -> Step:
     """One batch without padding."""
     return Step(shape, 1, 1, shape.num_rows * shape.row_tokens)
-
-
-def largest_batch(config: Config | SftConfig, model: ModelConfig) -> BatchShape:
-    """The largest batch that the config allows."""
-    pack, num_parts = config.pack, config.mesh.num_row_parts
-    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
-    room = max(1, pack.num_rows * pack.row_tokens // frame_tokens)
-    if isinstance(config, SftConfig):
-        traces = max(1, pack.row_tokens // trace_tokens(config, model))  # per row
-        frames, actions = pack.num_rows * traces * config.video.overview_frames, traces * RESPONSE_TOKENS
-    else:
-        work = workload_of(config, model)
-        frames = config.train.prompts_per_step * work.max_frames
-        actions = config.train.group_size * work.response_tokens
-    return BatchShape(
-        num_rows=pack.num_rows,
-        row_tokens=pack.row_tokens,
-        row_actions=min(pack.row_tokens, actions),
-        num_frame_rows=num_parts * stepped(-(-min(frames, room) // num_parts), FRAME_ROW_STEP),
-        row_patches=row_patches(config.video.max_pixels, model.vision),
-        num_parts=num_parts,
-    )
-
-
-def trace_tokens(config: SftConfig, model: ModelConfig) -> int:
-    frame_tokens = tokens_per_frame(config.video.max_pixels, model.vision)
-    return config.video.overview_frames * frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
 
 
 def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
@@ -209,13 +165,13 @@ def row_patches(max_pixels: int, vision: VisionConfig) -> int:
     return max(vision.merge_unit, max_pixels // vision.patch_px**2)
 
 
-def flops_of(config: Config, model: ModelConfig, work: Workload, platform: str) -> dict[str, float]:
-    """FLOPs of a step, over all devices."""
-    step = typical_step(config, model)
-    update = batch_flops(update_of(config), model, step.shape, platform)
-    cache_tokens = config.rollout.max_context_tokens if config.engine.kind == "jax" else None
+def step_flops(
+    update: PlannedUpdate, model: ModelConfig, work: Workload, step: Step, platform: str, cache_tokens: int | None
+) -> dict[str, float]:
+    """FLOPs of a step, over all devices. `cache_tokens`: per row of the embedded engine; None with servers."""
+    passes = batch_flops(update, model, step.shape, platform)
     rollout = _rollout_flops(model, work, step.shape.row_patches, cache_tokens)
-    return rollout | {name: step.num_batches * flops for name, flops in update.items()}
+    return rollout | {name: step.num_batches * flops for name, flops in passes.items()}
 
 
 def layer_params(model: ModelConfig) -> int:
@@ -241,21 +197,22 @@ def adapter_params(rank: int, model: ModelConfig) -> int:
 
 def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_tokens: int | None) -> dict[str, float]:
     """The embedded engine repeats the prefill at every turn, frames included; servers (None) have a prefix cache."""
-    again = 0 if cache_tokens is None else work.num_calls
+    num_repeated = 0 if cache_tokens is None else work.num_calls
     dialogue = work.prompt_tokens + work.response_tokens
-    reads = (
+    prefills = (
         (work.prompt_tokens, work.num_groups),
-        (dialogue, again),
+        (dialogue, num_repeated),
         (work.call_prompt_tokens, work.num_calls),
     )
-    num_frames = work.frames * (work.num_groups + again) + work.call_frames * work.num_calls
+    num_frames = work.frames * (work.num_groups + num_repeated) + work.call_frames * work.num_calls
     context = cache_tokens or dialogue  # the embedded engine attends to every slot of the cache
     return {
-        "rollout, frames": num_frames * frame_flops(model, patches),
-        "rollout, reading": sum(
-            count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2)) for length, count in reads
+        "rollout, vision": num_frames * frame_flops(model, patches),
+        "rollout, prefill": sum(
+            count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2))
+            for length, count in prefills
         ),
-        "rollout, sampling": _product_flops(model, work.sampled_tokens)
+        "rollout, decode": _product_flops(model, work.sampled_tokens)
         + _head_flops(model, work.sampled_tokens)
         + _attention_flops(model, work.sampled_tokens * context),
     }
@@ -279,16 +236,16 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
     saved = attention if remat == "attention" and form != "xla" else 0.0
     again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
-    seen = shape.num_frame_rows * frame_flops(model, shape.row_patches)
-    passes = {"update, frames": seen * (1 + update.scores_before)}
+    vision = shape.num_frame_rows * frame_flops(model, shape.row_patches)
+    passes = {"update, vision": vision * (1 + update.scores_before)}
     if update.reads_reference:
-        passes["update, reference"] = forward + (seen if trained else 0.0)
+        passes["update, reference"] = forward + (vision if trained else 0.0)
     if update.scores_before:
-        passes["update, log-probs before"] = forward
+        passes["update, old log-probs"] = forward
     passes["update, forward and backward"] = forward + backward
-    passes["update, computed again"] = again
+    passes["update, recomputation"] = again
     if trained:
-        passes["update, frames backward"] = seen * (2 if remat == "none" else 3)
+        passes["update, vision backward"] = vision * (2 if remat == "none" else 3)
     return passes
 
 
@@ -299,10 +256,10 @@ def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float
     weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
     adapters = 2.0 * adapter_params(update.lora.rank, model) * step.num_tokens
     forward = weights + adapters + _attention_flops(model, causal)
-    seen = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
-    others = update.reads_reference + update.scores_before
+    vision = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
+    num_scores = update.reads_reference + update.scores_before
     frozen = weights if update.lora.rank else 0.0  # frozen weights have no gradients
-    return (3 + others) * forward - frozen + (3 if update.optim.train_vision else 1) * seen
+    return (3 + num_scores) * forward - frozen + (3 if update.optim.train_vision else 1) * vision
 
 
 def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: str) -> int:

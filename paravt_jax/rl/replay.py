@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
-from paravt_jax.config import Config, TrainConfig
+from paravt_jax.config import TrainConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
@@ -51,10 +51,10 @@ class LoggedSteps:
     checkpoint: Path | None  # from before the first step; None: the model of the settings
 
     @classmethod
-    def of(cls, run_dir: Path, config: Config) -> "LoggedSteps":
-        """Raises if the log does not suffice for a replay with these settings."""
-        if Path(config.run_dir).resolve() == run_dir.resolve():
-            raise ValueError(f"run_dir={config.run_dir} is the run to replay; choose another run_dir")
+    def of(cls, run_dir: Path, replay_dir: str, *, needs_verdicts: bool) -> "LoggedSteps":
+        """Raises if the log does not suffice for a replay, which may need a judge's verdicts."""
+        if Path(replay_dir).resolve() == run_dir.resolve():
+            raise ValueError(f"run_dir={replay_dir} is the run to replay; choose another run_dir")
         if not (run_dir / METRICS_FILE).exists():
             raise ValueError(f"{run_dir} is not a run: it has no {METRICS_FILE}; give a run's run_dir")
         last = last_step(run_dir)
@@ -68,7 +68,7 @@ class LoggedSteps:
                 f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, but has earlier and "
                 f"later steps; put the files back"
             )
-        if config.judge.is_set and not (settings_of(run_dir).get("judge") or {}).get("model"):
+        if needs_verdicts and not (settings_of(run_dir).get("judge") or {}).get("model"):
             raise ValueError(f"reward.oe_mode=llm needs verdicts, and {run_dir} had no judge; leave oe_mode as it was")
         return cls(run_dir.absolute(), first, last, _checkpoint_of(run_dir, first - 1) if first > 1 else None)
 

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from paravt_jax.config import Config
+from paravt_jax.config import EngineConfig, ValidationConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
+from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
 from paravt_jax.rl.groups import Group
@@ -41,13 +42,17 @@ from rollout.video.reader import FrameReader
 class Run:
     """Use `async with open_run(config) as run`."""
 
-    config: Config
     training: Training
     policy: Policy
     policy_update: PolicyUpdate
     engine: Engine
+    engine_settings: EngineConfig
     rollouts: RolloutScheduler | Replay
-    greedy: RolloutWorker
+    samples_ahead: bool  # rollouts continue during the update
+    mismatch: MismatchConfig
+    validation: ValidationConfig
+    validation_frames: int  # per prompt
+    greedy: RolloutWorker  # for validation
     held_out: Sequence[Prompt]  # empty in a replay
     frames: FrameReader
     hosts: Hosts
@@ -68,7 +73,7 @@ class Run:
         rollout_s = time.monotonic() - training.began_step_s
         metrics = group_metrics(groups) | self.rollouts.metrics()
         metrics["staleness_mean"] = staleness_mean(groups, training.version)
-        if remark := deadline_remark(metrics, self.config.rollout.turn_deadline_s):
+        if remark := deadline_remark(metrics, self.greedy.agent.config.turn_deadline_s):
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         begun_s = time.monotonic()
@@ -98,7 +103,7 @@ class Run:
 
     async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
         """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
-        shares, leads, begun_s = self.config.engine.connects, self.hosts.leads, time.monotonic()
+        shares, leads, begun_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
         elif isinstance(weights, ModelWeights):
@@ -141,11 +146,11 @@ class Run:
     async def validate_if_due(self) -> None:
         """An interrupted validation is not logged; the resumed run repeats it."""
         training = self.training
-        if not self.held_out or not training.validation_due(self.config.validation):
+        if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
         prompts = scatter(self.held_out, self.hosts)
-        running = evaluate(self.greedy, prompts, self.config.video.overview_frames)
+        running = evaluate(self.greedy, prompts, self.validation_frames)
         rollouts = await training.directory.unless_stopped(running)
         if rollouts is None:
             return
@@ -171,22 +176,21 @@ class Run:
         if behavior_kl is None:
             return
         step = self.training.step + 1
-        decision = mismatch_decision(behavior_kl, self.config.mismatch)
+        decision = mismatch_decision(behavior_kl, self.mismatch)
         if decision == "stop":
             raise RuntimeError(
-                f"engine and learner differ by a KL of {behavior_kl:.3g} on average over the tokens of step {step}, "
-                f"mismatch.max_kl={self.config.mismatch.max_kl}: the samples are of another policy. Compare the two "
+                f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
+                f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare the two "
                 f"with python -m rollout.check, or lower train.max_staleness"
             )
         if decision != "ok":
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights | HostWeights:
-        model, dtype = self.training.learner.model, self.config.model.dtype
-        if self.config.engine.kind == "jax":
-            copied = self.config.train.max_staleness > 0
-            local = sampling_model(model, dtype, self.policy.mesh, copied=copied)
+        model, dtype = self.training.learner.model, self.policy.compute.dtype
+        if self.engine_settings.kind == "jax":
+            local = sampling_model(model, dtype, self.policy.mesh, copied=self.samples_ahead)
             return ModelWeights(local, np.dtype(jnp.dtype(dtype)))
         weights = ModelWeights(model, np.dtype(jnp.dtype(dtype)))
         # Files are written before the next update takes the arrays; tensors may be requested again after it.
-        return weights.on_host() if self.config.engine.route == "tensors" else weights
+        return weights.on_host() if self.engine_settings.route == "tensors" else weights

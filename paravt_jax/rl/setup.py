@@ -7,8 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from model_port.bucket import is_address
-from model_port.model import Qwen3VL
-from paravt_jax.config import AUTO, SYNTHETIC, Config, computed_on, to_record
+from paravt_jax.config import (
+    AUTO,
+    SYNTHETIC,
+    Config,
+    DataConfig,
+    EngineConfig,
+    HostsConfig,
+    TrainConfig,
+    computed_on,
+    to_record,
+)
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
@@ -65,14 +74,16 @@ async def open_run(
     if replay is not None and is_address(config.run_dir):
         raise ValueError(f"run_dir={config.run_dir}: a replay writes to a local directory; choose another run_dir")
     if hosts.num > 1:
-        _check_for_hosts(config, replay)
+        _check_for_hosts(config.hosts, config.train, config.engine, replay)
     gpus = place_servers(config.engine, config.mesh.num_devices // hosts.num) if replay is None else ()
     config = computed_on(config, (await in_thread(find_devices))[0].platform)
     async with AsyncExitStack() as stack:
-        log = None if replay is None else LoggedSteps.of(replay, config)
+        log = None if replay is None else LoggedSteps.of(replay, config.run_dir, needs_verdicts=config.judge.is_set)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _keep_apart(directory, log))
-        train, held_out, remarks = hosts.host_0_first(lambda: _prompts(config, directory.path))
+        train, held_out, remarks = hosts.host_0_first(
+            lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts)
+        )
         plugin = load_plugin(config.reward)
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
@@ -89,7 +100,6 @@ async def open_run(
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
         worker = rollouts.worker
         run = Run(
-            config=config,
             training=training,
             policy=policy,
             policy_update=PolicyUpdate(
@@ -104,7 +114,12 @@ async def open_run(
                 hosts=hosts,
             ),
             engine=worker.agent.engine,
+            engine_settings=config.engine,
             rollouts=rollouts,
+            samples_ahead=config.train.max_staleness > 0,
+            mismatch=config.mismatch,
+            validation=config.validation,
+            validation_frames=config.video.overview_frames,
             greedy=replace(worker, agent=worker.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
@@ -177,11 +192,14 @@ async def _rollouts(
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
         return Replay(log, worker, order, cursor, config.train, config.advantage)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
-    samples_away = config.engine.kind == "sglang"
+    model, on_servers = None, config.engine.kind == "sglang"
+    if config.engine.kind == "jax":
+        copied = config.train.max_staleness > 0
+        model = sampling_model(training.learner.model, config.model.dtype, policy.mesh, copied=copied)
     engine = await open_engine(
         config.engine,
         policy,
-        _sampling_model(config, training.learner.model, policy),
+        model,
         training.version,
         training.log.phase,
         dtype=config.model.dtype,
@@ -190,7 +208,7 @@ async def _rollouts(
         trainable_vision=config.optim.train_vision,
         gpus=gpus,
         num_hosts=training.directory.hosts.num,
-        run=await in_thread(lambda: run_id(training.directory.path, training.directory.hosts)) if samples_away else "",
+        run=await in_thread(lambda: run_id(training.directory.path, training.directory.hosts)) if on_servers else "",
         take_over=take_over,
     )
     stack.push_async_callback(engine.close)
@@ -210,33 +228,26 @@ async def _rollouts(
     return rollouts
 
 
-def _sampling_model(config: Config, model: Qwen3VL, policy: Policy) -> Qwen3VL | None:
-    """The embedded engine's model; None for other engines."""
-    if config.engine.kind != "jax":
-        return None
-    return sampling_model(model, config.model.dtype, policy.mesh, copied=config.train.max_staleness > 0)
-
-
-def _check_for_hosts(config: Config, replay: Path | None) -> None:
+def _check_for_hosts(hosts: HostsConfig, train: TrainConfig, engine: EngineConfig, replay: Path | None) -> None:
     """Rejects settings that need a single host."""
     if replay is not None:
         raise ValueError("--replay needs no engine, and runs on one host; leave hosts.coordinator empty")
-    if config.train.oversample:
+    if train.oversample:
         raise ValueError(
-            f"train.oversample={config.train.oversample} aborts the groups that are last, which no host knows of all; "
-            f"set it to 0 on several hosts"
+            f"train.oversample={train.oversample} aborts the slowest groups, and no host knows all groups; set it to 0 "
+            f"with several hosts"
         )
-    if config.engine.is_own:
-        raise ValueError(f"engine.kind={config.engine.kind}: an engine of your own runs on one host; use jax or sglang")
-    if config.engine.kind == "jax" and config.train.max_staleness:
+    if engine.is_own:
+        raise ValueError(f"engine.kind={engine.kind}: an engine of your own runs on one host; use jax or sglang")
+    if engine.kind == "jax" and train.max_staleness:
         raise ValueError(
-            f"train.max_staleness={config.train.max_staleness} with engine.kind=jax starts sampling and updates in "
-            f"another order on each host; set it to 0, or engine.kind=sglang"
+            f"train.max_staleness={train.max_staleness} with engine.kind=jax would run sampling and updates in a "
+            f"different order on each host; set it to 0, or engine.kind=sglang"
         )
-    if config.hosts.coordinator == AUTO and config.engine.kind == "sglang" and not config.engine.connects:
+    if hosts.coordinator == AUTO and engine.kind == "sglang" and not engine.connects:
         raise ValueError(
-            f"hosts.coordinator={AUTO} starts jax before this run's servers have their GPUs; give "
-            f"hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index, or engine.urls of servers that run"
+            f"hosts.coordinator={AUTO} starts jax before the servers of this run get their GPUs; set "
+            f"hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index, or engine.urls of running servers"
         )
 
 
@@ -258,9 +269,9 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     """
     run.training.log.phase("parity gate")
     mesh = run.policy.mesh
-    model = await in_thread(lambda: local_model(run.training.learner.model, run.config.model.dtype, mesh))
+    model = await in_thread(lambda: local_model(run.training.learner.model, run.policy.compute.dtype, mesh))
     scorer = LearnerScorer(model, run.policy.contract, local_mesh(mesh))
-    checks = run.hosts.leads or not run.config.engine.connects
+    checks = run.hosts.leads or not run.engine_settings.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
         raise RuntimeError(problem)
@@ -288,22 +299,23 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
     return f"engine and learner disagree, so nothing was trained: {'; '.join(problems)}" if problems else ""
 
 
-def _prompts(config: Config, directory: Path) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
+def _prompts(
+    data: DataConfig, directory: Path, seed: int, max_held_out: int
+) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
     """Training prompts, held-out prompts, and log messages about dropped rows."""
-    made = directory / SYNTHETIC / "train.jsonl"
-    if SYNTHETIC in (config.data.train, config.data.validation):
-        made = make_synthetic(directory / SYNTHETIC, config.seed)
-    data, remarks = config.data, []
+    synthetic, remarks = directory / SYNTHETIC / "train.jsonl", []
+    if SYNTHETIC in (data.train, data.validation):
+        synthetic = make_synthetic(directory / SYNTHETIC, seed)
 
-    def load(path: str, of_synthetic: Path) -> Sequence[Prompt]:
+    def load(path: str, synthetic_path: Path) -> Sequence[Prompt]:
         if not path:
             return ()
         root = "" if path == SYNTHETIC else data.video_root
-        path = str(of_synthetic) if path == SYNTHETIC else path
+        path = str(synthetic_path) if path == SYNTHETIC else path
         loaded = load_prompts(path, video_root=root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
         remarks.extend(dropped_rows(path, loaded.bad))
         return loaded.prompts
 
-    train = load(config.data.train, made)
-    held_out = load(config.data.validation, made.with_name("validation.jsonl"))
-    return train, held_out[: config.validation.max_prompts], remarks
+    train = load(data.train, synthetic)
+    held_out = load(data.validation, synthetic.with_name("validation.jsonl"))
+    return train, held_out[:max_held_out], remarks

@@ -23,6 +23,7 @@ from model_port.tiny import make_tiny
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_layout import OWN_SUM
 
@@ -46,9 +47,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         directory, hf = Path(folder) / CHECKPOINTS_DIR, Path(folder) / HF_DIR
         make_tiny(hf)
-        learner = make_learner(
-            config_of((1, 1, 1), rows=1, row_tokens=256), sized_model(args.gib * 2**30 / BYTES_PER_PARAM), None
-        )
+        model = sized_model(args.gib * 2**30 / BYTES_PER_PARAM)
+        update = PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=256), model).update
+        learner = make_learner(update, model, None)
         checkpoints = Checkpoints(directory, hf, CheckpointConfig(), lambda text: print(text, file=sys.stderr))
         begun_s = time.perf_counter()
         checkpoints.save(learner, {})

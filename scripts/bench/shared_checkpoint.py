@@ -20,6 +20,7 @@ from model_port.sharding import make_mesh
 from model_port.terminal import say
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig, HostsConfig
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.hosts import Hosts, joined
 from paravt_jax.run.policy import meet
@@ -41,7 +42,8 @@ def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -
     meet(hosts, mesh)
     before_mib, _ = peak_mib(lambda: None)
     model = sized_model(mib * MIB / BYTES_PER_WEIGHT)
-    learner = make_learner(config_of((1, num_devices, 1), rows=1, row_tokens=256), model, mesh)
+    config = config_of((1, num_devices, 1), rows=1, row_tokens=256)
+    learner = make_learner(PlannedRl.of(config, model).update, model, mesh)
     leaves = jax.tree.leaves(jax.block_until_ready(learner.state))
     share_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     checkpoints = Checkpoints(folder / CHECKPOINTS_DIR, folder / HF_DIR, CheckpointConfig(), say, hosts=hosts)

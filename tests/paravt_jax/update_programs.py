@@ -1,4 +1,4 @@
-"""The programs of an update as a learner runs them: what their compiler says, and what a plan says of the largest."""
+"""The programs of an update as a learner runs them, their compiled memory, and the plan's estimate of the largest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.plan import Plan
 
-PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # of the plan: those of the largest program
+PROGRAM_PHASES = ("backward pass, a layer", "backward pass, the head")  # the plan's phases of the largest program
 
 
 def compiled_programs(learner: Learner, batch: TrainBatch) -> dict[str, Any]:
-    """The programs of one update by their names in learner.programs; the update is made on the way."""
+    """Runs an update and returns its programs by their names in learner.programs."""
     compiled: dict[str, Any] = {}
 
     def watched(name: str, function: Any) -> Callable[..., Any]:
@@ -37,14 +37,14 @@ def compiled_programs(learner: Learner, batch: TrainBatch) -> dict[str, Any]:
 
 
 def program_bytes(program: Any) -> int:
-    """What a compiled program needs on a device, its arguments included."""
+    """Peak bytes of a compiled program on a device, including its arguments."""
     memory = program.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 def planned_program_bytes(plan: Plan) -> int:
-    """The plan's estimate of the same for the largest program, which has the weights and no moments."""
+    """The plan's estimate of the same for the largest program, which reads the weights but not the moments."""
     phases = [phase.num_bytes for phase in plan.memory.phases if phase.name in PROGRAM_PHASES]
     resident = plan.memory.resident
     return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)

@@ -19,8 +19,9 @@ from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.bench.mesh_rows import MEASURED, benched_run
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.meshes import UNTIMED, estimate, mesh_shapes
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.topology import check_compiler, topology
-from paravt_jax.plan.workload import full_step, largest_batch
+from paravt_jax.plan.workload import full_step
 from paravt_jax.run.process import MEMORY_FRAC
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -155,11 +156,11 @@ def test_what_has_no_room_when_it_runs_is_a_refusal_and_nothing_else_is():
         mesh_measured.no_room(JaxRuntimeError("INTERNAL: illegal address"))
 
 
-def test_of_a_device_without_stated_rates_no_seconds_are_estimated_and_that_is_said():
-    config, model = config_of((1, 1, 1), rows=1, row_tokens=128), tiny_config()
-    row = estimate(config, model, full_step(largest_batch(config, model)), DEVICES["cpu"], None)
+def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
+    run = PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=128), tiny_config())
+    row = estimate(run, full_step(run.largest_batch()), DEVICES["cpu"], None)
     assert row.fits and row.est_step_s is None and row.tokens_per_s is None
-    assert {row.unknown[name] for name in UNTIMED} == {"cpu has no stated rates"}
+    assert {row.unknown[name] for name in UNTIMED} == {"cpu has no data sheet"}
 
 
 def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
@@ -218,9 +219,9 @@ def test_imitation_has_meshes_too():
         ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto needs several hosts"),
         (
             "--topology h100:4 --config configs/8b_8x80gb.yaml",
-            "there is no GPU 4 on a host of --topology h100:4; there",
+            "a host of --topology h100:4 has no GPU 4; it has",
         ),
-        ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2; there are 0, counted from 0"),
+        ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2 has no GPU 4; it has 0, counted from 0"),
         ("--topology v4:8 --plan-only", "--topology v4:8 is unknown; choose from h100:8"),
         ("--topology h100:8 --devices 2", "--devices has no effect with --topology"),
         ("--topology h100:8 --plan-only --mesh 8,1", "--mesh 8,1 is not data,fsdp,tensor of 8 devices, as 1,8,1"),

@@ -10,6 +10,7 @@ from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.sharding import make_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.plan.batch import BatchShape, make_batch
+from paravt_jax.plan.run import PlannedRl
 
 # Sizes by which an array is known in a program.
 WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
@@ -45,7 +46,7 @@ def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
     config = config_of(shape, rows=1, row_tokens=ROW_TOKENS)
     parts = config.mesh.num_row_parts
     batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
-    learner = make_learner(config, CONFIG, make_mesh(*shape))
+    learner = make_learner(PlannedRl.of(config, CONFIG).update, CONFIG, make_mesh(*shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paravt_jax.plan.aot.HEAD_CHUNK_TOKENS", 24)
         return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}

@@ -1,6 +1,6 @@
-"""Compiles attention and its gradients for devices that are not here, and prints what came of it as JSON.
+"""Compiles attention and its gradients ahead of time and prints the program as JSON.
 
-In a process of its own: a compiler for TPU ends the process over flags of XLA that the tests are run with.
+It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
 
 python tests/paravt_jax/plan/compiled_kernel.py TOPOLOGY QUERY_HEADS KEY_HEADS HEAD_DIM causal|whole TOKENS
 """
@@ -19,9 +19,9 @@ from paravt_jax.plan.topology import topology
 
 
 def lowered(mesh, heads, kv_heads, head_dim, causal, num_tokens):
-    """One row per part of fsdp, heads over tensor, in the form that `auto` takes with a checked kernel."""
+    """One row per fsdp part, heads over tensor, with the kernel that `auto` uses after its check."""
 
-    def of(*shape, dtype, spec):
+    def abstract(*shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def objective(q, k, v, segment_ids):
@@ -31,10 +31,10 @@ def lowered(mesh, heads, kv_heads, head_dim, causal, num_tokens):
 
     rows = mesh.shape["fsdp"]
     qkv = [
-        of(rows, num_tokens, n, head_dim, dtype=jnp.bfloat16, spec=PartitionSpec("fsdp", None, "tensor"))
+        abstract(rows, num_tokens, n, head_dim, dtype=jnp.bfloat16, spec=PartitionSpec("fsdp", None, "tensor"))
         for n in (heads, kv_heads, kv_heads)
     ]
-    ids = of(rows, num_tokens, dtype=jnp.int32, spec=PartitionSpec("fsdp"))
+    ids = abstract(rows, num_tokens, dtype=jnp.int32, spec=PartitionSpec("fsdp"))
     with on_mesh(mesh):
         return jax.jit(jax.grad(objective, argnums=(0, 1, 2))).lower(*qkv, ids)
 

@@ -1,4 +1,4 @@
-"""What a program's text says of its collectives, and how long they take."""
+"""Collectives in a program's HLO text, and their time."""
 
 import math
 
@@ -37,20 +37,20 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 """
 
 
-def test_a_loop_counts_as_often_as_it_turns_and_a_pair_as_its_larger_side():
+def test_collectives_count_per_trip_and_with_the_larger_of_input_and_output():
     gather, scatter, whole, plain, pair = collectives_of(TEXT)
     assert gather == Collective("all-gather", 36 * 32 * 4 * 2, 4, 1)
     assert scatter == Collective("reduce-scatter", 36 * (16 + 8) * 4, 4, 1)
-    assert whole == Collective("all-reduce", 2 * 4, 2, 2)  # devices 0 and 8 are in two boxes
-    assert plain == Collective("reduce-scatter", 2 * 6 * 4, 2, 1)  # what comes out is one of two parts
+    assert whole == Collective("all-reduce", 2 * 4, 2, 2)  # devices 0 and 8 are on two hosts
+    assert plain == Collective("reduce-scatter", 2 * 6 * 4, 2, 1)  # the output is one of two parts
     assert pair == Collective("all-reduce", 3 * 4 + 5 * 2, 2, 1)
 
 
-def test_a_loop_whose_turns_are_not_said_goes_up_to_what_its_counter_is_compared_with():
-    unsaid = TEXT.replace(', backend_config={"known_trip_count":{"n":"36"}}', "")
-    assert collectives_of(unsaid)[0].num_bytes == 32 * 4 * 2  # by data
+def test_without_an_annotation_the_trip_count_is_the_constant_in_the_condition():
+    unannotated = TEXT.replace(', backend_config={"known_trip_count":{"n":"36"}}', "")
+    assert collectives_of(unannotated)[0].num_bytes == 32 * 4 * 2  # unknown: once
     limit = "  %limit = s32[]{:T(128)} constant(28)\n"
-    limited = unsaid.replace("  ROOT %less", limit + "  ROOT %less")
+    limited = unannotated.replace("  ROOT %less", limit + "  ROOT %less")
     assert collectives_of(limited)[0].num_bytes == 28 * 32 * 4 * 2
 
 
@@ -65,31 +65,31 @@ def test_a_loop_whose_turns_are_not_said_goes_up_to_what_its_counter_is_compared
         ("{{0,8},{1,9}}", 2, 2),
     ],
 )
-def test_who_takes_part_is_read_however_it_is_written(groups, num_devices, num_hosts):
+def test_device_groups_are_read_in_every_format(groups, num_devices, num_hosts):
     text = TEXT.replace("{{0,1}}", groups)
     *_, pair = collectives_of(text)
     assert (pair.num_devices, pair.num_hosts) == (num_devices, num_hosts)
 
 
-def test_groups_that_are_not_understood_are_no_single_device():
-    with pytest.raises(ValueError, match=r"replica_groups=sets\[4\]. of a compiled program is not understood"):
+def test_an_unknown_format_of_device_groups_is_rejected():
+    with pytest.raises(ValueError, match=r"unknown format of device groups .* 'replica_groups=sets\[4\]'"):
         collectives_of(TEXT.replace("{{0,1}}", "sets[4]"))
 
 
-def test_bytes_are_summed_up_by_kind():
+def test_bytes_are_summed_by_kind():
     assert bytes_by_kind(collectives_of(TEXT)) == {"all-gather": 9216, "all-reduce": 30, "reduce-scatter": 3504}
 
 
-def test_seconds_are_those_of_a_ring():
+def test_seconds_of_a_ring():
     h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
     assert Collective("all-gather", 450 * 10**9, 8).seconds(h100) == pytest.approx(7 / 8)
     assert Collective("all-reduce", 450 * 10**9, 8).seconds(h100) == pytest.approx(2 * 7 / 8)
     assert Collective("all-gather", 450 * 10**9, 1).seconds(h100) == 0
 
 
-def test_what_crosses_boxes_shares_the_cards_of_those_that_take_part():
+def test_traffic_between_hosts_is_shared_by_their_network_cards():
     h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
-    whole_boxes = Collective("all-gather", 400 * 10**9, 16, 2).seconds(h100)  # half comes by eight cards of 50 GB/s
+    whole_hosts = Collective("all-gather", 400 * 10**9, 16, 2).seconds(h100)  # half comes by eight cards of 50 GB/s
     one_of_each = Collective("all-gather", 400 * 10**9, 2, 2).seconds(h100)  # half by one
-    assert (whole_boxes, one_of_each) == (pytest.approx(15 / 16 * 400 / 450), pytest.approx(4.0))
+    assert (whole_hosts, one_of_each) == (pytest.approx(15 / 16 * 400 / 450), pytest.approx(4.0))
     assert math.isinf(DEVICES["v5p"].network_gb_per_s)  # every chip of a slice has links

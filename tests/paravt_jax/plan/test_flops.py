@@ -16,29 +16,29 @@ def flops(function) -> float:
     return product_flops(jax.jit(function).trace(X, W).jaxpr.jaxpr)
 
 
-def test_a_product_has_two_flops_for_each_pair():
+def test_a_matrix_product_has_two_flops_per_multiplication():
     assert flops(lambda x, w: x @ w) == ONE
 
 
-def test_a_scan_counts_as_often_as_it_runs():
+def test_a_scan_counts_times_its_length():
     assert flops(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]) == 7 * ONE
 
 
-def test_of_branches_the_largest_counts():
+def test_the_largest_branch_counts():
     assert flops(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x, x)) == 2 * ONE
 
 
-def test_a_loop_that_data_ends_turns_as_in_a_causal_row():
+def test_a_data_dependent_loop_has_the_mean_trip_count_of_a_causal_row():
     def rows(x, w):
-        def of_block(i):
+        def block(i):
             return jax.lax.fori_loop(0, i + 1, lambda _, x: x @ w, x)
 
-        return jax.lax.map(of_block, jnp.arange(11))
+        return jax.lax.map(block, jnp.arange(11))
 
     assert flops(rows) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11) * ONE
 
 
-def test_what_is_computed_again_counts_again():
+def test_recomputation_counts():
     def loss(x, w):
         return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w), policy=None)(x))
 
@@ -46,7 +46,7 @@ def test_what_is_computed_again_counts_again():
 
 
 @pytest.mark.parametrize("kernel", [gpu, tpu], ids=["gpu", "tpu"])
-def test_kernels_cost_nine_products_of_the_pairs_that_see_each_other(kernel):
+def test_attention_kernels_cost_nine_products_per_visible_pair(kernel):
     """Two forward; backward, three by queries and four by keys."""
     rows, tokens, heads, shared, values = 2, 4096, 2, 4, 128
     q, k = (jax.ShapeDtypeStruct((rows, tokens, heads, *more), jnp.bfloat16) for more in ((shared, values), (values,)))
@@ -57,6 +57,6 @@ def test_kernels_cost_nine_products_of_the_pairs_that_see_each_other(kernel):
         runs = QueryRuns(ids, ids)
         return kernel.forward(q, k, k, runs), kernel.backward(q, k, k, runs, numbers, numbers, q)
 
-    found = product_flops(jax.make_jaxpr(both)(q, k, ids, numbers).jaxpr)
+    flops = product_flops(jax.make_jaxpr(both)(q, k, ids, numbers).jaxpr)
     causal_pairs = rows * heads * shared * tokens**2 / 2
-    assert found == pytest.approx(9 * 2 * values * causal_pairs, rel=0.15)  # blocks on the diagonal are whole
+    assert flops == pytest.approx(9 * 2 * values * causal_pairs, rel=0.15)  # blocks on the diagonal are whole

@@ -1,4 +1,4 @@
-"""The kernels of attention as the compilers of their chips take them, where there is no such chip."""
+"""The attention kernels, compiled for chips that this machine lacks."""
 
 import json
 import os
@@ -16,11 +16,11 @@ KERNELS = 3  # forward, gradient of the queries, gradients of keys and values
 
 def compiled(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=280, env=environment
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def compiled(*arguments):
     ("heads", "kv_heads", "head_dim", "kind"), [(16, 4, 128, "causal"), (4, 4, 72, "whole")], ids=["text", "vision"]
 )
 @pytest.mark.parametrize("name", ["l4:8", "a100:8", "h100:8", "b200:8", "v5e:4x4", "v5p:2x2x2", "v6e:4x4"])
-def test_auto_is_the_kernel_of_the_chip_that_is_compiled_for(name, heads, kv_heads, head_dim, kind):
+def test_auto_attention_compiles_the_kernel_of_the_target_chip(name, heads, kv_heads, head_dim, kind):
     program = compiled(name, heads, kv_heads, head_dim, kind, TOKENS)
     if "missing" in program:
         pytest.skip(program["missing"])

@@ -1,8 +1,7 @@
-"""A recipe for each machine: only the machine differs, and it fits, by the plan and by the compiler's own figures."""
+"""Recipes for machines: they differ from the published recipe in the machine only, and fit by plan and compiler."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
 from paravt_jax.plan.plan import Plan, make_plan, model_config, planned_memory, update_seconds
+from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import StepTime
 from paravt_jax.plan.tables import render
 from paravt_jax.plan.topology import Topology, check_compiler, topology
-from paravt_jax.plan.update import update_of
-from paravt_jax.plan.workload import largest_batch, typical_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-LEARNERS = {  # what each learner computes on
+LEARNERS = {  # the devices of each recipe's learner
     "8b_8x80gb": "h100:4",
     "8b_8x80gb_embedded": "h100:8",
     "8b_2nodes": "h100:8",
@@ -34,7 +32,7 @@ LEARNERS = {  # what each learner computes on
     "8b_lora_1x80gb": "h100:1",
     "2b_lora_24gb": "l4:1",
 }
-STARTS = {  # what begins with the base model, and on what
+STARTS = {  # the devices of each cold start
     "sft_8b": "h100:8",
     "sft_32b_64": "h100:64",
     "sft_4b_1x80gb": "h100:1",
@@ -50,20 +48,26 @@ RECIPE_ROW = re.compile(
 )
 START_ROW = re.compile(r"`configs/(sft_\w+)\.yaml ?([^`]*)` \| (\S+) of (\S+) \| (\S+) \|$", re.MULTILINE)
 README_ROW = re.compile(r"`(\w+)` \| (\S+) of (\S+) \| (\S+ to \S+) \|$", re.MULTILINE)
-OF_THE_METHOD = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations").iterdir()])
+METHOD_CONFIGS = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations").iterdir()])
 H100 = DEVICES["h100"]
-SHORTER = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
-OF_THE_MACHINE = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", "pack.num_rows", "optim.offload")
+LORA_CHANGES = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
+MACHINE_SETTINGS = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", "pack.num_rows", "optim.offload")
 
 
 def config_of(name: str) -> Config:
     return load_config(CONFIGS / f"{name}.yaml")
 
 
+def planned(config: Config) -> PlannedRl:
+    return PlannedRl.of(config, model_config(config.model.path)[0])
+
+
+def planned_start(config: SftConfig) -> PlannedSft:
+    return PlannedSft.of(config, model_config(config.model.path)[0])
+
+
 def plan_for(name: str) -> Plan:
-    config = config_of(name)
-    model, _ = model_config(config.model.path)
-    return make_plan(config, model, device=device_of(name))
+    return make_plan(planned(config_of(name)), device_of(name))
 
 
 def device_of(name: str) -> DeviceSpec:
@@ -75,23 +79,22 @@ def start_of(name: str, *settings: str) -> SftConfig:
 
 
 def start_plan(config: SftConfig, device: DeviceSpec) -> ImitationPlan:
-    model, _ = model_config(config.model.path)
-    return make_imitation_plan(config, model, device)
+    return make_imitation_plan(planned_start(config), device)
 
 
 def header_of(name: str) -> str:
-    """What a file says before its settings, on one line; a command ends with a bar."""
+    """A file's text before its settings, on one line; a bar ends each command."""
     lines = (CONFIGS / f"{name}.yaml").read_text().partition("\nrun_dir:")[0].splitlines()
     return "".join(f"{line[4:]} | " if line.startswith("#   ") else f"{line[2:]} " for line in lines)
 
 
 def same_figures(written: Sequence[str], estimated: Sequence[float | StepTime]) -> bool:
-    """With as many digits of an estimate as are written."""
-    shown = [
+    """Compares with the number of digits that is written."""
+    rounded = [
         str(value.seconds) if isinstance(value, StepTime) else f"{value:.{len(text.partition('.')[2])}f}"
         for text, value in zip(written, estimated, strict=True)
     ]
-    return list(written) == shown
+    return list(written) == rounded
 
 
 def figures_of(name: str) -> tuple[float, StepTime, float, float]:
@@ -109,30 +112,37 @@ def start_figures(config: SftConfig, device: DeviceSpec) -> tuple[float, float, 
     return step_s, plan.memory.peak_bytes / GIB, device.usable_bytes / GIB
 
 
+def differing_keys(published: Config | SftConfig, own: Config | SftConfig) -> set[str]:
+    """The settings that differ, except those of the machine."""
+    old, new = flat(to_record(published)), flat(to_record(own))
+    return {key for key in old if old[key] != new[key] and not key.startswith(MACHINE_SETTINGS)}
+
+
 def other_settings(name: str) -> set[str]:
-    """Where it is not the published recipe, beyond the machine; an engine on the learner's devices takes turns."""
-    published, own = (flat(to_record(one)) for one in (load_config(CONFIGS / "paragrpo_8b.yaml"), config_of(name)))
-    differ = {key for key in published if published[key] != own[key] and not key.startswith(OF_THE_MACHINE)}
-    takes_turns = own["engine.kind"] == "jax" and own["train.max_staleness"] == 0
-    return differ - ({"train.max_staleness"} if takes_turns else set())
+    """The settings that differ from the published recipe. The embedded engine needs train.max_staleness=0."""
+    config = config_of(name)
+    alternates = config.engine.kind == "jax" and config.train.max_staleness == 0
+    differ = differing_keys(load_config(CONFIGS / "paragrpo_8b.yaml"), config)
+    return differ - ({"train.max_staleness"} if alternates else set())
 
 
-def test_every_recipe_of_a_machine_is_compiled_for_it():
+def test_every_recipe_for_a_machine_is_tested():
     assert {path.stem for path in CONFIGS.glob("[0-9]*b_*.yaml")} == set(LEARNERS)
+    assert {path.stem for path in CONFIGS.glob("sft_*.yaml")} == set(STARTS)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_recipe_of_a_machine_is_the_published_one_but_for_the_machine(name):
-    assert other_settings(name) == (SHORTER if "lora" in name else set())
+def test_a_recipe_differs_from_the_published_one_in_the_machine_only(name):
+    assert other_settings(name) == (LORA_CHANGES if "lora" in name else set())
 
 
-def test_a_recipe_that_changes_the_method_is_noticed(monkeypatch):
-    monkeypatch.setitem(globals(), "OF_THE_MACHINE", ("run_dir",))
+def test_a_recipe_that_changes_the_method_is_detected(monkeypatch):
+    monkeypatch.setitem(globals(), "MACHINE_SETTINGS", ("run_dir",))
     assert {"engine.gpus", "mesh.fsdp", "pack.num_rows"} <= other_settings("8b_8x80gb")
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_the_mesh_of_a_recipe_is_its_machine_and_the_plan_says_that_it_fits(name):
+def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     config, plan = config_of(name), plan_for(name)
     assert config.mesh.num_devices == topology(LEARNERS[name]).num_devices
     assert plan.fit.fits, render(plan)
@@ -140,7 +150,7 @@ def test_the_mesh_of_a_recipe_is_its_machine_and_the_plan_says_that_it_fits(name
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_recipe_says_how_its_policy_is_made_on_its_machine(name):
+def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     commands = header_of(name)
     start, settings = re.findall(r"paravt_jax\.sft --config configs/(\w+)\.yaml ([^|]*)\|", commands)[0]
     src, dst = re.findall(r"model_port\.export --src (\S+) --dst (\S+)", commands)[0]
@@ -153,27 +163,22 @@ def test_a_recipe_says_how_its_policy_is_made_on_its_machine(name):
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_a_cold_start_of_a_machine_is_the_published_one_but_for_the_machine(name):
-    published, own = (flat(to_record(start_of(one))) for one in ("sft_8b", name))
-    differ = {key for key in published if published[key] != own[key] and not key.startswith(OF_THE_MACHINE)}
-    assert differ == ({"lora.rank", "optim.learning_rate"} if "lora" in name else set())
-
-
-def test_every_cold_start_is_of_a_machine():
-    assert {path.stem for path in CONFIGS.glob("sft_*.yaml")} == set(STARTS)
+def test_a_cold_start_differs_from_the_published_one_in_the_machine_only(name):
+    allowed = {"lora.rank", "optim.learning_rate"} if "lora" in name else set()
+    assert differing_keys(start_of("sft_8b"), start_of(name)) == allowed
 
 
 @pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
-def test_the_figures_of_a_header_are_those_of_the_plan(name):
-    said = ESTIMATES.search(header_of(name))
-    assert said is not None
+def test_the_figures_in_a_header_match_the_plan(name):
+    written = ESTIMATES.search(header_of(name))
+    assert written is not None
     figures = figures_of(name) if name in LEARNERS else (None, *start_figures(start_of(name), device_of(name)))
-    told = [(text, figure) for text, figure in zip(said.groups(), figures, strict=True) if figure is not None]
-    assert same_figures(*zip(*told, strict=True)), figures
+    pairs = [(text, figure) for text, figure in zip(written.groups(), figures, strict=True) if figure is not None]
+    assert same_figures(*zip(*pairs, strict=True)), figures
 
 
 @pytest.mark.parametrize("row", RECIPE_ROW.findall(TRAINING.read_text()), ids=lambda row: row[0])
-def test_the_seconds_of_the_table_of_recipes_are_those_of_the_plan(row):
+def test_the_table_of_recipes_matches_the_plan(row):
     name, _, usable, update_s, step_s, bound_by = row
     figures = figures_of(name)
     assert same_figures((update_s, step_s, usable), (figures[0], figures[1], figures[3])), figures
@@ -181,11 +186,13 @@ def test_the_seconds_of_the_table_of_recipes_are_those_of_the_plan(row):
 
 
 @pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
-def test_the_table_of_cold_starts_is_what_the_plan_says(row):
+def test_the_table_of_cold_starts_matches_the_plan(row):
     name, settings, gib, usable, step_s = row
     config = start_of(name, *settings.split())
     device = next(
-        device_of(one) for one in [*LEARNERS, *STARTS] if f"configs/{name}.yaml {settings}".strip() in header_of(one)
+        device_of(recipe)
+        for recipe in [*LEARNERS, *STARTS]
+        if f"configs/{name}.yaml {settings}".strip() in header_of(recipe)
     )
     assert same_figures((step_s, gib, usable), start_figures(config, device))
 
@@ -196,52 +203,49 @@ def test_the_tables_have_every_recipe_and_every_cold_start():
     assert {row[0] for row in START_ROW.findall(text)} == set(STARTS)
 
 
-def test_the_readme_says_of_every_machine_what_its_table_says():
+def test_the_readme_has_the_figures_of_every_recipe():
     rows = RECIPE_ROW.findall(TRAINING.read_text())
-    told = {(name, gib, usable, step_s) for name, gib, usable, _, step_s, _ in rows}
-    assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == told
+    figures = {(name, gib, usable, step_s) for name, gib, usable, _, step_s, _ in rows}
+    assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == figures
 
 
-def test_a_figure_that_is_off_by_its_last_digit_is_noticed():
+def test_a_wrong_last_digit_is_detected():
     assert same_figures(["3.8", "25"], [3.84, 24.6]) and not same_figures(["3.9", "25"], [3.84, 24.6])
 
 
-def test_a_box_of_eight_is_shared_out_whole():
+def test_servers_and_learner_use_all_eight_gpus():
     engine, mesh = config_of("8b_8x80gb").engine, config_of("8b_8x80gb").mesh
     assert len(engine.gpus) + mesh.num_devices == 8 and len(engine.gpus) == engine.num_servers
 
 
-@pytest.mark.parametrize("path", OF_THE_METHOD, ids=lambda path: path.stem)
-def test_no_mesh_of_eight_gpus_that_fits_is_quicker_than_that_of_the_method(path):
-    config = load_config(path)
-    model, _ = model_config(config.model.path)
-    seconds = {}
+@pytest.mark.parametrize("path", METHOD_CONFIGS, ids=lambda path: path.stem)
+def test_the_mesh_of_a_method_config_is_the_fastest_that_fits_eight_gpus(path):
+    run, seconds = planned(load_config(path)), {}
     for mesh in starmap(MeshConfig, mesh_shapes(8)):
-        fewest = replace(config, mesh=mesh, pack=replace(config.pack, num_rows=mesh.num_row_parts))
-        if planned_memory(fewest, model, H100).peak_bytes <= H100.usable_bytes:
-            estimated = update_seconds(update_of(fewest), model, H100, typical_step(fewest, model))
+        resized = run.resized(mesh=mesh, num_rows=mesh.num_row_parts)
+        if planned_memory(resized, H100).peak_bytes <= H100.usable_bytes:
+            estimated = update_seconds(resized.update, run.model, H100, resized.typical_step())
             assert estimated is not None
             seconds[mesh] = estimated.total
-    assert min(seconds, key=lambda mesh: seconds[mesh]) == config.mesh
+    assert min(seconds, key=lambda mesh: seconds[mesh]) == run.update.mesh
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
-def test_a_recipe_fits_its_machine_by_the_figures_of_the_compiler(name):
-    config = config_of(name) if name in LEARNERS else start_of(name)
-    learner = with_compiler((LEARNERS | STARTS)[name])
-    model, _ = model_config(config.model.path)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, learner.devices())
-    programs = compiled_update(config, model, largest_batch(config, model), mesh)
-    memory = planned_memory(config, model, learner.device)
+def test_a_recipe_fits_its_machine_by_the_compilers_figures(name):
+    run: PlannedRun = planned(config_of(name)) if name in LEARNERS else planned_start(start_of(name))
+    learner, mesh = with_compiler((LEARNERS | STARTS)[name]), run.update.mesh
+    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor, learner.devices())
+    programs = compiled_update(run.update, run.model, run.largest_batch(), devices)
+    memory = planned_memory(run, learner.device)
     assert compiled_bytes(programs, memory) <= learner.device.usable_bytes, programs
 
 
 def with_compiler(name: str) -> Topology:
-    found = topology(name)
+    machine = topology(name)
     try:
-        check_compiler(found.device.platform)
+        check_compiler(machine.device.platform)
     except ValueError as missing:
         pytest.skip(str(missing))
-    return found
+    return machine

@@ -83,11 +83,15 @@ def write_log(run_dir, groups, chat, step=1):
     return run_dir
 
 
+def logged_steps(run_dir, config):
+    return LoggedSteps.of(run_dir, config.run_dir, needs_verdicts=config.judge.is_set)
+
+
 def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
     config = load_config(None, *SETTINGS, *overrides)
     agent = Agent(NoEngine(), frames or FakeFrames(), chat, config.rollout)
     worker = RolloutWorker(agent, config.reward, None, config.seed)
-    log, order = LoggedSteps.of(run_dir, config), SampleOrder(prompts, 0)
+    log, order = logged_steps(run_dir, config), SampleOrder(prompts, 0)
     replay = Replay(log, worker, order, Cursor(), config.train, config.advantage)
     return asyncio.run(replay.next_groups(1)), replay
 
@@ -165,23 +169,23 @@ def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, messag
     if logged:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n + 1}) + "\n" for n in range(logged)))
     with pytest.raises(ValueError, match=message):
-        LoggedSteps.of(tmp_path, Config())
+        logged_steps(tmp_path, Config())
 
 
 def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     with pytest.raises(ValueError, match="is the run to replay; choose another run_dir"):
-        LoggedSteps.of(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
+        logged_steps(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
     with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs verdicts"):
-        LoggedSteps.of(run_dir, load_config(None, *SETTINGS))
+        logged_steps(run_dir, load_config(None, *SETTINGS))
 
 
 def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_path):
     run_dir, config = write_log(tmp_path, played, chat), Config(seed=1)
     (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
-    assert LoggedSteps.of(run_dir, config).remarks(to_record(config)) == [
+    assert logged_steps(run_dir, config).remarks(to_record(config)) == [
         f"replaying steps 1 to 1 of {run_dir}",
         "its settings changed after step 3; the replay has the last ones",
         "seed: 0 in the run, 1 here",
@@ -191,7 +195,7 @@ def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_
 def test_steps_after_the_last_metrics_are_none_of_the_run(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     (run_dir / "episodes" / "000002.jsonl").touch()  # a kill between episodes and metrics
-    assert LoggedSteps.of(run_dir, Config()).last == 1
+    assert logged_steps(run_dir, Config()).last == 1
 
 
 def test_metrics_of_the_machine_are_not_compared_and_infinity_is_null():

@@ -28,7 +28,7 @@ HELD_OUT = [
 
 def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> list[dict]:
     """What is logged of a validation before the first step."""
-    config, chat = load_config(None, "video.overview_frames=3"), Chat.from_hf(tiny_hf)
+    config, chat = load_config(None), Chat.from_hf(tiny_hf)
 
     async def reply(request):
         asyncio.get_running_loop().call_soon(lambda: stopping.stop(15) if reply_s else None)
@@ -41,7 +41,8 @@ def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> lis
     training.directory = RunDirectory(run_dir, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
     run: Any = object.__new__(Run)
-    run.config, run.held_out, run.training, run.hosts = config, HELD_OUT, training, ALONE
+    run.held_out, run.training, run.hosts = HELD_OUT, training, ALONE
+    run.validation, run.validation_frames = config.validation, 3
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
     run.greedy = RolloutWorker(agent, config.reward, None, 0)
     asyncio.run(run.validate_if_due())

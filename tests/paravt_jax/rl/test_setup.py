@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from paravt_jax.config import EngineConfig
 from paravt_jax.rl import setup
 from paravt_jax.run.hosts import ALONE
 from rollout.engine.protocol import EngineError
@@ -29,11 +30,12 @@ def gate(monkeypatch, servers):
     monkeypatch.setattr(setup, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
     monkeypatch.setattr(setup, "LearnerScorer", lambda *_: None)
     log = SimpleNamespace(say=said.append, phase=lambda text: None)
-    learner, policy = SimpleNamespace(model=None), SimpleNamespace(contract=None, chat=None, mesh=None)
-    config: Any = SimpleNamespace(model=SimpleNamespace(dtype="float32"), engine=SimpleNamespace(connects=True))
-    training = SimpleNamespace(log=log, learner=learner)
-    run = SimpleNamespace(config=config, training=training, policy=policy, hosts=ALONE)
-    asyncio.run(setup._check_parity(SimpleNamespace(urls=list(servers)), run))  # type: ignore[arg-type]
+    policy = SimpleNamespace(contract=None, chat=None, mesh=None, compute=SimpleNamespace(dtype="float32"))
+    training, urls = SimpleNamespace(log=log, learner=SimpleNamespace(model=None)), list(servers)
+    engine_settings = EngineConfig(kind="sglang", urls=["http://127.0.0.1:1"])
+    run: Any = SimpleNamespace(training=training, policy=policy, hosts=ALONE, engine_settings=engine_settings)
+    engine: Any = SimpleNamespace(urls=urls)
+    asyncio.run(setup._check_parity(engine, run))
     return said
 
 

@@ -1,0 +1,194 @@
+"""A planned run: the settings that its plan depends on, its largest batch and its typical step.
+
+The plan varies the sizes of a run to find the largest that fit.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from model_port.config import ModelConfig
+from paravt_jax.config import (
+    Config,
+    EngineConfig,
+    HostsConfig,
+    MeshConfig,
+    PackConfig,
+    SftConfig,
+    TrainConfig,
+    VideoConfig,
+)
+from paravt_jax.learner.packing import FRAME_ROW_STEP, stepped
+from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import (
+    PROMPT_TEXT_TOKENS,
+    RESPONSE_TOKENS,
+    Step,
+    Workload,
+    row_patches,
+    tokens_per_frame,
+    workload_of,
+)
+from rollout.episode_config import EpisodeConfig
+
+
+@dataclass(frozen=True)
+class PlannedRun(ABC):
+    model: ModelConfig
+    update: PlannedUpdate
+    pack: PackConfig
+    video: VideoConfig
+    hosts: HostsConfig
+
+    @abstractmethod
+    def typical_step(self) -> Step: ...
+
+    name_of_needed: ClassVar[str]  # `needed_row_tokens` in a sentence
+
+    @property
+    @abstractmethod
+    def needed_row_tokens(self) -> int:
+        """The shortest rows that hold every sequence."""
+
+    @property
+    @abstractmethod
+    def max_frames(self) -> int:
+        """Frames in the largest batch if its rows are long enough."""
+
+    @property
+    @abstractmethod
+    def max_row_actions(self) -> int:
+        """Scored tokens per row if rows are long enough."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.update.mesh.num_devices
+
+    @property
+    def num_parts(self) -> int:
+        return self.update.mesh.num_row_parts
+
+    @property
+    def frame_tokens(self) -> int:
+        return tokens_per_frame(self.video.max_pixels, self.model.vision)
+
+    @property
+    def row_patches(self) -> int:
+        return row_patches(self.video.max_pixels, self.model.vision)
+
+    def largest_batch(self) -> BatchShape:
+        """The largest batch that the settings allow."""
+        room = max(1, self.pack.num_rows * self.pack.row_tokens // self.frame_tokens)
+        return BatchShape(
+            num_rows=self.pack.num_rows,
+            row_tokens=self.pack.row_tokens,
+            row_actions=min(self.pack.row_tokens, self.max_row_actions),
+            num_frame_rows=self.num_parts * stepped(-(-min(self.max_frames, room) // self.num_parts), FRAME_ROW_STEP),
+            row_patches=self.row_patches,
+            num_parts=self.num_parts,
+        )
+
+    def with_update(self, **changes: Any) -> Self:
+        return replace(self, update=replace(self.update, **changes))
+
+    def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
+        """The run on another mesh, or with other rows."""
+        pack = PackConfig(row_tokens or self.pack.row_tokens, num_rows or self.pack.num_rows)
+        return replace(self.with_update(mesh=mesh or self.update.mesh), pack=pack)
+
+    def on_mesh(self, mesh: MeshConfig) -> Self:
+        """The run on another mesh, with the same number of rows in each part."""
+        return self.resized(mesh=mesh, num_rows=-(-self.pack.num_rows // self.num_parts) * mesh.num_row_parts)
+
+
+@dataclass(frozen=True)
+class PlannedRl(PlannedRun):
+    train: TrainConfig
+    rollout: EpisodeConfig
+    engine: EngineConfig
+    name_of_needed = "rows of a typical step have"
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig) -> Self:
+        loss, train = config.loss, config.train
+        scores_before = train.updates_per_step > 1 or (loss.kl_coef > 0 and loss.kl_in == "reward")
+        trained = config.mesh, config.model, config.lora, config.optim
+        update = PlannedUpdate(*trained, loss, config.rollout.temperature, scores_before)
+        return cls(model, update, config.pack, config.video, config.hosts, train, config.rollout, config.engine)
+
+    @cached_property
+    def work(self) -> Workload:
+        return workload_of(self.train, self.rollout, self.video, self.pack, self.model)
+
+    def typical_step(self) -> Step:
+        work = self.work
+        shape = BatchShape(
+            num_rows=work.batch_rows,
+            row_tokens=work.row_tokens,
+            row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
+            num_frame_rows=self.num_parts
+            * -(-round(work.num_groups * work.frames / work.num_batches) // self.num_parts),
+            row_patches=self.row_patches,
+            num_parts=self.num_parts,
+        )
+        return Step(shape, work.num_batches, self.train.updates_per_step, work.shared_tokens)
+
+    @property
+    def needed_row_tokens(self) -> int:
+        return self.work.row_tokens
+
+    @property
+    def max_frames(self) -> int:
+        return self.train.prompts_per_step * self.work.max_frames
+
+    @property
+    def max_row_actions(self) -> int:
+        return self.train.group_size * self.work.response_tokens
+
+    def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
+        """Contexts shrink to fit their rows."""
+        run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
+        context = min(self.rollout.max_context_tokens, run.pack.row_tokens)
+        new_tokens = min(self.rollout.max_new_tokens, context)
+        return replace(run, rollout=replace(self.rollout, max_context_tokens=context, max_new_tokens=new_tokens))
+
+
+@dataclass(frozen=True)
+class PlannedSft(PlannedRun):
+    rows_per_step: int
+    name_of_needed = "a trace has"
+
+    @classmethod
+    def of(cls, config: SftConfig, model: ModelConfig) -> Self:
+        update = PlannedUpdate(config.mesh, config.model, config.lora, config.optim)
+        return cls(model, update, config.pack, config.video, config.hosts, config.sft.rows_per_step)
+
+    def typical_step(self) -> Step:
+        """Full rows of traces."""
+        shape = self.largest_batch()
+        num_batches = self.rows_per_step // shape.num_rows
+        return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
+
+    @property
+    def needed_row_tokens(self) -> int:
+        """The tokens of a trace."""
+        return self.video.overview_frames * self.frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
+
+    @property
+    def traces_per_row(self) -> int:
+        return max(1, self.pack.row_tokens // self.needed_row_tokens)
+
+    @property
+    def max_frames(self) -> int:
+        return self.pack.num_rows * self.traces_per_row * self.video.overview_frames
+
+    @property
+    def max_row_actions(self) -> int:
+        return self.traces_per_row * RESPONSE_TOKENS
+
+    def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
+        """Rounds rows_per_step up to whole batches."""
+        run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
+        return replace(run, rows_per_step=-(-self.rows_per_step // run.pack.num_rows) * run.pack.num_rows)
