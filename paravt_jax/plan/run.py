@@ -36,6 +36,8 @@ from rollout.episode_config import EpisodeConfig
 
 @dataclass(frozen=True)
 class PlannedRun(ABC):
+    """A run's model and the settings that RL and SFT share."""
+
     model: ModelConfig
     update: PlannedUpdate
     pack: PackConfig
@@ -105,6 +107,8 @@ class PlannedRun(ABC):
 
 @dataclass(frozen=True)
 class PlannedRl(PlannedRun):
+    """A run of RL: a step has rollouts and the packed groups of its prompts."""
+
     train: TrainConfig
     rollout: EpisodeConfig
     engine: EngineConfig
@@ -157,6 +161,8 @@ class PlannedRl(PlannedRun):
 
 @dataclass(frozen=True)
 class PlannedSft(PlannedRun):
+    """A cold start: a step has full rows of traces."""
+
     rows_per_step: int
     name_of_needed = "a trace has"
 
