@@ -207,6 +207,20 @@ def test_an_end_without_a_fault_or_a_message_is_noticed(host, problem):
     assert unexplained("trainer", [host], Counter({"no memory trainer": 1})) == []
 
 
+class NotSupervisingYet:
+    """A supervisor before it has started its command."""
+
+    pid = -1
+    returncode = None
+
+
+@pytest.mark.parametrize("role", ["server", "trainer", "decoder"])
+def test_a_process_that_has_just_started_is_no_target(role, tmp_path):
+    started = TrainerStage(tmp_path, [])
+    started._servers, started._hosts = {0: NotSupervisingYet()}, [NotSupervisingYet()]
+    assert started.targets(role) == []
+
+
 def hosts_ending(tmp_path, monkeypatch, first, second, steps):
     """Two hosts that are shell scripts; `steps` are logged before the first one ends."""
     monkeypatch.setattr(stage, "LAST_HOST_S", 0.5)

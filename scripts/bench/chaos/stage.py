@@ -109,11 +109,13 @@ class Stage:
 
     def targets(self, role: str) -> list[list[int]]:
         """The processes of each target with this role; the process that a user started comes first."""
+        started = self._servers.values() if role == "server" else self.fronts()
+        below = [descendants(process.pid) for process in started if process.returncode is None]
+        below = [pids for pids in below if pids]  # a process that has just started, or ended, has none
         if role == "server":
-            return [descendants(server.pid) for server in self._servers.values() if server.returncode is None]
-        below = [descendants(front.pid) for front in self.fronts() if front.returncode is None]
+            return below
         if role != "decoder":
-            return [pids[:1] for pids in below if pids]
+            return [pids[:1] for pids in below]
         decoders = []
         for pid in [pid for pids in below for pid in pids]:
             with suppress(OSError):  # it has ended
