@@ -10,25 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-TEXT, TEXTS, NUMBER, FLOAT = pa.string(), pa.list_(pa.string()), pa.int64(), pa.float64()
-
-VIDEOMME = dict.fromkeys(
-    ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question"), TEXT
-) | {"options": TEXTS, "answer": TEXT}
-LONGVIDEOBENCH = (
-    dict.fromkeys(("video_id", "question", *(f"option{n}" for n in range(5))), TEXT)
-    | {"correct_choice": NUMBER, "id": TEXT, "video_path": TEXT, "subtitle_path": TEXT, "duration": FLOAT}
-    | {"duration_group": NUMBER, "question_category": TEXT, "topic_category": TEXT}
-    | {"starting_timestamp_for_subtitles": FLOAT}
-)
-LVBENCH = dict.fromkeys(("key", "uid", "type", "video_path", "question", "answer", "time_reference"), TEXT) | {
-    "question_type": TEXTS
-}
-MLVU = {"video_name": TEXT, "duration": FLOAT, "question": TEXT, "candidates": TEXTS, "answer": TEXT} | {
-    "task_type": TEXT,
-    "question_id": TEXT,
-}
-CHARADES = {"video": TEXT, "caption": TEXT, "timestamp": pa.list_(pa.float16())}
 SRT = '1\n00:00:00,000 --> 00:00:20,000\n<font color="white" size=".72c">The lid comes off.</font>\n'
 
 
@@ -126,13 +107,13 @@ ROWS = {
     "charades": charades_row,
 }
 FILES = {
-    "videomme": ("videomme/test-00000-of-00001.parquet", VIDEOMME),
-    "videomme_subtitles": ("videomme/test-00000-of-00001.parquet", VIDEOMME),
-    "longvideobench": ("validation-00000-of-00001.parquet", LONGVIDEOBENCH),
-    "lvbench": ("data/train-00000-of-00001.parquet", LVBENCH),
-    "mlvu": ("mlvu/test-00000-of-00001.parquet", MLVU),
-    "mmvu": ("validation.json", {}),
-    "charades": ("data/test-00000-of-00001.parquet", CHARADES),
+    "videomme": "videomme/test-00000-of-00001.parquet",
+    "videomme_subtitles": "videomme/test-00000-of-00001.parquet",
+    "longvideobench": "validation-00000-of-00001.parquet",
+    "lvbench": "data/train-00000-of-00001.parquet",
+    "mlvu": "mlvu/test-00000-of-00001.parquet",
+    "mmvu": "validation.json",
+    "charades": "data/test-00000-of-00001.parquet",
 }
 VIDEOS = {
     "videomme": ["data/fFjv93ACGo0.mp4", "data/fFjv93ACGo1.MP4"],
@@ -146,21 +127,23 @@ VIDEOS = {
 
 
 def write_rows(name: str, root: Path, rows: list[dict[str, Any]]) -> Path:
-    """The file with rows, where the hub has it."""
-    path, schema = FILES[name]
-    file = root / path
+    """Writes the file with rows at its path in the hub's layout."""
+    file = root / FILES[name]
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".json":
         file.write_text(json.dumps(rows))
         return file
-    fields = {column: kind for column, kind in schema.items() if column in rows[0]}
-    columns = {column: pa.array([row[column] for row in rows], kind) for column, kind in fields.items()}
-    pq.write_table(pa.table(columns), file)
+    table = pa.Table.from_pylist(rows)
+    if name == "charades":  # the hub has half precision
+        column = table.schema.get_field_index("timestamp")
+        times_s = pa.array([row["timestamp"] for row in rows], pa.list_(pa.float16()))
+        table = table.set_column(column, "timestamp", times_s)
+    pq.write_table(table, file)
     return file
 
 
 def make_copy(name: str, root: Path, num_rows: int = 3, **changed: Any) -> Path:
-    """A directory as `hf download` leaves it, its archives unpacked; `changed` columns are the same in every row."""
+    """A directory like after `hf download`, with unpacked archives; `changed` columns are the same in every row."""
     write_rows(name, root, [ROWS[name](number, **changed) for number in range(num_rows)])
     for video in VIDEOS[name]:
         (root / video).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A path may name a data set on the hub, against a fake hub on loopback; no test can reach any other host."""
+"""A path may name a data set on the hub. Tests use a fake hub on loopback and cannot reach any other host."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from data_rows import dialogue, rl_row, sft_row, write_parquet
 from fake_hub import FakeHub, serve_hub
 from huggingface_hub import constants
 from hypothesis import given
@@ -27,31 +28,26 @@ REPO = "ada/questions"
 BY_HAND = "run `hf download --repo-type dataset ada/questions --local-dir DIR`"
 
 
-def lines(answer: str) -> bytes:
-    row = {
-        "prompt": [{"role": "user", "content": "<video>\nWhich?"}],
-        "videos": [{"video": __file__}],
-        "extra_info": {"answer": answer, "question_type": "mcq"},
-    }
-    return json.dumps(row).encode()
+def line(answer: str) -> bytes:
+    return json.dumps(rl_row(answer, video=__file__)).encode()
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The client as after a fresh install, in a place without files; it read its environment when it was imported."""
+    """A client without cache and token, in an empty working directory."""
     resolve = socket.getaddrinfo
 
     def resolve_loopback(host: str, *args, **kwargs):
-        assert host == "127.0.0.1", f"a test reached for {host}"
+        assert host == "127.0.0.1", f"a test connects to {host}"
         return resolve(host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_loopback)
-    with serve_hub(tmp_path / "hub") as served:
+    with serve_hub(tmp_path / "hub") as server:
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        settings = {
-            "ENDPOINT": served.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
+        settings = {  # the client reads its environment when it is imported
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_CACHE": str(tmp_path / "cache"),
             "HF_TOKEN_PATH": str(tmp_path / "token"),
             "HF_STORED_TOKENS_PATH": str(tmp_path / "tokens"),
@@ -61,21 +57,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         }
         for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
-        yield served
+        (tmp_path / "work").mkdir()
+        monkeypatch.chdir(tmp_path / "work")
+        yield server
         huggingface_hub.close_session()
 
 
 @pytest.fixture
 def questions(hub: FakeHub) -> FakeHub:
-    files = {
-        "train.jsonl": lines("A"),
-        "rl/deep/a.jsonl": lines("B"),
-        "rl/video.mp4": b"frames",
-        "video.mp4": b"frames",
-    }
-    hub.add_repo(REPO, files=files, private=False)
+    videos = {"rl/video.mp4": b"frames", "video.mp4": b"frames"}
+    hub.add_repo(REPO, files={"train.jsonl": line("A"), "rl/deep/a.jsonl": line("B")} | videos, private=False)
     return hub
 
 
@@ -87,73 +78,70 @@ def downloaded(hub: FakeHub) -> set[str]:
     return {request.split("/resolve/")[1].split("/", 1)[1] for request in hub.requests if "/resolve/" in request}
 
 
-def test_a_data_set_is_downloaded_and_read_as_if_it_were_here(questions):
+def message(path: str) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        local_source(path)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_data_set_is_downloaded_and_read_like_a_local_one_also_offline(questions, monkeypatch):
     assert answer_of(REPO) == "A"
     assert questions.count(f"GET /api/datasets/{REPO}") > 0 and questions.count("GET /api/models") == 0
-    assert downloaded(questions) == {"train.jsonl"}  # nothing of what lies deeper, and no video
+    assert downloaded(questions) == {"train.jsonl"}  # neither subfolders nor videos
     assert inspect(REPO).counts["question_types"] == {"mcq": 1}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    questions.requests.clear()
+    assert answer_of(REPO) == "A" and questions.requests == []
 
 
-def test_a_directory_or_a_file_within_is_found(questions):
+def test_a_directory_or_a_file_of_a_data_set_can_be_named(questions):
     assert answer_of(f"{REPO}/rl/deep") == answer_of(f"{REPO}/rl/deep/a.jsonl") == "B"
     assert downloaded(questions) == {"rl/deep/a.jsonl"}
 
 
-def test_parquet_files_are_read_as_a_directory_of_them(hub):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "<answer>B</answer>"}]
-    for name in ("a", "b"):
-        pq.write_table(pa.Table.from_pylist([{"id": name, "messages": said}]), f"{name}.parquet")
-    files = {f"data/{name}.parquet": Path(f"{name}.parquet").read_bytes() for name in ("b", "a")}
+def test_parquet_files_are_read_as_a_directory_without_its_subfolders(hub):
+    names = ("b.parquet", "a.parquet", "deep/c.parquet")
+    files = {
+        f"data/{name}": write_parquet(Path(name), [sft_row(dialogue("Q", "<answer>B</answer>"), id=name)]).read_bytes()
+        for name in names
+    }
     hub.add_repo(REPO, files={**files, "train.jsonl": b"{}"}, private=False)
-    found = load_traces(f"{REPO}/data", video_root="", max_bad_frac=0.0)
-    assert [trace.id for trace in found.traces] == ["a", "b"]
+    for path, expected in ((f"{REPO}/data/deep", ["deep/c.parquet"]), (f"{REPO}/data", ["a.parquet", "b.parquet"])):
+        traces = load_traces(path, video_root="", max_bad_frac=0.0).traces
+        assert [trace.id for trace in traces] == expected
 
 
-def test_the_rows_of_a_split_are_downloaded_with_their_revision_and_no_video(hub, tmp_path):
+def test_the_rows_of_a_split_are_downloaded_with_their_revision_and_without_videos(hub, tmp_path):
     root = make_copy("videomme", tmp_path / "copy")
     files = {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*.*")}
     hub.add_repo("lmms-lab/Video-MME", files=files, private=False)
-    found = load_samples(SPLITS["videomme"], "", video_root=str(root), max_bad_frac=0.0)
-    assert len(found.samples) == 3 and downloaded(hub) == {"videomme/test-00000-of-00001.parquet"}
-    assert found.revision == hub.repos["lmms-lab/Video-MME"].branches["main"]
+    loaded = load_samples(SPLITS["videomme"], "", video_root=str(root), max_bad_frac=0.0)
+    assert len(loaded.samples) == 3 and downloaded(hub) == {"videomme/test-00000-of-00001.parquet"}
+    assert loaded.revision == hub.repos["lmms-lab/Video-MME"].branches["main"]
     with pytest.raises(ValueError, match=r"has no video of data\.split=videomme"):
         load_samples(SPLITS["videomme"], "", video_root="", max_bad_frac=0.0)
 
 
-def test_what_was_downloaded_under_another_name_is_not_read_with_it(hub):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [json.loads(lines("A"))]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    content = Path("a.parquet").read_bytes()
-    hub.add_repo(REPO, files={"rl/a.parquet": content, "rl/deep/b.parquet": content}, private=False)
-    for path in (f"{REPO}/rl/deep", f"{REPO}/rl"):
-        assert len(load_prompts(path, video_root="", max_bad_frac=0.0).prompts) == 1
-
-
 def test_a_revision_is_another_version(questions):
     repo = questions.repos[REPO]
-    repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": questions.store(lines("C"))})
+    repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": questions.store(line("C"))})
     repo.branches["v2"] = repo.branches["refs/pr/3"]
     assert answer_of(f"{REPO}@v2") == "C" and answer_of(f"{REPO}@{repo.branches['main']}") == "A"
     assert answer_of(f"{REPO}/rl/deep@v2") == "B"
 
 
-def test_what_exists_here_always_wins(questions):
+def test_an_existing_local_path_always_wins(questions):
     Path("ada/questions").mkdir(parents=True)
-    Path("ada/questions/mine.jsonl").write_bytes(lines("D"))
+    Path("ada/questions/mine.jsonl").write_bytes(line("D"))
     assert local_source(REPO) == Path(REPO)
     assert answer_of(f"{REPO}/mine.jsonl") == "D"
-    Path("ada/train.jsonl").write_bytes(lines("E"))
+    Path("ada/train.jsonl").write_bytes(line("E"))
     assert answer_of("ada/train.jsonl") == "E" and questions.requests == []
 
 
 @pytest.mark.parametrize("name", [REPO, "data/sft"])
-def test_a_name_whose_first_folder_is_here_or_ours_is_local_unless_it_has_a_revision(questions, name):
+def test_a_name_in_a_local_folder_is_local_unless_it_has_a_revision(questions, name):
     Path("ada").mkdir()
     assert message(name) == (
         f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "
@@ -163,60 +151,35 @@ def test_a_name_whose_first_folder_is_here_or_ours_is_local_unless_it_has_a_revi
     assert answer_of(f"{REPO}@main") == "A"
 
 
-@pytest.mark.parametrize(
-    "path", ["ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/questions"]
-)
-def test_what_can_only_be_local_is_never_asked_for(questions, path):
+@pytest.mark.parametrize("path", ["ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/q"])
+def test_a_path_that_can_only_be_local_is_not_requested(questions, path):
     with pytest.raises(ValueError, match="does not exist"):
         answer_of(path)
     assert questions.requests == []
 
 
-def test_what_was_downloaded_is_read_offline(questions, monkeypatch):
-    answer_of(REPO)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    questions.requests.clear()
-    assert answer_of(REPO) == "A" and questions.requests == []
+@pytest.mark.parametrize("path", ["ada/gone", f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
+def test_a_name_that_is_neither_local_nor_on_the_hub_is_reported_with_advice(questions, path):
+    error = message(path)
+    assert error.startswith(f"{path} does not exist here, and the data set ada/") and "materialize" not in error
+    assert "check the name, the revision, your access and the network, or run `hf download --repo-type dataset" in error
 
 
-def message(path: str) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        local_source(path)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
-
-
-def test_what_is_neither_here_nor_on_the_hub_is_named_in_both_readings(questions):
-    said = message("ada/gone")
-    assert said.startswith("ada/gone does not exist here, and the data set ada/gone could not be downloaded")
-    assert "materialize" not in said
-
-
-@pytest.mark.parametrize("path", [f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
-def test_what_the_hub_does_not_have_is_named_with_what_to_do(questions, path):
-    said = message(path)
-    assert said.startswith(f"{path} does not exist here, and the data set ada/")
-    assert "check the name, the revision, your access and the network, or run `hf download --repo-type dataset" in said
-
-
-def test_a_hub_in_trouble_is_named(questions, monkeypatch):
+def test_a_failing_hub_is_reported_with_the_download_command(questions, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     questions.fail("GET /api/datasets", 500)
     assert BY_HAND in message(REPO)
 
 
-def test_a_place_without_rows_says_where_there_are_some(questions):
+def test_a_directory_without_rows_or_with_several_files_lists_the_choices(questions):
     assert message(f"{REPO}/rl") == (
         f"the data set {REPO}/rl has no parquet or JSON-lines files there; it has some in {REPO}, {REPO}/rl/deep"
     )
+    questions.add_repo("ada/two", files={"a.jsonl": line("A"), "b.jsonl": line("B")}, private=False)
+    assert message("ada/two") == "the data set ada/two has 2 JSON-lines files; name one, for example ada/two/a.jsonl"
 
 
-def test_several_files_of_lines_are_not_guessed_at(hub):
-    hub.add_repo(REPO, files={"a.jsonl": lines("A"), "b.jsonl": lines("B")}, private=False)
-    assert message(REPO) == f"the data set {REPO} has 2 JSON-lines files; name one, for example {REPO}/a.jsonl"
-
-
-def test_a_tokenizer_is_downloaded_alone(hub):
+def test_a_tokenizer_is_downloaded_without_the_model(hub):
     hub.add_repo("ada/model", files={"tokenizer.json": b"{}", "model.safetensors": b"weights"}, private=False)
     assert tokenizer_file("ada/model").read_bytes() == b"{}"
     assert downloaded(hub) == {"tokenizer.json"}
@@ -232,7 +195,7 @@ def test_no_name_on_the_hub_leads_out_of_its_download(path):
         assert hub_name(str(name)) == name
 
 
-def test_names_are_read_part_by_part():
+def test_names_are_parsed_by_part():
     assert hub_name("ada/q") == HubName("ada/q", "", None)
     assert hub_name("ada/q/sub/dir@refs/pr/3") == HubName("ada/q", "sub/dir", "refs/pr/3")
     assert hub_name("ada/q@main") == HubName("ada/q", "", "main")
@@ -240,7 +203,7 @@ def test_names_are_read_part_by_part():
         assert hub_name(path) is None
 
 
-def test_offline_the_command_says_what_to_do(tmp_path):
+def test_offline_the_command_reports_the_download_command(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "paravt_jax.data", "inspect", REPO]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

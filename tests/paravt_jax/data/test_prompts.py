@@ -236,8 +236,8 @@ def test_as_many_bad_rows_as_allowed_are_logged_and_dropped(video_dir, caplog):
 def test_a_file_without_prompts_is_rejected_in_one_line(name, message, video_dir):
     for file, content in (("text.parquet", "no parquet at all"), ("none.jsonl", "\n\n"), ("rows.csv", "prompt\n")):
         (video_dir / file).write_text(content)
-    whole = write_parquet(video_dir / "whole.parquet", [rl_row(question="Which? " * 9)] * 20).read_bytes()
-    (video_dir / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    content = write_parquet(video_dir / "whole.parquet", [rl_row(question="Which? " * 9)] * 20).read_bytes()
+    (video_dir / "cut.parquet").write_bytes(content[: len(content) // 2])
     (video_dir / "empty").mkdir()
     write_parquet(video_dir / "sft.parquet", [{"messages": "[]"}])
     table, no_text = pa.Table.from_pylist([rl_row()]), pc.cast(pa.array([b"\xff"]), pa.string(), safe=False)

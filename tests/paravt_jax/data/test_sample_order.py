@@ -1,4 +1,4 @@
-"""Sample order: every epoch a permutation, from numbers alone. Frame budgets: uniform, from their keys alone."""
+"""Sample order: every epoch is a permutation. Frame budgets: uniform. Both depend only on numbers and the seed."""
 
 import json
 import random
@@ -32,9 +32,11 @@ def order(num: int, seed: int, numbers: range) -> list[str]:
     return [samples[number].item.id for number in numbers]
 
 
-def chi_square(counts: list[int], num_cells: int) -> float:
+def is_uniform(draws, num_cells: int) -> bool:
+    counts = [*Counter(draws).values()]
     expected = sum(counts) / num_cells
-    return sum((count - expected) ** 2 for count in [*counts, *[0] * (num_cells - len(counts))]) / expected
+    counts += [0] * (num_cells - len(counts))
+    return sum((count - expected) ** 2 for count in counts) / expected < CRITICAL[num_cells - 1]
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 97])
@@ -46,28 +48,26 @@ def test_every_epoch_has_every_prompt_once(num):
         assert {sample.epoch for sample in epoch_samples} == {epoch}
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_every_epoch_of_every_seed_has_another_order():
     orders = [tuple(order(23, seed, range(epoch * 23, epoch * 23 + 23))) for seed in (0, 1, 2) for epoch in range(4)]
-    assert len(set(orders)) == 12  # seed 0's second epoch is not seed 1's first either
+    assert len(set(orders)) == 12  # seed 0's second epoch also differs from seed 1's first
 
 
-def test_a_prompt_comes_first_as_often_as_any_other():
+def test_every_prompt_is_first_equally_often():
     samples = SampleOrder(prompts(5), seed=0)
-    firsts = Counter(samples[5 * epoch].item.id for epoch in range(100))
-    assert len(firsts) == 5 and chi_square([*firsts.values()], 5) < CRITICAL[4]
+    assert is_uniform([samples[5 * epoch].item.id for epoch in range(100)], 5)
 
 
 def test_a_sample_depends_only_on_its_number():
-    in_order = order(13, 5, range(40))
-    samples = SampleOrder(prompts(13), seed=5)
+    in_order, samples = order(13, 5, range(40)), SampleOrder(prompts(13), seed=5)
     shuffled = random.Random(0).sample(range(40), 40)
     random.seed(1)
-    list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # grain was busy with something else
+    list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # another use of grain in between
     assert {number: samples[number].item.id for number in shuffled} == dict(enumerate(in_order))
 
 
 @pytest.mark.slow
-def test_another_process_has_the_same_order_and_grain_starts_nothing():
+def test_another_process_has_the_same_order_and_grain_starts_neither_threads_nor_processes():
     code = """
 import json, multiprocessing, os, threading
 import jax, numpy, pyarrow
@@ -92,35 +92,34 @@ def test_impossible_samples_are_errors():
         SampleOrder(prompts(3), seed=0)[-1]
 
 
-def test_open_samples_come_first_after_a_kill():
+def test_after_a_kill_open_samples_come_first():
     cursor = Cursor()
     assert cursor.take(3) == [0, 1, 2] and cursor.take(4) == [3, 4, 5, 6]
     cursor.done([1, 3, 4])
-    again = Cursor.from_record(json.loads(json.dumps(cursor.to_record())))
-    assert again.take(3) == [0, 2, 5]
-    assert Cursor.from_record(again.to_record()).take(7) == [0, 2, 5, 6, 7, 8, 9]
-    assert cursor.take(1) == [7]  # what was killed is not changed by what goes on from its record
+    resumed = Cursor.from_record(json.loads(json.dumps(cursor.to_record())))
+    assert resumed.take(3) == [0, 2, 5]
+    assert Cursor.from_record(resumed.to_record()).take(7) == [0, 2, 5, 6, 7, 8, 9]
+    assert cursor.take(1) == [7]  # the record does not share state with its cursor
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["go on", "record", "kill"]))))
-def test_no_kill_skips_or_doubles_a_sample(steps):
-    cursor, open_, kept = Cursor(), [], []
-    record, kept_then = cursor.to_record(), []
-    for num_taken, num_done, then in steps:
-        open_ += cursor.take(num_taken)
-        finished, open_ = open_[:num_done], open_[num_done:]
-        cursor.done(finished)
-        kept += finished
-        if then == "record":
-            record, kept_then = json.loads(json.dumps(cursor.to_record())), [*kept]
-        elif then == "kill":
-            cursor, open_, kept = Cursor.from_record(record), [], [*kept_then]
-    last = Cursor.from_record(cursor.to_record())
-    kept += last.take(50)
-    assert sorted(kept) == list(range(len(kept)))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["continue", "record", "kill"]))))
+def test_no_kill_skips_or_repeats_a_sample(steps):
+    cursor, open_samples, finished = Cursor(), [], []
+    record, recorded = cursor.to_record(), []
+    for num_taken, num_done, event in steps:
+        open_samples += cursor.take(num_taken)
+        done, open_samples = open_samples[:num_done], open_samples[num_done:]
+        cursor.done(done)
+        finished += done
+        if event == "record":
+            record, recorded = json.loads(json.dumps(cursor.to_record())), [*finished]
+        elif event == "kill":
+            cursor, open_samples, finished = Cursor.from_record(record), [], [*recorded]
+    finished += Cursor.from_record(cursor.to_record()).take(50)
+    assert sorted(finished) == list(range(len(finished)))
 
 
-def test_what_is_given_back_comes_first_and_once():
+def test_samples_given_back_come_first_and_once():
     cursor = Cursor()
     cursor.take(4)
     cursor.give_back([3, 1])
@@ -139,40 +138,31 @@ def test_samples_that_a_log_skips_remain():
         cursor.take_these([5, 6])
 
 
-def test_what_is_not_open_cannot_be_done():
+def test_only_open_samples_can_be_done():
     cursor = Cursor()
     cursor.take(2)
     cursor.done([1])
     for numbers in ([1], [0, 2]):
         with pytest.raises(ValueError, match=rf"samples \[{numbers[-1]}\] are not open; open are \[0\]"):
             cursor.done(numbers)
-    cursor.done([0])  # a refused call has closed nothing
+    cursor.done([0])  # a rejected call closes nothing
 
 
 @pytest.mark.parametrize(
     "record", [{}, {"next": 2}, {"next": 2, "again": [2]}, {"next": 2, "again": [1, 1]}, {"next": "2", "again": []}]
 )
-def test_a_damaged_record_is_refused(record):
+def test_a_damaged_record_is_rejected(record):
     with pytest.raises(ValueError, match="is not a cursor"):
         Cursor.from_record(record)
 
 
-def test_budgets_are_uniform():
-    for key in ("over prompts", "over epochs", "over seeds"):
-        keys = [
-            {"over prompts": (0, 0, f"p{n}"), "over epochs": (0, n, "p"), "over seeds": (n, 0, "p")}[key]
-            for n in range(5000)
-        ]
-        counts = Counter(frame_budget(*k, PUBLISHED) for k in keys)
-        assert set(counts) == set(PUBLISHED) and chi_square([*counts.values()], 5) < CRITICAL[4], key
-
-
-def test_a_budget_says_nothing_of_the_next_epochs_or_the_next_seeds():
-    epochs = [frame_budget(0, epoch, "p", PUBLISHED) for epoch in range(5000)]
-    seeds = [frame_budget(seed, 0, "p", PUBLISHED) for seed in range(5000)]
-    for draws in (epochs, seeds):
-        assert chi_square([*Counter(pairwise(draws)).values()], 25) < CRITICAL[24]
-    assert chi_square([*Counter(zip(epochs, seeds, strict=True)).values()], 25) < CRITICAL[24]
+def test_budgets_are_uniform_and_independent_over_prompts_epochs_and_seeds():
+    of_prompts = [frame_budget(0, 0, f"p{n}", PUBLISHED) for n in range(5000)]
+    of_epochs = [frame_budget(0, epoch, "p", PUBLISHED) for epoch in range(5000)]
+    of_seeds = [frame_budget(seed, 0, "p", PUBLISHED) for seed in range(5000)]
+    for draws in (of_prompts, of_epochs, of_seeds):
+        assert set(draws) == set(PUBLISHED) and is_uniform(draws, 5) and is_uniform(pairwise(draws), 25)
+    assert is_uniform(zip(of_epochs, of_seeds, strict=True), 25)
 
 
 def test_a_budget_is_the_same_in_every_process():
@@ -180,31 +170,25 @@ def test_a_budget_is_the_same_in_every_process():
     assert [frame_budget(0, epoch, "p0", PUBLISHED) for epoch in range(6)] == [8, 4, 8, 4, 32, 16]
 
 
-VISITS = SampleOrder(prompts(11), seed=0)
-STEP = [VISITS[number] for number in range(14, 21)]
+SAMPLES = SampleOrder(prompts(11), seed=0)
+STEP = [SAMPLES[number] for number in range(14, 21)]
 
 
-def test_without_gating_every_visit_has_the_overviews_frames():
+def test_without_gating_every_sample_has_the_frames_of_an_overview():
     assert budgets_of(STEP, VideoConfig(gating=False, overview_frames=48), seed=0) == [48] * 7
 
 
-def test_budgets_belong_to_visits_and_not_to_their_places():
-    video = VideoConfig()
-    ahead = budgets_of(STEP, video, seed=0)
-    assert budgets_of(STEP[::-1], video, seed=0) == ahead[::-1]
-    assert budgets_of(STEP, video, seed=0) == ahead
-    assert budgets_of(STEP, video, seed=1) != ahead
-    next_epoch = [PromptSample(visit.number + 11, visit.epoch + 1, visit.item) for visit in STEP]
-    assert budgets_of(next_epoch, video, seed=0) != ahead
-
-
-def test_gated_budgets_are_those_of_the_prompts_whichever_others_are_in_the_step():
+def test_gated_budgets_depend_on_seed_epoch_and_prompt_and_not_on_the_step():
     video = VideoConfig(frame_budgets=[2, 3, 5])
-    assert budgets_of(STEP, video, 0) == [budget for visit in STEP for budget in budgets_of([visit], video, 0)]
-    assert budgets_of(STEP, video, 0) == [frame_budget(0, v.epoch, v.item.id, [2, 3, 5]) for v in STEP]
+    budgets = budgets_of(STEP, video, seed=0)
+    assert budgets == [frame_budget(0, each.epoch, each.item.id, [2, 3, 5]) for each in STEP]
+    assert budgets_of(STEP[::-1], video, seed=0) == budgets[::-1]
+    assert budgets_of(STEP, video, seed=1) != budgets
+    next_epoch = [PromptSample(each.number + 11, each.epoch + 1, each.item) for each in STEP]
+    assert budgets_of(next_epoch, video, seed=0) != budgets
 
 
 @pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(False, overview_frames=4)])
-def test_every_video_of_a_prompt_has_at_least_a_frame(video):
-    visits = SampleOrder(prompts(7, num_videos=5), seed=0)
-    assert min(budgets_of([visits[number] for number in range(7)], video, seed=0)) >= 5
+def test_every_video_of_a_prompt_has_at_least_one_frame(video):
+    samples = SampleOrder(prompts(7, num_videos=5), seed=0)
+    assert min(budgets_of([samples[number] for number in range(7)], video, seed=0)) >= 5

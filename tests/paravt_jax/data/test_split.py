@@ -20,8 +20,8 @@ ANSWERS = {"mcq": "B", "tvg": "[2.5, 7]", "oe": "a cello"}
 
 
 def row(question_type: str, *videos: str, number: int = 0) -> dict:
-    shown = [{"video": video} for video in videos]
-    return rl_row(ANSWERS[question_type], question_type, question=f"Question {number}?", videos=shown, index=number)
+    entries = [{"video": video} for video in videos]
+    return rl_row(ANSWERS[question_type], question_type, question=f"Question {number}?", videos=entries, index=number)
 
 
 def split_into(directory: Path, source: Path, num_rows: int, seed: int = 0) -> tuple[Path, Path, str]:

@@ -56,7 +56,7 @@ def test_a_split_is_read_from_a_copy_in_the_hubs_layout(name, tmp_path):
     assert first.videos == (str(tmp_path / VIDEOS[name][0]),)
     videos = {video for sample in loaded.samples for video in sample.prompt.videos}
     assert videos <= {str(tmp_path / video) for video in VIDEOS[name]}
-    assert list(loaded.files) == [FILES[name][0].rpartition("/")[2]] and not loaded.bad
+    assert list(loaded.files) == [FILES[name].rpartition("/")[2]] and not loaded.bad
 
 
 def test_videos_may_be_in_another_root_and_a_sample_without_its_video_is_loaded(tmp_path):
@@ -144,7 +144,7 @@ def test_a_row_of_a_json_split_that_is_nested_deep_or_no_valid_text_is_a_bad_row
     rows = [json.dumps(mmvu_row(0)), f'{{"id": {"[" * 400}{"]" * 400}}}', json.dumps(mmvu_row(2))]
     rows += [json.dumps(mmvu_row(0, **{column: "\ud800"})) for column in ("id", "question", "video", "answer")]
     rows += [json.dumps(mmvu_row(0, choices={"A": "\ud800", "B": "b"}))]
-    (root / FILES["mmvu"][0]).write_text(f"[{', '.join(rows)}]\n")
+    (root / FILES["mmvu"]).write_text(f"[{', '.join(rows)}]\n")
     loaded = load("mmvu", root, max_bad_frac=0.9)
     assert loaded.bad == {"wrong schema": 6} and len(loaded.samples) == 2
 
@@ -152,7 +152,7 @@ def test_a_row_of_a_json_split_that_is_nested_deep_or_no_valid_text_is_a_bad_row
 @pytest.mark.parametrize("content", ["[1, 2", "{}", "[1] 2", '["a', "", "[1}", "\ud800", "[" * 100_000])
 def test_a_json_file_that_is_not_a_list_is_rejected(content, tmp_path):
     root = make_copy("mmvu", tmp_path)
-    (root / FILES["mmvu"][0]).write_bytes(content.encode(errors="surrogatepass"))
+    (root / FILES["mmvu"]).write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(ValueError, match=r"validation\.json (is not JSON|must be a list of rows)"):
         load("mmvu", root)
 
@@ -175,7 +175,7 @@ def test_a_missing_column_is_named(name, tmp_path):
 
 def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
     root = make_copy("videomme", tmp_path)
-    file = root / FILES["videomme"][0]
+    file = root / FILES["videomme"]
     table = pq.read_table(file)
     pq.write_table(table.set_column(9, "options", pa.array(["A. One. B. Two."] * 3)), file)
     with pytest.raises(
@@ -229,4 +229,4 @@ def test_an_unknown_split_or_layout_is_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"is not a directory; with data\.split=videomme set it to a copy of lmms-lab/Video-MME"
     ):
-        load("videomme", make_copy("videomme", tmp_path) / FILES["videomme"][0])
+        load("videomme", make_copy("videomme", tmp_path) / FILES["videomme"])

@@ -49,9 +49,9 @@ def test_a_list_its_json_and_a_parquet_struct_give_the_same_traces(video_dir):
         write_parquet(video_dir / "json.parquet", [sft_row(json.dumps(content))]),
         write_parquet(video_dir / "struct.parquet", [sft_row(struct)]),
     ]
-    first, *others = (load(path).traces for path in files)
+    first, *same = (load(path).traces for path in files)
     assert first[0].messages[2].media == (Media("image", f"{video_dir}/b.png"),)
-    assert all(traces == first for traces in others)
+    assert all(traces == first for traces in same)
 
 
 def test_a_file_outside_of_the_root_makes_a_bad_row(video_dir):
