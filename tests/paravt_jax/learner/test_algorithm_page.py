@@ -1,4 +1,4 @@
-"""docs/algorithm.md: its numbers are those of the code, its symbols name real settings, defaults and functions."""
+"""docs/algorithm.md has the numbers of the code, and its symbols name real settings, defaults and functions."""
 
 import json
 import re
@@ -30,8 +30,8 @@ EPISODES = {  # turns and outcomes of calls
 
 def tables() -> list[list[list[str]]]:
     text = (ROOT / "docs" / "algorithm.md").read_text()
-    found = re.findall(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()] for rows in found]
+    bodies = re.findall(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in body.splitlines()] for body in bodies]
 
 
 SYMBOLS, REWARDS, ADVANTAGES, TOKENS, _ = tables()
@@ -46,13 +46,13 @@ def terms():
     return [reward_terms(turns, outcomes, "B", "mcq", RewardConfig()) for turns, outcomes in EPISODES.values()]
 
 
-def test_the_rewards_of_the_group_are_those_of_the_code(terms):
+def test_the_rewards_of_the_group_equal_the_code(terms):
     assert [row[0] for row in REWARDS] == list(EPISODES)
     ours = [(term.accuracy, term.format, term.tool, term.total) for term in terms]
     np.testing.assert_allclose(numbers([row[2:] for row in REWARDS]), ours, atol=1e-12)
 
 
-def test_the_advantages_of_the_group_are_those_of_the_code(terms):
+def test_the_advantages_of_the_group_equal_the_code(terms):
     config, reward = AdvantageConfig(), RewardConfig()
     rewards = group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=config)
     ours = group_advantages(rewards, config)
@@ -60,7 +60,7 @@ def test_the_advantages_of_the_group_are_those_of_the_code(terms):
     np.testing.assert_allclose(numbers([row[1:] for row in ADVANTAGES]), np.stack(columns, axis=1), atol=6e-5)
 
 
-def test_the_loss_of_the_tokens_is_that_of_the_code(float64):
+def test_the_loss_of_the_tokens_equals_the_code(float64):
     advantage, ratio, weight, term = numbers([row[1:5] for row in TOKENS]).T
     prox = np.full(5, -1.0)
     arrays = (prox + np.log(ratio), prox, prox - np.log(weight), advantage)
@@ -85,12 +85,12 @@ def test_a_symbol_names_a_setting_its_default_and_a_function(setting, default, f
         value = getattr(value, name)
     assert (value if isinstance(value, str) else json.dumps(value)) == default
     module, *names = re.fullmatch(r"`(paravt_jax(?:\.[a-z_]+)+)\.(\w+)(?:\.(\w+))?`", function).groups()
-    found = import_module(module)
+    value = import_module(module)
     for name in filter(None, names):
-        found = getattr(found, name)
+        value = getattr(value, name)
 
 
-def test_the_figure_shows_one_prompt_with_three_branches_that_do_not_see_each_other(tmp_path):
+def test_the_figure_has_one_prompt_with_three_branches_that_do_not_attend_to_each_other(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "plot_packed_row.py"))
     batch = script["example_batch"]()
     branch, attends = batch.text.branch_ids[0], script["attends"](batch.text)

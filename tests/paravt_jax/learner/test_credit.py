@@ -1,4 +1,4 @@
-"""EpisodeAdvantage for characters lands on the tokens that spell them, and on sampled ones only."""
+"""The credit of characters is given to the sampled tokens that spell them."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from model_port.chat_template import CHAT_TEMPLATE
 from model_port.processing import expand_placeholders
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.learner.advantages import EpisodeAdvantage, group_advantages, group_rewards
-from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, PLAIN, dialogues_of, struct_mask
+from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, dialogues_of, struct_mask
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import reward_terms
 from rollout.chat import Chat
@@ -29,8 +29,8 @@ def chat(request):
     return Chat({"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}[request.param](), CHAT_TEMPLATE)
 
 
-def play(chat, turns=TURNS, **config):
-    agent = Agent(script(chat, turns), FakeFrames(size_px=(64, 96)), chat, EpisodeConfig(**config))
+def play(chat, turns=TURNS):
+    agent = Agent(script(chat, turns), FakeFrames(size_px=(64, 96)), chat, EpisodeConfig())
 
     async def run():
         return await agent.run(await agent.overview(Task("t", "What colour?", ("/a.mp4",), 4)))
@@ -40,6 +40,12 @@ def play(chat, turns=TURNS, **config):
     return episode, terms
 
 
+def dialogue(chat, turns=TURNS, advantage=1.0):
+    """The episode of these turns, and its main agent's dialogue."""
+    episode, terms = play(chat, turns)
+    return episode, dialogues_of(episode, 0, EpisodeAdvantage(advantage), terms, chat, TOKEN_PX)[0]
+
+
 def spelled(chat, episode, mask) -> list[str]:
     """The text of each run of masked tokens."""
     ids = episode.ledger.ids
@@ -47,103 +53,73 @@ def spelled(chat, episode, mask) -> list[str]:
     return [chat.decode(ids[run]) for run in runs if len(run)]
 
 
-def test_structural_tokens_spell_the_tags(chat):
-    episode, terms = play(chat)
-    found = spelled(chat, episode, struct_mask(episode, terms.tags, chat))
-    assert found[0] == "</think>"
-    assert found[1] == "<tool_call>"
-    assert found[2] == "</tool_call><|im_end|>"
-    # `<answer>` is spelled with ordinary tokens, and the last one of a tag may spell its neighbour too.
-    assert found[3].startswith("</think><answer>")
-    assert found[-1].endswith("</answer><|im_end|>")
-
-
-def test_the_forced_prefix_and_what_the_environment_says_earn_nothing(chat):
+def test_structural_tokens_spell_the_tags_and_are_sampled(chat):
     episode, terms = play(chat)
     mask = struct_mask(episode, terms.tags, chat)
-    begin = 0
-    for segment in episode.ledger.segments:
-        if segment.kind != "sampled":
-            assert not mask[begin : begin + len(segment.ids)].any()
-        begin += len(segment.ids)
+    tags = spelled(chat, episode, mask)
+    assert tags[:3] == ["</think>", "<tool_call>", "</tool_call><|im_end|>"]
+    # `<answer>` is spelled with ordinary tokens, and the last token of a tag may also spell its neighbor.
+    assert tags[3].startswith("</think><answer>") and tags[-1].endswith("</answer><|im_end|>")
+    assert not mask[~episode.ledger.sampled_mask].any()
 
 
-def test_every_sampled_token_has_the_credit_of_its_episode_and_structural_ones_more(chat):
+def test_every_sampled_token_has_its_episodes_credit_and_structural_tokens_have_more(chat):
     episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 3, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)
-    structural = struct_mask(episode, terms.tags, chat)[_sampled(episode)]
-    np.testing.assert_allclose(dialogue.advantage[dialogue.loss_mask], 0.5 + 0.25 * structural)
-    np.testing.assert_array_equal(dialogue.ids[dialogue.loss_mask], episode.ledger.ids[_sampled(episode)])
-    assert dialogue.loss_mask.sum() == episode.ledger.num_sampled
-    assert dialogue.episode == 3
-    assert set(dialogue.behavior_logp[dialogue.loss_mask].tolist()) == {-0.5}
+    (main,) = dialogues_of(episode, 3, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)
+    sampled = episode.ledger.sampled_mask
+    structural = struct_mask(episode, terms.tags, chat)[sampled]
+    np.testing.assert_allclose(main.advantage[main.loss_mask], 0.5 + 0.25 * structural)
+    np.testing.assert_array_equal(main.ids[main.loss_mask], episode.ledger.ids[sampled])
+    assert main.loss_mask.sum() == episode.ledger.num_sampled and main.episode == 3
+    assert set(main.behavior_logp[main.loss_mask].tolist()) == {-0.5}
 
 
-def _sampled(episode):
-    return np.concatenate([np.full(len(s.ids), s.kind == "sampled") for s in episode.ledger.segments])
-
-
-def test_placeholders_are_expanded_as_the_model_does(chat):
-    episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+def test_placeholders_are_expanded_as_in_the_model_and_a_group_shares_its_prompt(chat):
+    episode, main = dialogue(chat)
     counts = [6] * len(episode.ledger.pictures)
-    np.testing.assert_array_equal(dialogue.ids, expand_placeholders(episode.ledger.ids, counts, chat.image_id))
-    assert dialogue.frames == tuple(picture.key for picture in episode.ledger.pictures)
-    assert dialogue.num_shared == len(episode.ledger.segments[0].ids) + 5 * len(counts)
+    np.testing.assert_array_equal(main.ids, expand_placeholders(episode.ledger.ids, counts, chat.image_id))
+    assert main.frames == tuple(picture.key for picture in episode.ledger.pictures)
+    assert main.num_shared == len(episode.ledger.segments[0].ids) + 5 * len(counts)
+    assert main.shared == dialogue(chat, [ANSWER])[1].shared
 
 
-def test_members_of_a_group_share_their_prompt(chat):
-    one, two = (
-        dialogues_of(episode, n, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)[0]
-        for n, (episode, terms) in enumerate([play(chat), play(chat, [ANSWER])])
-    )
-    assert one.shared == two.shared
+def test_a_dialogue_ends_with_a_sampled_placeholder(chat):
+    episode, main = dialogue(chat, ["One <|image_pad|> two.</think><|im_end|>"], -1.0)
+    assert chat.decode(main.ids[main.loss_mask]) == "One <|image_pad|>"
+    assert main.loss_mask[-1] and main.advantage[-1] == -1 and main.behavior_logp[-1] == -0.5
+    assert len(main.ids) == len(main.loss_mask) == len(main.advantage)
+    assert len(main.frames) == len(episode.ledger.pictures)
 
 
-def test_a_sampled_placeholder_is_the_last_token_that_is_learnt_from(chat):
-    episode, terms = play(chat, ["One <|image_pad|> two.</think><|im_end|>"])
-    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(-1.0), terms, chat, TOKEN_PX)
-    assert chat.decode(dialogue.ids[dialogue.loss_mask]) == "One <|image_pad|>"
-    assert dialogue.loss_mask[-1] and dialogue.advantage[-1] == -1 and dialogue.behavior_logp[-1] == -0.5
-    assert len(dialogue.ids) == len(dialogue.loss_mask) == len(dialogue.advantage)
-    assert len(dialogue.frames) == len(episode.ledger.pictures)
-
-
-def test_what_follows_the_last_sampled_token_is_left_out(chat):
+def test_a_dialogue_ends_with_the_last_sampled_token(chat):
     episode, terms = play(chat, [TURNS[0], "I was cut off"])
     episode.ledger.add("environment", chat.encode("A very long response. " * 100))
-    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, 32)
-    assert dialogue.loss_mask[-1] and dialogue.loss_mask.sum() == episode.ledger.num_sampled
+    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    assert main.loss_mask[-1] and main.loss_mask.sum() == episode.ledger.num_sampled
 
 
-def test_sub_agents_learn_only_when_asked_to(chat):
+def test_sub_agents_are_trained_only_with_subagent_loss(chat):
     episode, terms = play(chat)
-    assert len(dialogues_of(episode, 0, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)) == 1
-    _, report = dialogues_of(episode, 0, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX, subagent_loss=True)
+    arguments = (episode, 0, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)
+    assert len(dialogues_of(*arguments)) == 1
+    _, report = dialogues_of(*arguments, subagent_loss=True)
     assert chat.decode(report.ids[report.loss_mask]) == "A report.<|im_end|>"
     assert set(report.advantage[report.loss_mask].tolist()) == {0.5}
 
 
-def test_classes_name_where_a_mismatch_would_show(chat):
+def test_token_classes_do_not_depend_on_a_change_of_weights_within_a_turn(chat):
     episode, terms = play(chat)
-    (dialogue,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
-    classes = dialogue.token_class[dialogue.loss_mask]
+    arguments = (episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    (main,) = dialogues_of(*arguments)
+    classes = main.token_class[main.loss_mask]
     assert np.count_nonzero(classes == FIRST_OF_TURN) == 2
     assert set(classes.tolist()) == set(range(len(CLASSES)))
-    assert (classes == PLAIN).any()
-
-
-def test_a_turn_begins_once_though_other_weights_go_on_with_it(chat):
-    episode, terms = play(chat)
-    before = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)[0]
-    number, whole = next((n, s) for n, s in enumerate(episode.ledger.segments) if s.kind == "sampled")
-    first, then = (
-        Segment("sampled", whole.ids[part], (), whole.behavior_logp[part], version)
+    number, segment = next((n, s) for n, s in enumerate(episode.ledger.segments) if s.kind == "sampled")
+    episode.ledger.segments[number : number + 1] = [
+        Segment("sampled", segment.ids[part], (), segment.behavior_logp[part], version)
         for part, version in ((slice(3), 1), (slice(3, None), 2))
-    )
-    episode.ledger.segments[number : number + 1] = [first, then]
-    after = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)[0]
-    np.testing.assert_array_equal(after.token_class, before.token_class)
+    ]
+    np.testing.assert_array_equal(dialogues_of(*arguments)[0].token_class, main.token_class)
 
 
 @pytest.fixture(autouse=True)
@@ -155,25 +131,21 @@ GOOD = "I look at it.</think><answer>A</answer><|im_end|>"
 UNCLOSED = GOOD.replace("</think>", "")
 
 
-def taught(chat, said, credit, **config):
-    """The advantage of every sampled token of each member of a group, by the text that it spells."""
-    played = [play(chat, [text], **config) for text in said]
-    settings = AdvantageConfig(credit=credit)
-    group = group_advantages(group_rewards([terms for _, terms in played], anchor_scale=0.5, config=settings), settings)
-    for number, (episode, terms) in enumerate(played):
-        (dialogue,) = dialogues_of(episode, number, group.of(number), terms, chat, TOKEN_PX)
-        yield [
-            (chat.decode([token]), advantage)
-            for token, advantage in zip(
-                dialogue.ids[dialogue.loss_mask], dialogue.advantage[dialogue.loss_mask], strict=True
-            )
-        ]
+def token_credits(chat, turns, credit):
+    """The spelling and the advantage of every sampled token, for each episode of a group."""
+    episodes = [play(chat, [text]) for text in turns]
+    config = AdvantageConfig(credit=credit)
+    group = group_advantages(group_rewards([terms for _, terms in episodes], anchor_scale=0.5, config=config), config)
+    for number, (episode, terms) in enumerate(episodes):
+        (main,) = dialogues_of(episode, number, group.of(number), terms, chat, TOKEN_PX)
+        ids, advantages = main.ids[main.loss_mask], main.advantage[main.loss_mask]
+        yield [(chat.decode([token]), advantage) for token, advantage in zip(ids, advantages, strict=True)]
 
 
 def spelling(tokens, text):
-    """The advantages of the tokens that spell the last such text of a turn."""
-    whole = "".join(piece for piece, _ in tokens)
-    start, at = whole.rindex(text), 0
+    """The advantages of the tokens that spell the last occurrence of a text."""
+    joined = "".join(piece for piece, _ in tokens)
+    start, at = joined.rindex(text), 0
     for piece, advantage in tokens:
         if at < start + len(text) and at + len(piece) > start:
             yield float(advantage)
@@ -184,40 +156,37 @@ EIGHT = [GOOD] * 5 + [UNCLOSED] * 3
 PROSE, PUNISHED = pytest.approx(-1.29, abs=5e-3), pytest.approx(-1.94, abs=5e-3)  # −√(5/3), and half of it more
 
 
-def test_as_one_for_all_tags_the_anchor_punishes_those_that_are_right(chat):
-    unclosed = [*taught(chat, EIGHT, "token")][-1]
+def test_with_token_credit_correct_tags_are_punished_for_a_wrong_one(chat):
+    unclosed = [*token_credits(chat, EIGHT, "token")][-1]
     for tag in ("<answer>", "</answer>", "<|im_end|>"):
         assert PUNISHED in [*spelling(unclosed, tag)]
     assert all(advantage == PROSE for advantage in spelling(unclosed, "look"))
 
 
-def test_by_span_only_what_stands_in_place_of_a_missing_closing_is_punished_more_than_prose(chat):
-    unclosed = [*taught(chat, EIGHT, "span")][-1]
-    begins, *goes_on = spelling(unclosed, "<answer>")
-    assert begins == PUNISHED  # here </think> should have been
-    right = [*goes_on, *spelling(unclosed, "A</answer>"), *spelling(unclosed, "<|im_end|>")]
-    assert right and all(advantage == PROSE for advantage in right)
+def test_with_span_credit_only_the_token_at_a_missing_tag_is_punished_more_than_prose(chat):
+    unclosed = [*token_credits(chat, EIGHT, "span")][-1]
+    first, *later = spelling(unclosed, "<answer>")
+    assert first == PUNISHED  # </think> is missing here
+    correct = [*later, *spelling(unclosed, "A</answer>"), *spelling(unclosed, "<|im_end|>")]
+    assert correct and all(advantage == PROSE for advantage in correct)
     assert sum(advantage == PUNISHED for _, advantage in unclosed) == 1
 
 
-def test_by_span_each_property_pays_its_own_tags(chat):
-    good = next(taught(chat, EIGHT, "span"))
-    prose = {round(advantage, 4) for advantage in spelling(good, "look")}
-    for_flow = {round(advantage, 4) for advantage in spelling(good, "<|im_end|>")}
-    (closing,) = {round(advantage, 4) for advantage in spelling(good, "</think>")}
-    # The three properties are worth 1, of which the flow is 0.3; their std is that of R_anchor.
+def test_with_span_credit_each_property_rewards_its_own_tags(chat):
+    good = next(token_credits(chat, EIGHT, "span"))
+    prose, flow, closing = (next(spelling(good, text)) for text in ("look", "<|im_end|>", "</think>"))
+    # The three properties are worth 1, of which the flow is 0.3; their std is the std of R_anchor.
     unit = 0.5 * (3 / 5) ** 0.5
-    assert closing == pytest.approx(prose.pop() + unit, abs=1e-3)
-    assert for_flow.pop() == pytest.approx(closing - 0.7 * unit, abs=1e-3)
+    assert closing == pytest.approx(prose + unit, abs=1e-3)
+    assert flow == pytest.approx(closing - 0.7 * unit, abs=1e-3)
 
 
-def test_by_span_a_turn_that_ends_where_a_closing_was_due_is_punished_at_its_end(chat):
-    short = "I look at it.<|im_end|>"
-    *said, (end, advantage) = [*taught(chat, [GOOD, short], "span")][-1]
+def test_with_span_credit_a_turn_that_ends_without_a_closing_tag_is_punished_at_its_end(chat):
+    *earlier, (end, advantage) = [*token_credits(chat, [GOOD, "I look at it.<|im_end|>"], "span")][-1]
     assert end == "<|im_end|>" and advantage == pytest.approx(-1.5)
-    assert {float(other) for _, other in said} == {-1.0}
+    assert {float(other) for _, other in earlier} == {-1.0}
 
 
-def test_by_span_nobody_answers_for_what_was_cut_off(chat):
-    cut = [*taught(chat, [GOOD, "I look at it."], "span")][-1]
+def test_with_span_credit_no_token_is_punished_for_a_turn_that_was_cut_off(chat):
+    cut = [*token_credits(chat, [GOOD, "I look at it."], "span")][-1]
     assert {float(advantage) for _, advantage in cut} == {-1.0}

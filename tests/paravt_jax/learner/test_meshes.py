@@ -1,4 +1,4 @@
-"""What devices exchange for an update, as the compiler has written it: no more than they have to."""
+"""The collectives of a compiled update: devices exchange only the necessary arrays."""
 
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.plan.batch import BatchShape, make_batch
 from paravt_jax.plan.run import PlannedRl
 
-# Sizes by which an array is known in a program.
+# Sizes that identify an array in a program.
 WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
 CONFIG = ModelConfig(
     TextConfig(LAYERS, WIDTH, 96, 4, 4, head_dim=16, vocab_size=VOCAB, mrope_sections=(4, 2, 2)),
@@ -42,7 +42,7 @@ def collectives(program: str) -> list[Exchange]:
 
 
 def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
-    """The programs of an update whose head has four chunks, as the compiler has written them."""
+    """The compiled programs of an update whose head has four chunks."""
     config = config_of(shape, rows=1, row_tokens=ROW_TOKENS)
     parts = config.mesh.num_row_parts
     batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
@@ -58,7 +58,7 @@ def over_fsdp():
 
 
 @pytest.mark.slow
-def test_the_head_is_gathered_once_each_way_however_many_chunks_it_has(over_fsdp):
+def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
     of_head = [each for each in collectives(over_fsdp["add_gradients"]) if VOCAB in each.sizes]
     assert not any(each.in_loop for each in of_head)
     kinds = [each.kind for each in of_head]
@@ -66,14 +66,14 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_it_has(over_fsdp
 
 
 @pytest.mark.slow
-def test_frames_stay_where_their_rows_are(over_fsdp):
+def test_frames_stay_on_the_devices_of_their_rows(over_fsdp):
     of_tables = {TABLE_ROWS, 4 * TABLE_ROWS}
     for name in ("encode_vision", "add_gradients"):
         assert not [each for each in collectives(over_fsdp[name]) if each.sizes & of_tables]
 
 
 @pytest.mark.slow
-def test_what_layers_of_long_rows_leave_for_the_backward_pass_is_split_over_tensor(monkeypatch):
+def test_residuals_of_long_rows_are_sharded_over_tensor(monkeypatch):
     monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", ROW_TOKENS - 1)
     program = programs_on((1, 1, 2))["add_gradients"]
     assert f"f32[{LAYERS},1,{ROW_TOKENS // 2},{WIDTH}]" in program

@@ -26,7 +26,4 @@ def test_warm_up_and_cosine_by_hand(step, rate):
 def test_a_constant_rate_stays_after_its_warm_up():
     config = OptimConfig(learning_rate=8.0, warmup_frac=0.2)
     assert [learning_rate(config, step, 10) for step in (1, 2, 9, 99)] == [4.0, 8.0, 8.0, 8.0]
-
-
-def test_without_a_warm_up_the_first_update_has_the_whole_rate():
     assert learning_rate(OptimConfig(learning_rate=8.0), 0, 10) == 8.0

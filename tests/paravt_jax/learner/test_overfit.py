@@ -1,4 +1,4 @@
-"""The learner learns: asked one question, a tiny model that knows the format comes to give the right letter."""
+"""A tiny model that knows the format learns the right answer to one question."""
 
 import asyncio
 
@@ -55,15 +55,13 @@ ARMS = {
     "grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.gating=false"],
     "para_grpo": [],
 }
-MOST = {
-    "grpo": 1.8,
-    "para_grpo": 2.0,
-}  # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it
+# 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it.
+MAX_REWARD = {"grpo": 1.8, "para_grpo": 2.0}
 
 
 def is_right(rewards: list[float], arm: str) -> bool:
-    """Nearly always, for three steps of sixteen episodes."""
-    return len(rewards) >= 3 and min(rewards[-3:]) > 0.9 * MOST[arm]
+    """For three steps of sixteen episodes, almost all answers are right."""
+    return len(rewards) >= 3 and min(rewards[-3:]) > 0.9 * MAX_REWARD[arm]
 
 
 def learner_of(model, optim, loss) -> Learner:
@@ -79,10 +77,10 @@ def cold_start(tiny_hf):
     learner = learner_of(model, OptimConfig(learning_rate=3e-3), loss)
 
     async def episodes(number_of_frames):
-        said = iter("ABCD")
+        letters = iter("ABCD")
 
         async def reply(request):
-            return chat.encode(f"I look at it.</think><answer>{next(said)}</answer><|im_end|>").tolist()
+            return chat.encode(f"I look at it.</think><answer>{next(letters)}</answer><|im_end|>").tolist()
 
         agent = Agent(ScriptedEngine(reply), frames, chat, ROLLOUT)
         overview = await agent.overview(Task("sft", PROMPT.question, PROMPT.videos, number_of_frames))
@@ -91,12 +89,12 @@ def cold_start(tiny_hf):
     batches = []
     for number_of_frames in (2, 4):
         played = asyncio.run(episodes(number_of_frames))
-        terms = reward_terms([], [], "A", "mcq")  # of no use with the same advantage everywhere
+        terms = reward_terms([], [], "A", "mcq")  # without effect, because every token has the same advantage
         dialogues = [
             d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat, 32)
         ]
-        shown = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
-        batches += pack(dialogues, shown, model.config, PackShape(1, 256, 16))
+        frames_of_step = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
+        batches += pack(dialogues, frames_of_step, model.config, PackShape(1, 256, 16))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
     for _ in range(SFT_STEPS):
         learner.update([StepPart(batches, StepCounts(num_tokens, 8.0, num_tokens))], 8)
@@ -105,7 +103,7 @@ def cold_start(tiny_hf):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", list(ARMS))
-def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
+def test_the_policy_learns_the_right_answer(arm, cold_start, tiny_hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     learner = learner_of(sampling_model(cold_start, "float32", None, copied=True), config.optim, config.loss)
@@ -130,5 +128,5 @@ def test_the_policy_comes_to_the_right_answer(arm, cold_start, tiny_hf):
         return rewards
 
     rewards = asyncio.run(train())
-    assert rewards[0] < 0.8 * MOST[arm]  # there is something to learn
+    assert rewards[0] < 0.8 * MAX_REWARD[arm]  # there is something to learn
     assert is_right(rewards, arm), rewards

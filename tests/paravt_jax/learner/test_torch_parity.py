@@ -1,4 +1,4 @@
-"""Loss and gradient of an update equal those of transformers' model, under the loss of RL and that of imitation."""
+"""Loss and gradient of an update equal the results of transformers' model, for RL and for imitation."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ TYPICAL_LOGP = -7.6  # of a vocabulary of this size
 @dataclass(frozen=True)
 class Case:
     policy: Path
-    ref: Path  # another language tower behind the same vision tower
+    ref: Path  # another language tower with the same vision tower
     dialogues: list[Dialogue]
     frames: dict[str, Frame]
 
@@ -46,31 +46,31 @@ class Case:
 @pytest.fixture(scope="module")
 def case(tmp_path_factory) -> Case:
     folder = tmp_path_factory.mktemp("parity")
-    policy, other, ref = (folder / name for name in ("policy", "other", "ref"))
-    config = make_tiny(policy, seed=3)
-    make_tiny(other, seed=4)
-    mixed = load_reference(other)
-    mixed.model.visual.load_state_dict(load_reference(policy).model.visual.state_dict())
-    mixed.save_pretrained(ref)
-    random = np.random.default_rng(0)
+    policy, ref = folder / "policy", folder / "ref"
+    config, random = make_tiny(policy, seed=3), np.random.default_rng(0)
+    model = load_reference(policy)
+    for name, parameter in model.named_parameters():
+        if "visual" not in name:
+            parameter.data = parameter.data.flatten()[random.permutation(parameter.numel())].view_as(parameter)
+    model.save_pretrained(ref)
     frames = {
         key: Frame(random.standard_normal((down * across, config.vision.patch_values), np.float32), (down, across))
         for key, (down, across) in GRIDS.items()
     }
 
     def tokens(*parts: int | str) -> np.ndarray:
-        """A number is so much text, a letter a frame."""
+        """A number of text tokens, or the name of a frame."""
         ids = []
         for part in parts:
             if isinstance(part, str):
                 down, across = GRIDS[part]
-                shown = [config.image_token_id] * (down * across // config.vision.merge_unit)
-                ids += [config.vision_start_token_id, *shown, config.vision_end_token_id]
+                image = [config.image_token_id] * (down * across // config.vision.merge_unit)
+                ids += [config.vision_start_token_id, *image, config.vision_end_token_id]
             else:
                 ids += random.integers(5, 900, part).tolist()
         return np.array(ids)
 
-    def dialogue(prompt: np.ndarray, own: np.ndarray, seen: str, shared: int) -> Dialogue:
+    def dialogue(prompt: np.ndarray, own: np.ndarray, visible: str, shared: int) -> Dialogue:
         ids = np.r_[prompt, own]
         sampled = (np.arange(len(ids)) >= len(prompt)) & (ids < 900)
         sampled[len(prompt) + 5 : len(prompt) + 8] = False  # the environment's
@@ -78,7 +78,7 @@ def case(tmp_path_factory) -> Case:
         advantage = random.choice([-1.0, 1.0]) * random.uniform(0.3, 1.5) + structural * random.normal()
         return Dialogue(
             ids=ids,
-            frames=tuple(seen),
+            frames=tuple(visible),
             num_shared=len(prompt),
             num_shared_frames=shared,
             loss_mask=sampled,
@@ -88,13 +88,13 @@ def case(tmp_path_factory) -> Case:
             episode=0,
         )
 
-    one, two = tokens(3, "a", 2, "b", 7), tokens(9, "c", 4)
+    prompt, second_prompt = tokens(3, "a", 2, "b", 7), tokens(9, "c", 4)
     dialogues = [
-        dialogue(one, tokens(17), "ab", 2),
-        dialogue(one, tokens(8, "d", 13), "abd", 2),
-        dialogue(one, tokens(5, "a", 29), "aba", 2),
-        dialogue(two, tokens(23), "c", 1),
-        dialogue(two, tokens(11), "c", 1),
+        dialogue(prompt, tokens(17), "ab", 2),
+        dialogue(prompt, tokens(8, "d", 13), "abd", 2),
+        dialogue(prompt, tokens(5, "a", 29), "aba", 2),
+        dialogue(second_prompt, tokens(23), "c", 1),
+        dialogue(second_prompt, tokens(11), "c", 1),
         dialogue(tokens(6), tokens(19), "", 0),
     ]
     return Case(policy, ref, dialogues, frames)
@@ -119,13 +119,18 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
 
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
     """The gradient of the first update, under the names of transformers' parameters."""
-    found = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
+    moments = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
     gradients = {}
     for rule in rules(learner.model.config):
-        if rule.path in found:
-            layers = (np.asarray(found[rule.path]) / (1 - BETAS[0])).reshape(-1, *rule.hf_shape)
+        if rule.path in moments:
+            layers = (np.asarray(moments[rule.path]) / (1 - BETAS[0])).reshape(-1, *rule.hf_shape)
             gradients.update(zip(rule.hf_names, layers, strict=True))
     return gradients
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    named = model.named_parameters()
+    return {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
 
 
 def torch_gradients(
@@ -133,8 +138,7 @@ def torch_gradients(
 ) -> tuple[float, dict[str, np.ndarray]]:
     learner = TorchLearner(case.policy, OPTIM, loss, temperature=temperature, rows_at_once=4, ref_folder=case.ref)
     total = learner.add_gradients(case.dialogues, case.frames, case.num_loss_tokens)
-    named = learner.model.named_parameters()
-    return total, {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
+    return total, gradients_of(learner.model)
 
 
 @pytest.fixture(scope="module")
@@ -170,22 +174,16 @@ def test_the_case_exercises_the_loss(case, ours):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(temperature=1.0),
-        dict(loss=replace(LOSS, behavior_cap=float("inf"))),
-        dict(loss=replace(LOSS, kl_coef=0.0)),
-    ],
-    ids=["temperature left out", "cap ignored", "no penalty"],
+    "change",
+    [dict(temperature=1.0), dict(loss=replace(LOSS, behavior_cap=float("inf"))), dict(loss=replace(LOSS, kl_coef=0.0))],
+    ids=["without temperature", "without cap", "without KL"],
 )
-def test_another_loss_is_noticed_in_every_weight(wrong, case, ours):
-    _, expected = torch_gradients(case, **wrong)
-    _, got = ours
-    assert all(error(got[name], gradient) > 1e-3 for name, gradient in expected.items())
+def test_another_loss_changes_the_gradient_of_every_weight(change, case, ours):
+    _, expected = torch_gradients(case, **change)
+    assert all(error(ours[1][name], gradient) > 1e-3 for name, gradient in expected.items())
 
 
-def test_a_token_too_far_is_noticed(case, ours):
-    """Off by one: every token gets the advantage of its neighbour."""
+def test_advantages_shifted_by_one_token_change_the_gradient(case, ours):
     shifted = [replace(d, advantage=np.roll(d.advantage, 1)) for d in case.dialogues]
     _, expected = torch_gradients(replace(case, dialogues=shifted))
     assert error(joined(ours[1]), joined(expected)) > 1e-3
@@ -200,7 +198,7 @@ def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def imitated_by_torch(case: Case) -> tuple[float, dict[str, np.ndarray]]:
-    """The mean cross-entropy that transformers itself computes from labels, every dialogue alone."""
+    """The mean cross-entropy that transformers computes from labels, one dialogue at a time."""
     model = load_reference(case.policy)
     model.model.visual.requires_grad_(False)
     total = 0.0
@@ -208,18 +206,17 @@ def imitated_by_torch(case: Case) -> tuple[float, dict[str, np.ndarray]]:
         ids = torch.from_numpy(np.asarray(dialogue.ids))[None]
         labels = torch.where(torch.from_numpy(dialogue.loss_mask), ids, -100)
         inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
-        shown = [case.frames[key] for key in dialogue.frames]
-        if shown:
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([frame.patches for frame in shown]))
-            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in shown])
+        frames = [case.frames[key] for key in dialogue.frames]
+        if frames:
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([frame.patches for frame in frames]))
+            inputs["image_grid_thw"] = torch.tensor([[1, *frame.grid] for frame in frames])
         loss = model(**inputs).loss * int(dialogue.loss_mask[1:].sum()) / case.num_loss_tokens
         loss.backward()
         total += loss.item()
-    named = model.named_parameters()
-    return total, {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
+    return total, gradients_of(model)
 
 
-def test_imitation_of_a_packed_batch_equals_that_of_transformers(case):
+def test_imitation_of_a_packed_batch_equals_transformers(case):
     (loss, got), (total, expected) = imitated(case), imitated_by_torch(case)
     assert loss == pytest.approx(total, rel=1e-5)
     assert set(got) == set(expected)
@@ -227,7 +224,7 @@ def test_imitation_of_a_packed_batch_equals_that_of_transformers(case):
         assert error(got[name], gradient) <= 1e-4, name
 
 
-def test_a_token_of_the_environment_that_is_imitated_is_noticed(case):
+def test_imitating_tokens_of_the_environment_changes_the_gradient(case):
     picture = tiny_config().image_token_id
     loose = [replace(d, loss_mask=(np.arange(len(d.ids)) >= d.num_shared) & (d.ids != picture)) for d in case.dialogues]
     _, expected = imitated_by_torch(case)
