@@ -25,10 +25,10 @@ from paravt_jax.data.rows import (
     check_text,
     encodable,
     file_finder,
+    nesting_checked,
     object_of,
     own_id,
     read_rows,
-    reader,
     rows_of,
     unique_id,
 )
@@ -78,7 +78,7 @@ def load_prompts(
     )
 
 
-@reader
+@nesting_checked()
 def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     """Reads one row. `find` resolves a path of the row, or raises BadRow."""
     row = object_of(row, "the row")

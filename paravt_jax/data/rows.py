@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -23,7 +23,6 @@ from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
-Arguments = ParamSpec("Arguments")
 ID_COLUMNS = ("id", "index")  # optional columns that name a row
 FILE_URI = "file://"
 BATCH_ROWS = 256  # read from parquet at a time
@@ -47,17 +46,13 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-def reader(read: Callable[Arguments, Read]) -> Callable[Arguments, Read]:
-    """Decorates a function that reads a row: nesting too deep to process becomes a BadRow."""
-
-    @wraps(read)
-    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Read:
-        try:
-            return read(*args, **kwargs)
-        except RecursionError:
-            raise BadRow("wrong schema", "the row is nested too deep") from None
-
-    return guarded
+@contextmanager
+def nesting_checked() -> Iterator[None]:
+    """Turns nesting too deep to process into a BadRow. Decorates functions that read a row."""
+    try:
+        yield
+    except RecursionError:
+        raise BadRow("wrong schema", "the row is nested too deep") from None
 
 
 def read_rows(

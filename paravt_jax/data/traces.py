@@ -27,10 +27,10 @@ from paravt_jax.data.rows import (
     encodable,
     file_finder,
     from_json,
+    nesting_checked,
     object_of,
     own_id,
     read_rows,
-    reader,
     rows_of,
     unique_id,
 )
@@ -104,7 +104,7 @@ def load_traces(
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)
 
 
-@reader
+@nesting_checked()
 def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
     """Reads one row. `find` resolves a path of the row, or raises BadRow."""
     row = object_of(row, "the row")

@@ -221,8 +221,8 @@ class Learner:
         num_bad = int(self.state.num_bad)
         if num_bad >= MAX_BAD_STEPS:
             raise RuntimeError(
-                f"gradients were not finite in {num_bad} updates in a row; the weights are those "
-                f"of step {int(self.state.step) - num_bad}"
+                f"gradients were not finite in {num_bad} updates in a row; the weights are from step "
+                f"{int(self.state.step) - num_bad}"
             )
 
     def _optim_metrics(self, grad_norm: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, get_args, get_origin
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
-from paravt_jax.data.rows import MAX_SHOWN_CHARS, BadRow, check_text, encodable, object_of, reader
+from paravt_jax.data.rows import MAX_SHOWN_CHARS, BadRow, check_text, encodable, nesting_checked, object_of
 from paravt_jax.rewards.terms import check_ground_truth
 
 LETTERS = "ABCDEFGHIJ"
@@ -56,7 +56,7 @@ class PublicSplit:
     mean_over: str = ""  # average over these groups; empty: over samples
     thresholds: tuple[float, ...] = ()  # report the share of scores above each: R@1 of temporal grounding
 
-    @reader
+    @nesting_checked()
     def checked(self, row: Any) -> Sample:
         """Checks the column types of a row, which may be JSON text, and returns its sample."""
         row = object_of(row, "a row")
