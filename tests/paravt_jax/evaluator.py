@@ -1,4 +1,4 @@
-"""Evaluations without a model: a copy of a split, frames made of numbers, an engine that says what a test writes."""
+"""Evaluations without a model: a copy of a split, fake frames and a scripted engine."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rollout.engine.protocol import Request
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
-Say = Callable[[str, Request], str]  # of an episode's name and a request: a main agent's turn; it may raise
+Reply = Callable[[str, Request], str]  # (episode name, request) -> a main agent's turn; it may raise
 
 
 def answer(text: str) -> str:
@@ -26,7 +26,7 @@ def answer(text: str) -> str:
 
 
 def config_of(split: str, root: Path, *overrides: str, num_rows: int = 3) -> EvalConfig:
-    """An evaluation of a copy of this split, made at `root` unless it is there."""
+    """An evaluation of a copy of this split, which is made at `root` if it does not exist."""
     if not root.exists():
         make_copy(split, root, num_rows)
     settings = {
@@ -41,11 +41,11 @@ def config_of(split: str, root: Path, *overrides: str, num_rows: int = 3) -> Eva
 
 
 class Evaluator:
-    """Runs evaluations whose engine says what `say` gives, and keeps what it was asked."""
+    """Runs evaluations with a scripted engine, and records its requests."""
 
-    def __init__(self, chat: Chat, say: Say, monkeypatch: Any):
+    def __init__(self, chat: Chat, say: Reply, monkeypatch: Any):
         self.chat, self.say = chat, say
-        self.asked: list[str] = []  # names of episodes
+        self.episodes: list[str] = []  # names, one per request
         self.prompts: list[str] = []
         self.frames: Any = FakeFrames(duration_s=32)
         monkeypatch.setattr(evaluation, "_open_worker", self.open_worker)
@@ -53,7 +53,7 @@ class Evaluator:
     async def reply(self, request: Request) -> list[int]:
         if is_subagent(self.chat, request):
             return self.chat.encode("A report.<|im_end|>").tolist()
-        self.asked.append(request.episode)
+        self.episodes.append(request.episode)
         self.prompts.append(self.chat.decode(request.ids))
         return self.chat.encode(self.say(request.episode, request)).tolist()
 

@@ -1,4 +1,4 @@
-"""Runs of the trainer as a user starts them: its own process, a config, a directory. And its parts, from a config."""
+"""Runs of the trainer as a user starts them, and parts of the trainer made from a config."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from rollout.episode import Agent
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
-SHORT_PROMPT = [  # without the schema, which would be most of it
+SHORT_PROMPT = [  # without the schema, which is long
     "rollout.prompts.system=Call crop_video or zoom_frame.",
     "rollout.prompts.system_has_tools=true",
     "rollout.prompts.with_tool=Look, or answer.",
@@ -36,14 +36,14 @@ QUICK = [  # a smaller smoke run
     *SHORT_PROMPT,
     "train.prompts_per_step=1",
     "train.group_size=4",
-    "rollout.max_new_tokens=16",  # also with an answer to a call every step has rows of one size
+    "rollout.max_new_tokens=16",  # rows of one size in every step, also with a tool response
     "video.frame_budgets=[3,4]",
-    "video.max_pixels=6144",  # of the synthetic ones; larger ones would be padding, and the gate's own
-    "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
+    "video.max_pixels=6144",  # of the synthetic videos; a larger limit adds padding
+    "advantage.filter_zero_variance=false",  # a random model's rewards rarely differ
     "loss.kl_coef=0.01",
     "data.validation=",
 ]
-OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # as a user's run is compiled
+OPTIMISED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # the user's compiler flags
 
 
 def rollouts_of(
@@ -92,17 +92,17 @@ def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.Comple
 
 
 def train_here(run_dir: Path, *overrides: str) -> None:
-    """The same in this process: quicker, and with its types checked."""
+    """The same in this process, which is faster and checks types."""
     asyncio.run(train_in_loop(run_dir, *overrides))
 
 
 async def train_in_loop(run_dir: Path, *overrides: str) -> None:
-    """Beside what else runs in the loop."""
+    """The same in the running event loop."""
     await trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides))
 
 
 def train_forked(run_dir: Path, *overrides: str) -> str:
-    """The command in a process that need not import everything first; what it said."""
+    """The command in a forked process, which has imported everything. Returns its log."""
     done = forked.run("paravt_jax.train", *arguments(run_dir, *overrides))
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -116,7 +116,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def episodes_of(run_dir: Path) -> list[dict]:
-    """Its own videos by their place in it, which is what two runs share."""
+    """With paths relative to the run, so that two runs compare."""
     return [
         json.loads(line.replace(str(run_dir), "RUN"))
         for path in sorted((run_dir / "episodes").glob("*.jsonl"))

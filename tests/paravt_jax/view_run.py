@@ -1,12 +1,10 @@
-"""A run that never was, as a trainer would have left it: real records and files of episodes that are written here.
+"""Makes the directory of a run without training: real records and files of scripted episodes.
 
-`python view_run.py DIR [STEPS]` makes one to look at with paravt_jax.view. As steps go by, answers get better, as they
-do in a run that goes well.
+`python view_run.py DIR [STEPS]` makes one for paravt_jax.view. Answers improve over the steps.
 """
 
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +57,7 @@ REPORTS = (
     "559 seconds the hands are wiped on a cloth and the shot changes.",
     "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
 )
-NASTY = (  # what nobody would want in a page
+NASTY = (  # texts that could break a page
     "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
     "<think>\n\"'`${data} $script $$ {{js}} &lt; &amp; <!-- <script> --> ]]> \\u003c </style></textarea></think>",
     "<think>\nNUL \x00 ESC \x1b bell \x07 lines \u2028 \u2029 turned \u202e around \u2066</think>",
@@ -72,7 +70,7 @@ PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
 assert PLUGIN is not None
 CHAT = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
 VIDEO = "/videos/studio.mp4"
-MAX_CHARS = 4_000  # that are tokens too: more would only take time
+MAX_CHARS = 4_000  # to tokenize; more would only take time
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 
@@ -114,7 +112,7 @@ STORIES = {  # name -> the turns, for an answer
 def make_run(
     run_dir: Path, num_steps: int = 3, *, num_planned: int = 5, texts: Sequence[str] = (), luck: int = 0
 ) -> Path:
-    """A run directory. `texts` are of turns that further episodes of the first step consist of, one each."""
+    """Writes a run directory. Each of `texts` is the only turn of a further episode of the first step."""
     config = Config(run_dir=str(run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
     write_settings(to_record(config), run_dir)
@@ -197,20 +195,20 @@ def _episode(name: str, task: Task, turns: Sequence[str], chance: np.random.Gene
         _sampled(episode.ledger, f"{text.removeprefix(forced)}<|im_end|>", chance)
         turn = Turn(text, "stop", (begin, len(episode.ledger.ids)), [], float(chance.uniform(2, 9)), episode.seconds)
         episode.seconds += turn.latency_s
-        for place, call in enumerate(find_calls(text)):
-            turn.calls.append(_call(call, place, episode.seconds, chance))
+        for index, call in enumerate(find_calls(text)):
+            turn.calls.append(_call(call, index, episode.seconds, chance))
         episode.seconds += max((call.latency_s for call in turn.calls), default=0.0)
         episode.turns.append(turn)
         episode.ledger.add("environment", CHAT.encode("report"))
     return episode
 
 
-def _call(found, place: int, started_s: float, chance: np.random.Generator) -> Call:
-    call = Call(found, "ok", REPORTS[place % len(REPORTS)], latency_s=0.001, started_s=started_s)
+def _call(parsed, index: int, started_s: float, chance: np.random.Generator) -> Call:
+    call = Call(parsed, "ok", REPORTS[index % len(REPORTS)], latency_s=0.001, started_s=started_s)
     try:
-        if found.problem is not None:
-            raise found.problem
-        call.window = window_of(found.arguments, DURATION_S)
+        if parsed.problem is not None:
+            raise parsed.problem
+        call.window = window_of(parsed.arguments, DURATION_S)
     except BadCall as problem:
         call.outcome, call.response, call.problem = problem.outcome, f"Error: {problem}.", f"BadCall: {problem}"
         return call
@@ -223,7 +221,7 @@ def _call(found, place: int, started_s: float, chance: np.random.Generator) -> C
 
 
 def _sampled(ledger: Ledger, text: str, chance: np.random.Generator) -> None:
-    ids = CHAT.encode(text[:MAX_CHARS].encode(errors="replace").decode())  # no tokenizer gives half of a pair
+    ids = CHAT.encode(text[:MAX_CHARS].encode(errors="replace").decode())  # tokenizers reject lone surrogates
     ledger.segments.append(Segment("sampled", ids, (), -chance.exponential(0.4, len(ids)), 2))
 
 
@@ -251,5 +249,4 @@ def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random
 
 
 if __name__ == "__main__":
-    made = make_run(Path(sys.argv[1]), *(int(re.sub("_", "", text)) for text in sys.argv[2:3]), num_planned=500)
-    print(made)
+    print(make_run(Path(sys.argv[1]), *map(int, sys.argv[2:3]), num_planned=500))

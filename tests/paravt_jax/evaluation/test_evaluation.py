@@ -168,7 +168,7 @@ def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, 
     assert [line["episodes"][0]["reason"] for line in lines_of(config)] == ["engine"] * 3
     assert not list(Path(config.run_dir).glob("cell_*"))
     again = evaluator("A")
-    assert again.run(config)[0]["headline"] == pytest.approx(1 / 3) and len(again.asked) == 3
+    assert again.run(config)[0]["headline"] == pytest.approx(1 / 3) and len(again.episodes) == 3
 
 
 def dies_at(number):
@@ -208,7 +208,7 @@ def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, ev
         num_done = 1
     again = evaluator("A")
     assert again.run(config) == whole
-    assert len(again.asked) == 3 - num_done
+    assert len(again.episodes) == 3 - num_done
     assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
 
 
@@ -219,9 +219,9 @@ def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     for shard, num_samples in (((1, 2), 2), ((2, 2), 1)):
         engine = evaluator("A")
         engine.run(config, shard)
-        assert len(engine.asked) == num_samples
+        assert len(engine.episodes) == num_samples
     merged = evaluator("B")
-    assert merged.run(config) == whole and not merged.asked
+    assert merged.run(config) == whole and not merged.episodes
 
 
 def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
@@ -229,7 +229,7 @@ def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
     evaluator("A").run(config, (1, 1))
     other = evaluator("B")
     other.run(config_of("longvideobench", tmp_path / "copy", "rollout.temperature=0.5"))
-    assert len(other.asked) == 3
+    assert len(other.episodes) == 3
 
 
 def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
@@ -287,7 +287,7 @@ def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
     counting = Counting(chat, lambda episode, request: answer("A"), monkeypatch)
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 4)
     counting.run(config_of("longvideobench", tmp_path / "copy", num_rows=20))
-    assert counting.most == 4 and len(counting.asked) == 20
+    assert counting.most == 4 and len(counting.episodes) == 20
 
 
 def test_several_episodes_per_sample_give_avg_and_pass_at_k(evaluator, tmp_path):
