@@ -19,7 +19,6 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,169 +36,139 @@ SYSTEMS = {  # --mode: name of the constant
 }
 WITH_TOOL = ("agentic_general", "agentic_minimal")
 SCHEMA = "TOOL_SCHEMA"
-SCHEMA_PLACE = "{tool_schema}"
+SCHEMA_PLACEHOLDER = "{tool_schema}"
 QUESTION = "q_text"
-HOME, BESIDE = "paravt/eval/driver.py", "utils.py"
+RELEASE_FILE = "paravt/eval/driver.py"
 MAX_FILE_BYTES = 2**20
-MAX_CHARS = 2**22  # limit for all strings built while reading a file
+MAX_CHARS = 2**22  # limit for all strings built while reading a file: a few lines that double a string fill the memory
 
 
 class Unreadable(ValueError):
     """An expression that only running the file could evaluate."""
 
 
-class TooLong(Exception):
-    """The strings exceed MAX_CHARS: a few lines that double a string would otherwise exhaust memory."""
-
-
-@dataclass(frozen=True)
-class Strings:
-    """A module's string constants by name, and the reasons why others cannot be read."""
-
-    texts: dict[str, str]
-    unreadable: dict[str, str]
-
-
 def import_release(path: Path, mode: str) -> dict[str, Any]:
     """The prompts of a mode, with the keys of rollout.prompts."""
-    tree = _parsed(path)
-    try:
-        return _prompts_of(tree, path, mode)
-    except TooLong:
-        raise ValueError(
-            f"{path} puts together texts of more than {MAX_CHARS} characters; give the release's {HOME}"
-        ) from None
-
-
-def _prompts_of(tree: ast.Module, path: Path, mode: str) -> dict[str, Any]:
-    strings = strings_of(tree)
-    driver = path.with_name(Path(HOME).name)
-    if SYSTEMS[mode] not in strings.texts and path.name == BESIDE and driver.is_file():
-        return import_release(driver, mode)
-    prompts = _with_tool(tree, strings, path, mode) if mode in WITH_TOOL else _without_tool(strings, path, mode)
+    tree = _parse(path)
+    constants = StringConstants(path, tree)
+    prompts = _with_tool(tree, constants, mode) if mode in WITH_TOOL else _without_tool(constants, mode)
     for name, value in prompts.items():
         if problem := placeholder_problem(name, value):
             raise ValueError(f"{path}: of --mode {mode}, {problem}")
     return prompts
 
 
-def _with_tool(tree: ast.Module, strings: Strings, path: Path, mode: str) -> dict[str, Any]:
-    system = _text(SYSTEMS[mode], strings, path)
-    if SCHEMA_PLACE in system:  # this constant is a template in the release, too
-        schema = _doubled(_text(SCHEMA, strings, path))
-        if len(system) + system.count(SCHEMA_PLACE) * len(schema) > MAX_CHARS:
-            raise TooLong
-        system = system.replace(SCHEMA_PLACE, schema)
+def _with_tool(tree: ast.Module, constants: "StringConstants", mode: str) -> dict[str, Any]:
+    system = constants[SYSTEMS[mode]]
+    if SCHEMA_PLACEHOLDER in system:  # this constant is a template in the release, too
+        schema = _escaped(constants[SCHEMA])
+        constants.count_chars(len(system) + system.count(SCHEMA_PLACEHOLDER) * len(schema))
+        system = system.replace(SCHEMA_PLACEHOLDER, schema)
     else:
-        system = _doubled(system)
+        system = _escaped(system)
     prompts = {"system": system, "system_has_tools": True}
-    called = next(_questions(tree), None)
-    if called is None:  # keep our overview prompt, which names the video
+    question = next(_question_templates(tree), None)
+    if question is None:  # keep our overview prompt, which names the video
         return prompts | {"with_tool": "{question}"}
-    return prompts | {"overview": "", "with_tool": called}
+    return prompts | {"overview": "", "with_tool": question}
 
 
-def _without_tool(strings: Strings, path: Path, mode: str) -> dict[str, Any]:
-    return {"system": _doubled(_text(SYSTEMS[mode], strings, path)), "overview": "", "without_tool": "{question}"}
+def _without_tool(constants: "StringConstants", mode: str) -> dict[str, Any]:
+    return {"system": _escaped(constants[SYSTEMS[mode]]), "overview": "", "without_tool": "{question}"}
 
 
-def strings_of(tree: ast.Module) -> Strings:
-    """Evaluates a module's assignments as far as possible without running them."""
-    reader = _Reader(Strings({}, {}))
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        target = node.target if isinstance(node, ast.AnnAssign) else target
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and value is not None:
-            reader.assign(target.id, value)
-    return reader.found
+class StringConstants:
+    """A module's string constants by name, evaluated in order without running the module."""
 
-
-class _Reader:
-    """Evaluates assignments in order, and limits the total length of the strings that it builds."""
-
-    def __init__(self, found: Strings):
-        self.found = found
+    def __init__(self, path: Path, tree: ast.Module):
+        self._path = path
         self._chars_left = MAX_CHARS
+        self._texts: dict[str, str] = {}
+        self._problems: dict[str, str] = {}  # why other constants cannot be read
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._assign(name, value)
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    self._assign(name, value)
 
-    def assign(self, name: str, value: ast.expr) -> None:
+    def __getitem__(self, name: str) -> str:
+        if name in self._problems:
+            raise ValueError(f"{self._path}: {name} cannot be read: {self._problems[name]}")
+        if name not in self._texts:
+            names = ", ".join(self._texts) or "none"
+            raise ValueError(
+                f"{self._path} has no string constant {name}, which the release has in {RELEASE_FILE}. It has: {names}"
+            )
+        return self._texts[name]
+
+    def count_chars(self, num_chars: int) -> None:
+        self._chars_left -= num_chars
+        if self._chars_left < 0:
+            raise ValueError(f"{self._path} builds strings of more than {MAX_CHARS} characters; give {RELEASE_FILE}")
+
+    def _assign(self, name: str, value: ast.expr) -> None:
         try:
-            self.found.texts[name] = self._read(value)
+            self._texts[name] = self._read(value)
         except (Unreadable, RecursionError) as problem:
-            self.found.texts.pop(name, None)
-            self.found.unreadable[name] = str(problem)
+            self._texts.pop(name, None)
+            self._problems[name] = str(problem)
 
     def _read(self, node: ast.expr) -> str:
         match node:
             case ast.Constant(value=str(text)):
                 return text
-            case ast.Name(id=name) if name in self.found.texts:
-                return self.found.texts[name]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._joined([left, right])
+            case ast.Name(id=name) if name in self._texts:
+                return self._texts[name]
+            case ast.BinOp(left=first, op=ast.Add(), right=second):
+                return self._join([first, second])
             case ast.JoinedStr(values=parts):
-                return self._joined(parts)
+                return self._join(parts)
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
                 return self._read(value)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="json"), attr="dumps"), args=[value], keywords=[]):
-                return _dumped(value)
-        shown = repr(ast.unparse(node)[:60])
-        raise Unreadable(f"line {node.lineno}, {shown}, is no text that can be read without running it")
+                return _dump_literal(value)
+        source = repr(ast.unparse(node)[:60])
+        raise Unreadable(f"line {node.lineno}, {source}, is not a string literal")
 
-    def _joined(self, nodes: list[ast.expr]) -> str:
+    def _join(self, nodes: list[ast.expr]) -> str:
         parts = [self._read(node) for node in nodes]
-        self._chars_left -= sum(map(len, parts))
-        if self._chars_left < 0:
-            raise TooLong
+        self.count_chars(sum(map(len, parts)))
         return "".join(parts)
 
 
-def _dumped(node: ast.expr) -> str:
+def _dump_literal(node: ast.expr) -> str:
     try:
         return json.dumps(ast.literal_eval(node))
     except (ValueError, TypeError, MemoryError):
-        raise Unreadable(f"line {node.lineno} dumps something that is no literal") from None
+        raise Unreadable(f"line {node.lineno} dumps a value that is not a literal") from None
 
 
-def _questions(tree: ast.Module) -> Iterator[str]:
+def _question_templates(tree: ast.Module) -> Iterator[str]:
     """Finds assignments `q_text = f"{q_text}…{…}…"` and returns their text as a template for with_tool."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
-                value=ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name(id=asked)), *parts]),
-            ) if name == asked == QUESTION:
-                yield "{question}" + "".join(_part(part) for part in parts)
+                value=ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name(id=first)), *parts]),
+            ) if name == first == QUESTION:
+                texts = (_escaped(str(p.value)) if isinstance(p, ast.Constant) else "{names}" for p in parts)
+                yield "{question}" + "".join(texts)
 
 
-def _part(node: ast.expr) -> str:
-    return _doubled(str(node.value)) if isinstance(node, ast.Constant) else "{names}"
-
-
-def _doubled(text: str) -> str:
+def _escaped(text: str) -> str:
     """Escapes braces for a template."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _text(name: str, strings: Strings, path: Path) -> str:
-    if name in strings.unreadable:
-        raise ValueError(f"{path}: {name} cannot be read: {strings.unreadable[name]}")
-    if name not in strings.texts:
-        there_are = ", ".join(strings.texts) or "none"
-        raise ValueError(
-            f"{path} has no string constant {name}; the release has it in {HOME}. What there is: {there_are}"
-        )
-    return strings.texts[name]
-
-
-def _parsed(path: Path) -> ast.Module:
+def _parse(path: Path) -> ast.Module:
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; give the release's {HOME}")
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; give the release's {RELEASE_FILE}")
     try:
         with warnings.catch_warnings(action="ignore"):  # about the style of the release's code
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        raise ValueError(f"{path} is no Python file: {problem}") from None
+        raise ValueError(f"{path} is not a Python file: {problem}") from None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -212,30 +181,30 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def to_yaml(prompts: dict[str, Any], said: str) -> str:
+def to_yaml(prompts: dict[str, Any], comment: str) -> str:
     dumped = yaml.dump(prompts, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-    return f"# {said}\n{dumped}"
+    return f"# {comment}\n{dumped}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog=prog_of("paravt_jax.prompts"), description="Makes a file for rollout.prompts_file."
+        prog=prog_of("paravt_jax.prompts"), description="Write a file for rollout.prompts_file."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     release = commands.add_parser(
-        "import-release", help="from the released repository's own file, which is read and never run"
+        "import-release", help="from a file of the released repository, which is parsed and never run"
     )
-    release.add_argument("file", type=Path, metavar="FILE", help=f"{HOME} of the release, or {BESIDE} beside it")
-    release.add_argument("--mode", choices=SYSTEMS, default="agentic_general", help="which of its prompts")
-    release.add_argument("--dst", type=Path, metavar="OUT.yaml", help="where to write; by default it is printed")
-    release.add_argument("--force", action="store_true", help="replace OUT.yaml also if this command did not write it")
-    for one in (parser, release):
-        add_debug_flag(one)
+    release.add_argument("file", type=Path, metavar="FILE", help=f"{RELEASE_FILE} of the release")
+    release.add_argument("--mode", choices=SYSTEMS, default="agentic_general", help="the prompts to import")
+    release.add_argument("--dst", type=Path, metavar="OUT.yaml", help="output file (default: print to stdout)")
+    release.add_argument("--force", action="store_true", help="replace OUT.yaml even if another command wrote it")
+    add_debug_flag(parser)
+    add_debug_flag(release)
     args = parser.parse_args()
     written = args.dst and OutputFile(
         args.dst, f"prompts import-release --mode {args.mode}", inputs=[args.file], force=args.force
     )
-    text = to_yaml(import_release(args.file, args.mode), f"{args.mode} of {HOME}, for rollout.prompts_file")
+    text = to_yaml(import_release(args.file, args.mode), f"{args.mode} of {RELEASE_FILE}, for rollout.prompts_file")
     if written is None:
         print(text, end="")
         return

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One NVIDIA GPU, checked and measured in less than ten minutes; a page and JSON go to docs/benchmarks.
+# Checks and measures one NVIDIA GPU in less than ten minutes; writes a page and JSON to docs/benchmarks.
 #   bash scripts/gpu_check.sh [--tiny]
-# --tiny tries the check itself, on a CPU too, and leaves docs/benchmarks as it is.
-# Needs a Python that has jax with CUDA and flax; torch and transformers for the comparison. PYTHON=… chooses it; by
-# default .venv, else python3. Exit code 0 only if every part was done and agrees.
+# --tiny tests the check itself, also on a CPU, and does not change docs/benchmarks.
+# Needs a Python with jax for CUDA and flax, and torch and transformers for the comparison: PYTHON=…, else .venv, else
+# python3. The exit code is 0 only if every part succeeded and agrees.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 to=docs/benchmarks
@@ -18,6 +18,6 @@ mkdir -p $to
 page=$(mktemp)
 "$python" -m paravt_jax.bench gpu_check --json $to/gpu_check.json "$@" | tee "$page"
 status=$?
-[ ! -s "$page" ] || cp "$page" $to/gpu_check.md # what was refused printed nothing, and the page of before stays
+[ ! -s "$page" ] || cp "$page" $to/gpu_check.md # a rejected command prints nothing and keeps the old page
 rm "$page"
 exit $status

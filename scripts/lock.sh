@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Writes requirements/*.txt, every release with its hashes, from pyproject.toml.   bash scripts/lock.sh [--upgrade]
-# Releases stay where they still fit; --upgrade takes the newest ones. Other arguments of `uv pip compile` work likewise,
-# such as --upgrade-package NAME. Needs uv: https://docs.astral.sh/uv/
+# Keeps releases that still satisfy the constraints; --upgrade takes the newest ones. Other arguments go to
+# `uv pip compile`, for example --upgrade-package NAME. Needs uv: https://docs.astral.sh/uv/
 #
-# torch is not locked. A build of it from another index, such as the smaller one for CPUs, has other hashes under the same
-# version, and other requirements; so the setup scripts install the pinned version by itself.
+# torch is not locked, because builds from other indexes, such as the smaller one for CPUs, have other hashes and other
+# requirements under the same version. The setup scripts install its pinned version separately.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock() { # NAME arguments…: their requirements, and those on stdin, into requirements/NAME.txt
@@ -16,7 +16,7 @@ lock() { # NAME arguments…: their requirements, and those on stdin, into requi
 overrides=$(mktemp)
 trap 'rm "$overrides"' EXIT
 build=setuptools
-of_torch="filelock fsspec jinja2 networkx setuptools sympy typing_extensions" # and CUDA, which the tests do without
+of_torch="filelock fsspec jinja2 networkx setuptools sympy typing_extensions" # and CUDA, which the tests do not need
 
 lock cpu pyproject.toml "$@" <<<$build
 lock cuda12 --extra cuda12 pyproject.toml "$@" <<<$build

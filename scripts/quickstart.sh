@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fresh machine -> a tiny end-to-end run: world, cold start, PARA-GRPO, evaluation before and after, export, one HTML page.
+# Sets up a fresh machine and runs everything on a tiny world: cold start, PARA-GRPO, evaluation, export, an HTML page.
 #   bash scripts/quickstart.sh
-# Interrupted and run again, it goes on where it was. RUN=runs/other keeps everything in another directory.
+# Re-running it resumes it. RUN=runs/other sets the output directory.
 set -euo pipefail
 usage="usage: [RUN=runs/other] bash scripts/quickstart.sh"
 case "${1:-}" in
@@ -19,22 +19,22 @@ python=.venv/bin/python
 checkpoint=$(ls -d "$run"/para_grpo/seed0/checkpoints/[0-9]* | sort -V | tail -1)
 "$python" -m model_port.export --src "$checkpoint" --dst "$run/trained.hf" --force
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-  echo "transformers loads $run/trained.hf and computes what the checkpoint does:"
+  echo "Comparing $run/trained.hf in transformers with the checkpoint:"
   "$python" -m model_port.verify --hf "$run/trained.hf" --src "$checkpoint"
 else
-  echo "Whether transformers computes the same from $run/trained.hf is left out, as torch is not installed. To see it:"
+  echo "Skipped the comparison of $run/trained.hf in transformers, because torch is not installed. To run it:"
   echo "  bash scripts/setup.sh dev && $python -m model_port.verify --hf $run/trained.hf --src $checkpoint"
 fi
 "$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force
 
 video=$(ls "$run"/world/videos/*.mp4 | tail -1)
 question="What color is shown between 24 and 32 seconds?"
-echo "It is asked about a video that it has not seen:"
+echo "Asking it about a video that it was not trained on:"
 "$python" -m paravt_jax.ask "$video" "$question" --model "$run/trained.hf"
 
 cat <<END
 
-Ask it about a video of yours (it knows nothing but colours in its small world; a trained 8B is asked the same way):
+Ask it about your own video (it only knows colours in its small world; a trained 8B works the same way):
   $python -m paravt_jax.ask VIDEO "$question" --model $run/trained.hf
 
 Look at
@@ -42,5 +42,5 @@ Look at
   $run/figure.png                      format and tool calls over the steps
   $run/report.html                     the run and its episodes, in any browser
   $run/para_grpo/seed0/plots           plots of the run
-  $run/trained.hf                      the policy as transformers, vLLM and SGLang load it
+  $run/trained.hf                      the policy for transformers, vLLM and SGLang
 END

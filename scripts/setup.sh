@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv from nothing but Python 3.11+ and installs paravt_jax into it.   bash scripts/setup.sh [cpu|cuda12|tpu|dev]
-# cpu, cuda12 and tpu are to run it on; dev is cpu with what scripts/test.sh needs besides, torch among that.
-# Running it again is quick: nothing happens until pyproject.toml, a lock, the Python or what is asked for changes, and whatever
-# .venv was made for, it serves as cpu too. PYTHON=/path/to/python3 chooses the interpreter.
+# Creates .venv with Python 3.11+ and installs paravt_jax into it.   bash scripts/setup.sh [cpu|cuda12|tpu|dev]
+# cpu, cuda12 and tpu install what runs need; dev is cpu plus the packages for scripts/test.sh, including torch.
+# Re-running it does nothing until pyproject.toml, a lock, the Python or the kind changes. Every .venv also counts as cpu.
+# PYTHON=/path/to/python3 sets the interpreter.
 set -euo pipefail
 usage="usage: bash scripts/setup.sh [cpu|cuda12|tpu|dev]"
 kind=${1:-cpu}
@@ -23,9 +23,9 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
 
-# A venv made by another Python or moved from another folder is broken in ways pip does not notice.
+# A venv of another Python or moved from another folder is broken in ways that pip does not notice.
 if [ -d .venv ] && [ "$(version_and_place .venv/bin/python)" != "$version $(pwd)/.venv" ]; then
-  echo "setup: .venv belongs to another Python or place; making it anew"
+  echo "setup: .venv belongs to another Python or directory; recreating it"
   rm -rf .venv
 fi
 
@@ -34,8 +34,8 @@ have=cpu from=
 if [ -s "$stamp" ]; then read -r have from <"$stamp"; fi
 if [ "$kind" = cpu ]; then kind=$have; fi
 if [ "$have" != cpu ] && [ "$have" != "$kind" ]; then
-  echo "setup: .venv was made for $have and $kind needs one of its own, as their libraries would be in each other's way:" \
-    "remove this one first (rm -rf .venv), or work in another clone" >&2
+  echo "setup: .venv was made for $have, and $kind needs a separate one because their libraries conflict:" \
+    "remove it first (rm -rf .venv), or use another clone" >&2
   exit 1
 fi
 want="$version $(pwd) $(cat pyproject.toml scripts/setup.sh requirements/*.txt | cksum)"
@@ -44,7 +44,7 @@ if [ "$have $from" = "$kind $want" ]; then
   exit 0
 fi
 
-# Bytecode is made of what is imported, when it is: of the thousands of files here that is the smaller part.
+# Python compiles modules when it imports them; that is a small part of the thousands of files.
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
@@ -52,11 +52,11 @@ fi
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
 trap "kill $!" EXIT
-# The lock is the whole list (scripts/lock.sh), so pip need not look for what anything requires.
+# The lock lists all packages (scripts/lock.sh), so pip need not resolve requirements.
 locked=(-r "requirements/$kind.txt")
 [ "$kind" != dev ] || locked+=(-r requirements/dev-data.txt)
 pip --require-hashes --no-deps "${locked[@]}"
-# Without hashes: a build of torch from another index, such as the smaller one for CPUs, has others.
+# Without hashes, because builds from other indexes, such as the smaller one for CPUs, have other hashes.
 [ "$kind" != dev ] || pip torch==2.13.0
 pip --no-deps --no-build-isolation --editable .
 echo "$kind $want" >"$stamp"

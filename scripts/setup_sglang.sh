@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv-sglang, the environment of the SGLang server, from nothing but Python 3.11+.
+# Creates .venv-sglang, the environment of the SGLang server, with Python 3.11+.
 #   bash scripts/setup_sglang.sh [cpu|cuda]
-# Running it again is quick: nothing happens until the pins, the variant, the Python or the place changes.
-# PYTHON=/path/to/python3 chooses the interpreter. cpu takes about two minutes and 2.3 GB.
+# Re-running it does nothing until the pins, the variant, the Python or the directory changes.
+# PYTHON=/path/to/python3 sets the interpreter. cpu takes about two minutes and 2.3 GB.
 set -euo pipefail
 torch=torch==2.13.0
 sglang=sglang==0.5.23
@@ -22,7 +22,7 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
   { echo "setup_sglang: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
 
 exec 9<scripts/setup_sglang.sh
-flock 9 # a second run waits for the first, and then finds the work done
+flock 9 # a second run waits for the first, and then has nothing to do
 
 venv=.venv-sglang
 stamp=$venv/.setup-stamp
@@ -33,9 +33,9 @@ if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$want" ]; then
   exit 0
 fi
 
-# The stamp is written last, so a folder without the right one is half finished or another variant: pip repairs neither.
+# The stamp is written last, so a directory without the right one is incomplete or another variant; pip repairs neither.
 if [ -e $venv ]; then
-  echo "setup_sglang: $venv is half finished or was made for something else; making it anew"
+  echo "setup_sglang: $venv is incomplete or another variant; recreating it"
   rm -rf $venv
 fi
 "$python" -m venv $venv
@@ -43,9 +43,9 @@ pip() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --no
 echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup_sglang: installing, $SECONDS s so far" >&2; done) 9>&- &
 trap "kill $!" EXIT
-# Without hashes: a build of torch from another index, such as the smaller one for CPUs, has others.
+# Without hashes, because builds from other indexes, such as the smaller one for CPUs, have other hashes.
 [ "$variant" != cpu ] || pip $torch
 pip --require-hashes --no-deps -r $lock
-[ "$variant" != cuda ] || pip $sglang # and with it the torch that it requires
+[ "$variant" != cuda ] || pip $sglang # with the torch that it requires
 echo "$want" >$stamp
 echo "setup_sglang: done; python -m rollout.serve finds $venv/bin/python"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fresh machine -> the test suite: setup, lint, types, tests.
+# Sets up a fresh machine and runs the test suite: lint, types, tests.
 #   bash scripts/test.sh [quick|nightly] [model|rollout|train|ahead] [pytest arguments…]
 # "quick" skips the tests marked slow, and the SGLang sidecar; "nightly" also runs the longest tests: faults on real
 # servers, kernels, the GPU check on a CPU, several hosts. A part's name skips the other parts: model is model_port,
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-# Side by side, and types are checked meanwhile: installing is half waiting and half unpacking.
+# Both environments are installed in parallel, because installing is half waiting and half unpacking.
 if [ -n "$sidecar" ]; then bash scripts/setup_sglang.sh cpu & sidecar=$!; fi
 trap wait EXIT # also when the lint fails
 bash scripts/setup.sh dev
@@ -30,11 +30,11 @@ bash scripts/setup.sh dev
 .venv/bin/ruff format --check .
 types=$(mktemp)
 .venv/bin/pyright > "$types" 2>&1 & checking=$!
-# The processes of pytest begin together, and each would make the bytecode of all that it imports. What is wrong they say.
+# Compiles the bytecode once, because all pytest processes start together. They report any errors again.
 .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Each with whole files; three, since much of the suite waits for servers, deadlines and disks.
+# Three processes, because much of the suite waits for servers, deadlines and disks.
 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"

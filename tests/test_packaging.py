@@ -164,8 +164,8 @@ def test_what_was_installed_is_kept_when_the_requirements_change(name, setup_sh,
 
 
 @pytest.mark.parametrize(("first", "then"), [("cuda12", "dev"), ("dev", "cuda12"), ("tpu", "cuda12")])
-def test_libraries_that_fight_never_meet_in_one_environment(setup_sh, first, then):
+def test_conflicting_libraries_are_never_in_one_environment(setup_sh, first, then):
     setup_sh(first)
-    with pytest.raises(RuntimeError, match=f"made for {first} and {then} needs one of its own.*rm -rf .venv"):
+    with pytest.raises(RuntimeError, match=f"made for {first}, and {then} needs a separate one.*rm -rf .venv"):
         setup_sh(then)
     assert setup_sh(first) == setup_sh("cpu") == []

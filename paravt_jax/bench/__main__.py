@@ -18,21 +18,21 @@ from paravt_jax.bench import machine
 from rollout.output_file import OutputFile
 
 BENCHES = {
-    "gpu_check": "one NVIDIA GPU in ten minutes: attention, the update, torch for comparison, weights for servers",
-    "mesh": "one update on every mesh: measured on this machine's devices, or compiled for others and estimated",
+    "gpu_check": "one NVIDIA GPU in ten minutes: attention, an update, the same in torch, publishing weights",
+    "mesh": "an update on every mesh: measured on this machine, or estimated for other devices",
     "rollout": "episodes on a real SGLang server: parallel crops, throughput, caches, publishing",
 }
 
 
 def run_bench(package: str, benches: Mapping[str, str]) -> None:
     """Runs the module of `package` named on the command line. `benches` maps module names to summaries."""
-    parser = argparse.ArgumentParser(prog=prog_of(package), description="Measures this machine.")
+    parser = argparse.ArgumentParser(prog=prog_of(package), description="Measure this machine.")
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="|".join(benches))
     for name, summary in benches.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name in sys.argv[1:2]:  # imports only this benchmark
             importlib.import_module(f"{package}.{name}").add_arguments(subparser)
-        subparser.add_argument("--json", metavar="OUT", help="also write all results to this file")
+        subparser.add_argument("--json", metavar="OUT", help="also write all results to this JSON file")
         subparser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")
         add_debug_flag(subparser)
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def run_bench(package: str, benches: Mapping[str, str]) -> None:
     if out is not None:
         out.write(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
     if violations := result.get("violations"):
-        raise RuntimeError(f"{len(violations)} violations, see above; the first: {violations[0]}")
+        raise RuntimeError(f"{len(violations)} violations, listed above; the first: {violations[0]}")
 
 
 def main() -> None:

@@ -78,9 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _check_gpu(part: dict[str, Any]) -> None:
     if not any(row["platform"] == "gpu" for row in part["rows"]):
         devices = ", ".join(row["device"] for row in part["rows"]) or part["problem"] or "nothing"
-        raise RuntimeError(
-            f"jax sees no GPU here but {devices}, so nothing was measured; --tiny tests the check itself"
-        )
+        raise RuntimeError(f"no GPU found, jax has {devices}; --tiny tests the check itself without one")
 
 
 def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def part_of(command: list[str], deadline_s: float, folder: Path) -> dict[str, An
         try:
             code = subprocess.run(command, stdout=out, stderr=err, timeout=deadline_s).returncode
         except subprocess.TimeoutExpired:
-            problem = f"not done within {deadline_s:g} s"
+            problem = f"timed out after {deadline_s:g} s"
         else:
             last_line = (_text(err).strip().splitlines() or ["nothing"])[-1]
             problem = f"ended with exit code {code}: {last_line[:SHOWN_CHARS]}" if code else None

@@ -124,9 +124,12 @@ def attention(check: Check) -> Iterator[Row]:
             except Exception as problem:
                 yield row | failure(problem)
                 continue
-            row |= {"fp32_error": long, "bf16_error_of_oracles": max(own / of_oracle for own, of_oracle in halves)}
+            row |= {
+                "fp32_error": long,
+                "bf16_error_of_oracles": max(own / oracles for own, oracles in halves),
+            }
             within = row["fp32_error"] <= FP32_BOUND and row["bf16_error_of_oracles"] <= BF16_BOUND
-            yield row if within else row | {"problem": f"beyond {FP32_BOUND} or {BF16_BOUND} x the oracle's"}
+            yield row if within else row | {"problem": f"above {FP32_BOUND}, or {BF16_BOUND} x the oracle's error"}
 
 
 def attention_time(check: Check) -> Iterator[Row]:
@@ -163,7 +166,7 @@ def no_kernel(form: Any) -> Row:
     from model_port.sharding import platform
 
     missing = form == "kernel" and platform() not in KERNEL_PLATFORMS
-    return {"note": f"there is no kernel for {platform()}"} if missing else {}
+    return {"note": f"no kernel for {platform()}"} if missing else {}
 
 
 def packed_layout(num_tokens: int) -> Any:
@@ -232,7 +235,7 @@ def update(check: Check) -> Iterator[Row]:
     learner = Learner(policy, OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)
-    unrated = {"note": f"no MFU: the peak of {kind} is not known"} if peak is None else {}
+    unrated = {"note": f"no MFU: the peak FLOP/s of {kind} are unknown"} if peak is None else {}
     for num_tokens in check.sizes.update_tokens:
         num_scored = num_tokens // 8
         shape = BatchShape(1, num_tokens, num_scored, check.sizes.frames, FRAME_PATCHES)
@@ -264,7 +267,7 @@ def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
         shallow = replace(model, text=replace(model.text, num_layers=depth))
         if STATE_BYTES * num_params(shallow) <= STATE_FRAC * memory_bytes:
             return shallow
-    raise RuntimeError(f"{memory_bytes / GIB:.0f} GiB hold not even {DEPTHS[-1]} layers of the 8B while they train")
+    raise RuntimeError(f"{memory_bytes / GIB:.0f} GiB are too little to train even {DEPTHS[-1]} layers of the 8B")
 
 
 def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:

@@ -14,19 +14,23 @@ from paravt_jax.bench.models import MODELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=[*MODELS, *PRESETS], help="default tiny")
-    parser.add_argument("--devices", type=int, metavar="N", help="default: all; on a CPU, 8")
+    parser.add_argument("--model", choices=[*MODELS, *PRESETS], help="model with random weights (default tiny)")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices (default: all; on a CPU, 8)")
     parser.add_argument("--rows", type=int, help="rows per data and fsdp part (default 1)")
-    parser.add_argument("--row-tokens", type=int, help="default 1024")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32")
-    parser.add_argument("--remat", choices=["none", "full", "dots", "attention", "offload"], help="default full")
-    parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median counts")
-    parser.add_argument("--mesh", metavar="D,F,T", help="only this mesh: data, fsdp, tensor (default: all)")
+    parser.add_argument("--row-tokens", type=int, help="tokens per row (default 1024)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of activations (default float32)")
+    parser.add_argument(
+        "--remat",
+        choices=["none", "full", "dots", "attention", "offload"],
+        help="recomputed activations (default full)",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median is reported (default 5)")
+    parser.add_argument("--mesh", metavar="D,F,T", help="measure only this mesh of data, fsdp, tensor (default: all)")
     parser.add_argument("--topology", metavar="NAME", help="compile for these devices, for example h100:8 or v5p:2x2x2")
     parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate without compiling")
     parser.add_argument("--config", metavar="FILE", help="a run's config, instead of these flags")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the file's")
-    parser.add_argument("--price", type=float, help="price of a device for an hour, in any currency")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the config file")
+    parser.add_argument("--price", type=float, help="price of a device per hour, in any currency")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -28,7 +28,10 @@ def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int
         return list(mesh_shapes(num_devices))
     shapes = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
     if not shapes:
-        raise ValueError(f"--mesh {args.mesh} is not data,fsdp,tensor of {num_devices} devices, as 1,{num_devices},1")
+        raise ValueError(
+            f"--mesh {args.mesh} must be data,fsdp,tensor with a product of {num_devices}, for example "
+            f"1,{num_devices},1"
+        )
     return shapes
 
 
@@ -39,7 +42,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 def title_of(settings: dict[str, Any]) -> str:
     return (
         f"{settings['model']}, {settings['dtype']}, remat {settings['remat']}, {settings['rows']} x "
-        f"{settings['row_tokens']} tokens for each part of the rows"
+        f"{settings['row_tokens']} tokens per data and fsdp part"
     )
 
 

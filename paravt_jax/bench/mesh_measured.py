@@ -62,7 +62,7 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     say(start_line(said_devices(devices), num_params(run.model), run.dtype, written, model=run.title))
     num_devices = args.devices or len(devices)
     if num_devices > len(devices):
-        raise ValueError(f"--devices {num_devices}: there are {len(devices)} of {devices[0].device_kind}")
+        raise ValueError(f"--devices {num_devices} exceeds the {len(devices)} {devices[0].device_kind} devices here")
     device, rates, rows = device_here(), _rates(run.dtype), {}
     shapes = shapes_of(args, num_devices)
     for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
@@ -88,15 +88,15 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
 def _check_alone(run: BenchedRun) -> None:
     if run.config is not None and run.config.hosts.coordinator:
         raise ValueError(
-            f"hosts.coordinator={run.config.hosts.coordinator} needs several hosts, which cannot be "
-            f"measured here; estimate it with --topology, or add hosts.coordinator= to measure it on this host"
+            f"hosts.coordinator={run.config.hosts.coordinator} needs several hosts; use --topology to estimate "
+            "them, or add hosts.coordinator= to measure on this host"
         )
 
 
 def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
     """Sets memory, CPU devices and visible GPUs as a run would, before jax starts a backend. Returns remarks."""
     claim_memory()
-    # Only for CPUs; the last flag wins.
+    # Only for CPUs; the last flag has precedence.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
     os.environ["XLA_FLAGS"] = flags
     if not isinstance(run.config, Config) or not run.server_gpus:
@@ -139,8 +139,8 @@ def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None) -> list[str]:
     if rates is None or device.platform != "cpu":
         return list(assumed_of_seconds(device, dtype, 0))
     return [
-        f"seconds: by a product at {rates.flops / 1e12:.2f} TFLOP/s and a sum at {rates.memory_bytes / 1e9:.0f} GB/s, "
-        f"measured before; all CPU devices share it"
+        f"seconds: from {rates.flops / 1e12:.2f} TFLOP/s of a product and {rates.memory_bytes / 1e9:.0f} GB/s of a "
+        "sum, measured at the start and shared by all CPU devices"
     ]
 
 

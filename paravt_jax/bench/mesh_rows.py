@@ -68,8 +68,8 @@ def estimated_on(
         own, step = run.on(shape)
         estimated = estimate(own, step, device, devices, rates)
         if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
-            whole = step_time(own, device, estimated.est_step_s)
-            estimated = dataclasses.replace(estimated, run_step_s=whole and whole.seconds)
+            run_step = step_time(own, device, estimated.est_step_s)
+            estimated = dataclasses.replace(estimated, run_step_s=run_step and run_step.seconds)
         return own, step, estimated
     except ValueError as problem:
         return own, step, MeshEstimate(shape, problem=str(problem))
@@ -89,12 +89,12 @@ def _config(args: argparse.Namespace) -> Config | SftConfig:
     return load_config(args.config, *args.overrides, schema=SftConfig if "sft" in keys else Config)
 
 
-def servers_remark(gpus: Sequence[int], num_left: int) -> Iterator[str]:
+def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
     """Reports the devices left by the run's servers; raises if there are none."""
-    if gpus and not num_left:
-        raise ValueError(f"engine.gpus={list(gpus)} leaves no device to the learner")
+    if gpus and not num_devices:
+        raise ValueError(f"engine.gpus={list(gpus)} leaves no device for the learner")
     if gpus:
-        yield f"engine.gpus={list(gpus)} are for servers: {num_left} devices remain for the learner"
+        yield f"engine.gpus={list(gpus)} are for servers; {num_devices} devices remain for the learner"
 
 
 def row_of(estimated: MeshEstimate, own: PlannedRun | None, price: float | None) -> Row:
@@ -116,7 +116,7 @@ def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | N
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Sorts meshes: fitting ones first, then by most devices, then by speed, of the whole step if known."""
+    """Sorts meshes: fitting ones first, then by most devices, then by speed, over the whole step if known."""
     return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), _slowness(row)))
 
 
@@ -150,10 +150,10 @@ def page(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     for row in result["rows"]:
         if row["problem"]:
-            yield f"refused: {name_of(row['mesh'])}, {row['problem']}"
+            yield f"rejected: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])
     full = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
-    yield f"take {name_of(full[0]['mesh'])}" if full else "no mesh of these devices fits"
+    yield f"recommended: {name_of(full[0]['mesh'])}" if full else "no mesh fits these devices"
 
 
 def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:

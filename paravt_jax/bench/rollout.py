@@ -45,12 +45,14 @@ ANSWER = "The reports say it.</think><answer>A</answer><|im_end|>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a Hugging Face directory; by default a tiny random one")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--episodes", type=int, default=16, help="concurrent episodes")
-    parser.add_argument("--report-tokens", type=int, default=128, help="tokens per report")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each latency; the median counts")
+    parser.add_argument("--model", help="Hugging Face directory (default: a tiny random model)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the servers (default cpu)")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers (default 1)")
+    parser.add_argument("--episodes", type=int, default=16, help="concurrent episodes (default 16)")
+    parser.add_argument("--report-tokens", type=int, default=128, help="tokens per report (default 128)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="measurements of each latency; the median is reported (default 5)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -69,15 +71,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown tables."""
     lines = [
-        "| crops in one turn | parallel s | one by one s | one by one / parallel | parallel / one crop |",
+        "| crops in one turn | parallel s | sequential s | sequential / parallel | parallel / one crop |",
         "|---" * 5 + "|",
     ]
-    one_s = result["crops"][0]["parallel_s"]
+    single_s = result["crops"][0]["parallel_s"]
     for row in result["crops"]:
-        together_s, one_by_one_s = row["parallel_s"], row["sequential_s"]
+        parallel_s, sequential_s = row["parallel_s"], row["sequential_s"]
         lines.append(
-            f"| {row['crops']} | {together_s:.2f} | {one_by_one_s:.2f} | {one_by_one_s / together_s:.2f} | "
-            f"{together_s / one_s:.2f} |"
+            f"| {row['crops']} | {parallel_s:.2f} | {sequential_s:.2f} | {sequential_s / parallel_s:.2f} | "
+            f"{parallel_s / single_s:.2f} |"
         )
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in result["summary"].items()]
@@ -105,10 +107,11 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     numbers = list(range(args.servers)) if args.device == "cuda" else []
     engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers, device=args.device)
     gpus = place_servers(engine_config, 0) or [()] * args.servers
-    servers = [ServerSettings(model, args.device, context_length=8192, gpus=of_server) for of_server in gpus]
+    servers = [ServerSettings(model, args.device, context_length=8192, gpus=server_gpus) for server_gpus in gpus]
     dtype = DTYPES[args.device]
-    named = f"{args.servers} SGLang servers on {args.device}"
-    say(start_line(named, size_of(model), dtype, dtype, model=args.model or TINY, data=f"{args.episodes} episodes"))
+    engine_name = f"{args.servers} SGLang servers on {args.device}"
+    data = f"{args.episodes} episodes"
+    say(start_line(engine_name, size_of(model), dtype, dtype, model=args.model or TINY, data=data))
     engine = await SGLangEngine.launch(servers, SGLangSettings("bench", device=args.device))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
@@ -126,8 +129,8 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
             episodes, seconds = await _episodes(args, engine, frames, chat, config, video)
             publish_s = await _publish_times(args, engine, model)
             summary = {
-                "episodes at once": args.episodes,
-                "episodes a second": round(len(episodes) / seconds, 2),
+                "concurrent episodes": args.episodes,
+                "episodes per second": round(len(episodes) / seconds, 2),
                 "prompt tokens found in the prefix cache": f"{_cached_frac(episodes):.0%}",
                 "frames found in memory": f"{frames.metrics()['video/memory_hit_frac']:.0%}",
                 **{name: f"{value:.3f}" for name, value in publish_s.items()},

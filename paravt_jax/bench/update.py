@@ -67,7 +67,7 @@ def check_agreement(turn: dict[str, dict[str, float]], tolerance: float) -> None
     for name in AGREED:
         values = {way: done[name] for way, done in turn.items()}
         if max(values.values()) - min(values.values()) > tolerance * max(1.0, *values.values()):
-            raise RuntimeError(f"the ways disagree on {name}, so they do not compute the same: {values}")
+            raise RuntimeError(f"the ways disagree on {name}: {values}")
 
 
 def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Update:

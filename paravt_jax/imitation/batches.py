@@ -34,14 +34,14 @@ class RenderedTrace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TraceBatch:
-    """The batches of a step. The next step starts with sample `next`."""
+    """The batches of a step. The next step starts with sample `next_sample`."""
 
     batches: list[TrainBatch]
     sample: Rendered  # the first of the traces
     num_traces: int
     num_tokens: int  # of all traces, counting shared prompts every time
     num_loss_tokens: int
-    next: int
+    next_sample: int
     problems: list[str]  # traces that could not be rendered or did not fit
 
 
@@ -68,21 +68,21 @@ class TraceBatches:
         self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
         self._next = first
-        self._num_left_out = 0  # consecutive traces
-        self._made: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
-        self._maker: asyncio.Task[None] | None = None
+        self._num_skipped = 0  # consecutive traces
+        self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
+        self._task: asyncio.Task[None] | None = None
 
     async def next_batch(self) -> TraceBatch:
-        if self._maker is None:
-            self._maker = asyncio.create_task(self._make_all())
-        taking = asyncio.create_task(self._made.get())
+        if self._task is None:
+            self._task = asyncio.create_task(self._prepare_all())
+        next_ready = asyncio.create_task(self._ready.get())
         try:
-            await asyncio.wait({taking, self._maker}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                self._maker.result()  # raises the reason why it ended
-            return await taking
+            await asyncio.wait({next_ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_ready.done():
+                self._task.result()  # raises the reason why it ended
+            return await next_ready
         finally:
-            taking.cancel()
+            next_ready.cancel()
 
     async def batches_of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
         """Batches of these traces, a few at a time; traces that cannot be rendered are skipped."""
@@ -102,20 +102,20 @@ class TraceBatches:
                 yield await asyncio.to_thread(self._batches, fitting)
 
     async def close(self) -> None:
-        tasks = [*self._rendered, *([self._maker] if self._maker is not None else [])]
+        tasks = [*self._rendered, *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make_all(self) -> None:
+    async def _prepare_all(self) -> None:
         while True:
-            await self._made.put(await self._make())
+            await self._ready.put(await self._prepare())
 
-    async def _make(self) -> TraceBatch:
+    async def _prepare(self) -> TraceBatch:
         """Takes samples in order until one fits into no row; that sample starts the next step."""
         row_tokens = self._pack.row_tokens
-        rooms = [row_tokens] * self._rows_per_step
-        taken: list[RenderedTrace] = []
+        free_tokens = [row_tokens] * self._rows_per_step
+        traces: list[RenderedTrace] = []
         problems: list[str] = []
         while True:
             sample = self._order[self._next]
@@ -123,30 +123,30 @@ class TraceBatches:
             try:
                 trace = await asyncio.shield(self._rendered[0])
             except VideoError as problem:
-                self._problem(problems, f"{sample.item.id}: {problem}")
+                self._skip(problems, f"{sample.item.id}: {problem}")
                 continue
             length = len(trace.dialogue.ids)
             if length > row_tokens:
-                self._problem(problems, f"{sample.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
+                self._skip(problems, f"{sample.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
                 continue
-            row = next((number for number, room in enumerate(rooms) if room >= length), None)
+            row = next((number for number, free in enumerate(free_tokens) if free >= length), None)
             if row is None:
                 break
-            rooms[row] -= length
-            taken.append(trace)
-            self._pass()
-            self._num_left_out = 0
-        return await asyncio.to_thread(self._packed, taken, problems)
+            free_tokens[row] -= length
+            traces.append(trace)
+            self._advance()
+            self._num_skipped = 0
+        return await asyncio.to_thread(self._packed, traces, problems)
 
-    def _problem(self, problems: list[str], problem: str) -> None:
+    def _skip(self, problems: list[str], problem: str) -> None:
         """Records a skipped trace. A run without a single usable trace must not search forever."""
         problems.append(problem)
-        self._pass()
-        self._num_left_out += 1
-        if self._num_left_out >= self._order.num_items:
-            raise RuntimeError(f"{self._num_left_out} consecutive traces cannot be used; the last one: {problem}")
+        self._advance()
+        self._num_skipped += 1
+        if self._num_skipped >= self._order.num_items:
+            raise RuntimeError(f"{self._num_skipped} consecutive traces cannot be used; the last: {problem}")
 
-    def _pass(self) -> None:
+    def _advance(self) -> None:
         self._rendered.popleft()
         self._next += 1
 
@@ -159,15 +159,15 @@ class TraceBatches:
         rendered = await self._renderer.render(sample.item, budget)
         return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
 
-    def _packed(self, taken: list[RenderedTrace], problems: list[str]) -> TraceBatch:
-        batches = self._batches(taken)
-        num_tokens = sum(len(trace.dialogue.ids) for trace in taken)
+    def _packed(self, traces: list[RenderedTrace], problems: list[str]) -> TraceBatch:
+        batches = self._batches(traces)
+        num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return TraceBatch(batches, taken[0].rendered, len(taken), num_tokens, num_loss_tokens, self._next, problems)
+        return TraceBatch(batches, traces[0].rendered, len(traces), num_tokens, num_loss_tokens, self._next, problems)
 
-    def _batches(self, taken: list[RenderedTrace]) -> list[TrainBatch]:
-        dialogues = [trace.dialogue for trace in taken]
-        pictures = {picture.key: picture for trace in taken for picture in trace.rendered.pictures}
+    def _batches(self, traces: list[RenderedTrace]) -> list[TrainBatch]:
+        dialogues = [trace.dialogue for trace in traces]
+        pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._video.max_pixels // self._contract.patch_px**2

@@ -120,9 +120,9 @@ class TraceRenderer:
                 if isinstance(part, str):
                     content.append(text_part(self._chat.escape(part.replace(PLACEHOLDER, ""))))
                 else:
-                    placeholders, of_part = await self._media(part)
+                    placeholders, part_pictures = await self._media(part)
                     content += placeholders
-                    pictures += of_part
+                    pictures += part_pictures
             texts_only = all(part["type"] == "text" for part in content)
             merged = "".join(part["text"] for part in content) if texts_only else content
             rendered.append({"role": message.role, "content": merged})
@@ -153,13 +153,13 @@ class TraceRenderer:
 
 
 def _read_image(path: str, contract: VisionContract) -> Picture:
-    """Raises VideoError for any error, so that a bad picture only costs its own trace."""
+    """Raises VideoError for any error, so that a bad image only invalidates its trace."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
             if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(f"its {image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
+                raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
             height, width = settled_size(image.height, image.width, contract)
             resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
     except Exception as problem:  # Pillow raises anything, even SyntaxError
-        raise VideoError(f"{path} cannot be shown: {str(problem) or type(problem).__name__}") from None
+        raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))

@@ -50,9 +50,9 @@ class SftRun:
         """The next step's traces, or None after the last step."""
         if not self.training.begin_step("data"):
             return None
-        return await self.training.directory.unless_stopped(self._take())
+        return await self.training.directory.unless_stopped(self._timed_batch())
 
-    async def _take(self) -> TraceBatch:
+    async def _timed_batch(self) -> TraceBatch:
         with self.own_time.working():
             return await self.batches.next_batch()
 
@@ -60,25 +60,25 @@ class SftRun:
         training = self.training
         data_s = time.monotonic() - training.began_step_s
         for problem in batch.problems:
-            training.log.say(f"left out: {problem}")
+            training.log.say(f"skipped: {problem}")
         training.log.phase("update")
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         self.hosts.check_same(
             lambda: {
                 "the number of traces": batch.num_traces,
-                "that of the tokens to learn": batch.num_loss_tokens,
-                "that of the next trace": batch.next,
+                "the number of loss tokens": batch.num_loss_tokens,
+                "the number of the next trace": batch.next_sample,
             },
-            "what was left out is said above: all hosts must be able to show the same traces",
+            "the log above lists the skipped traces; all hosts must be able to read the same videos",
         )
-        own = [self._own(packed) for packed in batch.batches]
+        own = [self._host_rows(packed) for packed in batch.batches]
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
         training.step += 1
-        self.next_visit = batch.next
-        metrics |= {"time/data_s": data_s, "time/update_s": time.monotonic() - begun_s}
-        return metrics | await self._of_hosts()
+        self.next_visit = batch.next_sample
+        metrics |= {"time/data_s": data_s, "time/update_s": time.monotonic() - start_s}
+        return metrics | await self._host_times()
 
-    async def _of_hosts(self) -> dict[str, float]:
+    async def _host_times(self) -> dict[str, float]:
         """The times of all hosts for their own work, with several hosts."""
         if self.hosts.num == 1:
             return {}
@@ -89,7 +89,7 @@ class SftRun:
         metrics |= {
             "data/num_traces": float(batch.num_traces),
             "data/num_left_out": float(len(batch.problems)),
-            "data/epoch": batch.next / self.num_traces,
+            "data/epoch": batch.next_sample / self.num_traces,
             "perf/dummy_frac": 1.0 - used_frac(batch.batches),
             "perf/num_batches": float(len(batch.batches)),
             **self.training.step_metrics(batch.num_tokens),
@@ -104,7 +104,7 @@ class SftRun:
         training.log.phase("validation")
         total, num_tokens = 0.0, 0
         async for batches in self.batches.batches_of(self.held_out):
-            for batch in map(self._own, batches):
+            for batch in map(self._host_rows, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
@@ -117,7 +117,7 @@ class SftRun:
     async def save_if_due(self) -> None:
         await self.training.save_if_due(self.progress)
 
-    def _own(self, batch: TrainBatch) -> TrainBatch:
+    def _host_rows(self, batch: TrainBatch) -> TrainBatch:
         return rows_of_host(batch, self.hosts.index, self.hosts.num)
 
     def progress(self) -> Progress:
@@ -151,7 +151,7 @@ async def open_sft_run(
             num_steps=config.sft.num_steps,
             mesh=policy.mesh,
         )
-        visits = SampleOrder(train, config.seed)
+        order = SampleOrder(train, config.seed)
         training = await Training.resume(
             directory,
             policy,
@@ -159,7 +159,7 @@ async def open_sft_run(
             stack,
             num_steps=config.sft.num_steps,
             beginning={"step": 0, "next_visit": 0},
-            visits=(visits.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+            visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
             checkpoint=config.checkpoint,
             log=config.log,
             remarks=remarks,
@@ -171,7 +171,7 @@ async def open_sft_run(
         next_visit = int(training.begun_with["next_visit"])
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
-            visits,
+            order,
             next_visit,
             learner.model.config,
             policy.contract,
@@ -190,7 +190,7 @@ async def open_sft_run(
             held_out=held_out,
             held_out_path=config.data.validation,
             validation=config.validation,
-            num_traces=visits.num_items,
+            num_traces=order.num_items,
             next_visit=next_visit,
         )
         yield run

@@ -91,7 +91,7 @@ class EmbeddedEngine:
 
     async def generate(self, request: Request) -> Generation:
         if self._failure is not None:
-            raise EngineError(f"the embedded engine failed before: {self._failure!r}") from self._failure
+            raise EngineError(f"the embedded engine has failed: {self._failure!r}") from self._failure
         if request.version not in (None, self._version):
             raise VersionMismatch(f"the engine has version {self._version}, expected version {request.version}")
         started_s = time.monotonic()
@@ -123,7 +123,7 @@ class EmbeddedEngine:
     async def publish(self, weights: Weights, version: int) -> None:
         """Running requests continue with the new weights but keep keys and values computed with the old ones."""
         if not isinstance(weights, ModelWeights):
-            raise EngineError(f"the embedded engine takes the weights of a model, not {type(weights).__name__}")
+            raise EngineError(f"the embedded engine expects ModelWeights, got {type(weights).__name__}")
 
         def update() -> None:
             for number, running in self._running.items():
@@ -156,7 +156,7 @@ class EmbeddedEngine:
         """Steps the sampler while there are requests."""
         try:
             while True:
-                await self._wait_for_work()
+                await self._submitted.wait()
                 self._submitted.clear()
                 finished = await self._in_thread(self._step)
                 while finished or self._sampler.busy:
@@ -167,10 +167,6 @@ class EmbeddedEngine:
             self._failure = problem
             for running in self._waiting():
                 running.notify(problem)
-
-    async def _wait_for_work(self) -> None:
-        """Returns when there may be something to sample."""
-        await self._submitted.wait()
 
     def _waiting(self) -> list[Running]:
         return list(self._running.values())
@@ -198,8 +194,8 @@ class EmbeddedEngine:
         sampling = request.sampling
         if sampling.top_p != 1 or sampling.top_k > 0:
             raise RequestRejected(
-                f"the embedded engine samples from the whole distribution, not with top_p={sampling.top_p} and "
-                f"top_k={sampling.top_k}"
+                f"the embedded engine samples from all tokens: set top_p=1 and top_k=0, not {sampling.top_p} and "
+                f"{sampling.top_k}"
             )
         try:
             settings = SamplingParams(sampling.max_new_tokens, sampling.seed, sampling.temperature, sampling.stop_ids)
@@ -244,6 +240,6 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, on_our_mesh)
 
 
-def _evict_oldest(cache: OrderedDict[Any, Any], most: int) -> None:
-    while len(cache) > most:
+def _evict_oldest(cache: OrderedDict[Any, Any], max_size: int) -> None:
+    while len(cache) > max_size:
         cache.popitem(last=False)

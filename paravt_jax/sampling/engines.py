@@ -86,8 +86,8 @@ async def open_engine(
         return await SGLangEngine.connect(settings.urls, sglang, phase)
     if is_checkpoint(policy.source):
         raise ValueError(
-            f"engine.kind=sglang starts its servers from Hugging Face files, {policy.source} is a converted "
-            f"checkpoint; give model.path as a Hugging Face directory or id, or engine.urls of servers that run"
+            f"engine.kind=sglang starts servers from Hugging Face files, but {policy.source} is a checkpoint; "
+            "set model.path to a Hugging Face directory or id, or engine.urls to running servers"
         )
     servers = [
         ServerSettings(
@@ -96,10 +96,10 @@ async def open_engine(
             dtype=dtype,
             context_length=max_context_tokens,
             trainable_vision=trainable_vision,
-            tensor_parallel=max(1, len(of_server)),
-            gpus=of_server,
+            tensor_parallel=max(1, len(server_gpus)),
+            gpus=server_gpus,
         )
-        for of_server in gpus or [()] * settings.num_servers
+        for server_gpus in gpus or [()] * settings.num_servers
     ]
     phase("starting SGLang")
     return await SGLangEngine.launch(servers, sglang, phase)
@@ -112,10 +112,10 @@ def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:
 
 def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:
     """A zoomed detail may have `detail_factor` times the pixels of an overview frame."""
-    of_details = replace(contract, max_pixels=contract.max_pixels * detail_factor)
+    detail_contract = replace(contract, max_pixels=contract.max_pixels * detail_factor)
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),
-        detail_size=lambda height, width: settled_size(height, width, of_details),
+        detail_size=lambda height, width: settled_size(height, width, detail_contract),
         num_workers=video.num_workers or None,
         memory_bytes=MEMORY_BYTES,
         disk_directory=video.disk_cache or None,
@@ -128,16 +128,18 @@ def warn_of_large(
     frames: FrameReader, videos: Iterable[str], num_frames: int, say: Callable[[str], None], stack: AsyncExitStack
 ) -> None:
     """Reads the videos' headers in the background and warns once about videos that are slow to decode."""
-    looking = asyncio.create_task(_say_large(frames, tuple(dict.fromkeys(videos)), num_frames, say))
+    task = asyncio.create_task(_warn_of_large(frames, tuple(dict.fromkeys(videos)), num_frames, say))
 
     async def stop() -> None:
-        looking.cancel()
-        await asyncio.wait([looking])
+        task.cancel()
+        await asyncio.wait([task])
 
     stack.push_async_callback(stop)
 
 
-async def _say_large(frames: FrameReader, videos: Sequence[str], num_frames: int, say: Callable[[str], None]) -> None:
+async def _warn_of_large(
+    frames: FrameReader, videos: Sequence[str], num_frames: int, say: Callable[[str], None]
+) -> None:
     rate = DECODED_PX_PER_S * frames.num_workers
     seconds: dict[str, float] = {}
     for video in videos:
@@ -145,10 +147,9 @@ async def _say_large(frames: FrameReader, videos: Sequence[str], num_frames: int
             seconds[video] = await frames.overview_px(video, num_frames, HEADER_DEADLINE_S) / rate
     slow = sorted((video for video in seconds if seconds[video] > SLOW_OVERVIEW_S), key=lambda video: -seconds[video])
     if slow:
-        shown = ", ".join(f"{Path(video).name} ({seconds[video] / 60:.1f} min)" for video in slow[:MAX_SHOWN])
+        examples = ", ".join(f"{Path(video).name} ({seconds[video] / 60:.1f} min)" for video in slow[:MAX_SHOWN])
         say(
-            f"{len(slow)} of {len(videos)} videos are too large to be shown soon: an overview of {num_frames} frames "
-            f"takes more than {SLOW_OVERVIEW_S:g} s at {DECODED_PX_PER_S / 1e6:g} million pixels a second on each of "
-            f"{frames.num_workers} decoders, such as {shown}; copies with fewer pixels or more keyframes, or more "
-            f"decoders (video.num_workers), take less"
+            f"{len(slow)} of {len(videos)} videos are slow to decode: an overview of {num_frames} frames takes more "
+            f"than {SLOW_OVERVIEW_S:g} s ({frames.num_workers} decoders, {DECODED_PX_PER_S / 1e6:g} Mpx/s each), "
+            f"for example {examples}; use fewer pixels, more keyframes, or more decoders (video.num_workers)"
         )

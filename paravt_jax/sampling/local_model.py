@@ -38,8 +38,8 @@ def _gather_over_hosts(state: Any, dtype: str, mesh: Mesh) -> Any:
     # The same devices in the same order, but axes that span hosts are split into an inter-host and an intra-host axis.
     shape = (over_data, data // over_data, over_fsdp, fsdp // over_fsdp, tensor)
     by_host = Mesh(mesh.devices.reshape(shape), ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor"))
-    places = jax.tree.map(lambda leaf: NamedSharding(by_host, leaf.sharding.spec), state)
-    return jax.jit(_cast, static_argnums=1, out_shardings=places)(state, dtype)
+    shardings = jax.tree.map(lambda leaf: NamedSharding(by_host, leaf.sharding.spec), state)
+    return jax.jit(_cast, static_argnums=1, out_shardings=shardings)(state, dtype)
 
 
 def _cast(state: Any, dtype: str) -> Any:

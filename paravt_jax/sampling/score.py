@@ -93,9 +93,9 @@ def _as_published(model: Qwen3VL) -> nnx.State:
 
 
 def _program(model: Qwen3VL, compute: Compute) -> Callable[..., Float[Array, " T"]]:
-    other = nnx.merge(*nnx.split(model))
-    other.compute = compute
-    return jax.jit(partial(_score, nnx.split(other)[0]))
+    copy = nnx.merge(*nnx.split(model))
+    copy.compute = compute
+    return jax.jit(partial(_score, nnx.split(copy)[0]))
 
 
 def _score(
@@ -118,9 +118,9 @@ def _score(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.sampling.score", description="Answers JSON lines with the learner's log-probs."
+        prog="python -m paravt_jax.sampling.score", description="Answer JSON lines with the learner's log-probs."
     )
-    parser.add_argument("--model", required=True, help="a Hugging Face directory or a converted checkpoint")
+    parser.add_argument("--model", required=True, help="Hugging Face directory or converted checkpoint")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     add_debug_flag(parser)
     args = parser.parse_args()
@@ -134,13 +134,13 @@ def main() -> None:
 def _answer(scorer: LearnerScorer, message: dict[str, Any]) -> dict[str, Any]:
     if "settle" in message:
         return {"sizes_px": scorer.settled([tuple(size_px) for size_px in message["settle"]])}
-    pictures = tuple(_decoded(png) for png in message["pictures"])
+    pictures = tuple(_decode_png(png) for png in message["pictures"])
     request = ScoreRequest(np.array(message["ids"], np.int32), pictures, message["temperature"])
     (scored,) = scorer.score([request])
     return {name: getattr(scored, name).tolist() for name in ("ids", "logp", "bfloat16_logp")}
 
 
-def _decoded(png_base64: str) -> Picture:
+def _decode_png(png_base64: str) -> Picture:
     return Picture.of(np.asarray(Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")))
 
 

@@ -26,9 +26,9 @@ def sampling_model(model: Qwen3VL, dtype: str, mesh: Mesh | None = None, *, copi
     """
     if not copied:
         return local_model(model, dtype, mesh)
-    graphdef, changing, kept = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
-    copy = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), changing)
-    return local_model(nnx.merge(graphdef, copy, kept), dtype, mesh)
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
+    copy = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.dtype(dtype)), trained)
+    return local_model(nnx.merge(graphdef, copy, frozen), dtype, mesh)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,9 +35,9 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint, about (default 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="of each way; the median counts")
-    parser.add_argument("--dir", type=Path, help="where it is written (default: the system's temporary directory)")
+    parser.add_argument("--gib", type=float, default=2.0, help="approximate size of the checkpoint (default 2)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns per way; the median is reported (default 5)")
+    parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         update = PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=256), model).update
         learner = make_learner(update, model, None)
         checkpoints = Checkpoints(directory, hf, CheckpointConfig(), lambda text: print(text, file=sys.stderr))
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         checkpoints.save(learner, {})
-        copied_s = time.perf_counter() - begun_s
+        copied_s = time.perf_counter() - start_s
         checkpoints.wait()
-        saved_s = time.perf_counter() - begun_s
+        saved_s = time.perf_counter() - start_s
         num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         rows = [
             _row(learner, checkpoints, args.repeats, cold)
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    head = "| page cache | plain read s | restored s | and compared s | compared / not |"
+    head = "| page cache | plain read s | restore s | restore with checksums s | with / without |"
     copied_s, saved_s = result["copied_s"], result["saved_s"]
-    lines = [f"{result['gb']:.2f} GB: the run goes on after {copied_s:.2f} s, on disk after {saved_s:.2f} s", ""]
+    lines = [f"{result['gb']:.2f} GB: the run continues after {copied_s:.2f} s; on disk after {saved_s:.2f} s", ""]
     lines += [head, "|---" * 5 + "|"]
     for row in result["rows"]:
         seconds = f"{row['read_s']:.2f} | {row['restored_s']:.2f} | {row['compared_s']:.2f}"
@@ -91,13 +91,13 @@ def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -
             if cold:
                 os.sync()
                 DROP_CACHES.write_text("1")
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             if way == "read_s":
                 _read(directory)
             else:
                 checkpoints.restore(learner)
                 jax.block_until_ready(learner.state.trainable)
-            took.append(time.perf_counter() - begun_s)
+            took.append(time.perf_counter() - start_s)
     record_file.write_text(json.dumps(record))
     return {"cache": "cold" if cold else "warm", **{way: statistics.median(took) for way, took in seconds.items()}}
 

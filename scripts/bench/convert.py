@@ -48,7 +48,9 @@ for name in sorted(os.listdir(src)):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="auto", choices=[*MODELS, "auto"], help="default: the largest that fits")
-    parser.add_argument("--dir", default=".", metavar="DIR", help="on the disk to measure (default: here)")
+    parser.add_argument(
+        "--dir", default=".", metavar="DIR", help="directory on the disk to measure (default: the working directory)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    rows = [["", "seconds", "of a copy", "GB/s", "peak MiB"]]
+    rows = [["", "seconds", "x a copy", "GB/s", "peak MiB"]]
     for step in result["steps"]:
         speed = result["num_bytes"] / 1e9 / step["seconds"]
         rows.append(
@@ -76,7 +78,7 @@ def table(result: dict[str, Any]) -> str:
         )
     return (
         f"{result['model']}: {result['num_params'] / 1e9:.3f} billion parameters, {result['num_bytes'] / 1e9:.2f} GB "
-        f"in bfloat16; all {result['num_tensors']} tensors came back byte for byte\n" + aligned(rows)
+        f"in bfloat16; all {result['num_tensors']} exported tensors are identical\n" + aligned(rows)
     )
 
 
@@ -152,7 +154,7 @@ def _check(directory: Path, checksums: dict[str, int]) -> None:
                 checksum = zlib.crc32(block.reshape(-1).view(np.uint8).data, checksum)
                 bar.update(block.nbytes)
             if checksum != checksums[name]:
-                raise RuntimeError(f"{name} did not come back as it was")
+                raise RuntimeError(f"the exported {name} differs from the original")
 
 
 def _block_sizes(num_values: int) -> list[int]:

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=4, help=f"steps per run, after {FIRST_STEPS} that compile (default 4)")
     add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="servers to publish to (default 1 2 4)")
     add("--mib", type=int, default=320, help="approximate size of saved and published weights (default 320)")
-    add("--repeats", type=int, default=5, help="publishes; the median counts")
+    add("--repeats", type=int, default=5, help="publishes; the median is reported (default 5)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
     parser.add_argument("--workload", choices=["passes", "update", "all"], default="all")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns on each side; the median counts")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns per side; the median is reported")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Usage(NamedTuple):
 def check_clone() -> None:
     """Raises before any long work if this is not a clone."""
     if not CONFIG.is_file():
-        raise RuntimeError(f"{CONFIG} is not there: this bench runs from a clone of the repository")
+        raise RuntimeError(f"{CONFIG} does not exist: run this benchmark from a clone of the repository")
 
 
 def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:

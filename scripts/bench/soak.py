@@ -54,10 +54,12 @@ LABELS = {"memory_mib": "memory, MiB", "files": "open files", "threads": "thread
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=120, help="default 120")
-    parser.add_argument("--engine", choices=["jax", "sglang"], default="jax", help="default jax")
+    parser.add_argument("--minutes", type=float, default=120, help="duration (default 120)")
+    parser.add_argument("--engine", choices=["jax", "sglang"], default="jax", help="engine of the run (default jax)")
     parser.add_argument("--serve", action="store_true", help="test a service instead of a run (--engine jax only)")
-    parser.add_argument("--out", type=Path, default=Path("runs/soak"), metavar="DIR", help="default runs/soak")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/soak"), metavar="DIR", help="output directory (default runs/soak)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_local(args.out)
     out, run_dir = args.out.absolute(), args.out.absolute() / "run"
     if run_dir.exists():
-        raise ValueError(f"{run_dir} is there already; move it away, or choose another --out")
+        raise ValueError(f"{run_dir} already exists; move it away, or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     if args.serve and args.engine != "jax":
         raise ValueError(f"--serve needs --engine jax, got --engine {args.engine}")
@@ -178,10 +180,10 @@ def soak(
         process = subprocess.Popen(
             command, cwd=outside, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         with (out / "samples.jsonl").open("w") as file, Meter("soaking", int(seconds), "second") as meter:
-            while (now_s := time.monotonic() - began_s) < seconds:
+            while (now_s := time.monotonic() - start_s) < seconds:
                 if process.poll() is not None:
                     raise RuntimeError(f"{_called(command)} ended with {process.returncode}: {_last_lines(log)}")
                 if steps := count():
@@ -209,7 +211,7 @@ def _stop(process: subprocess.Popen[bytes], name: str, log: Path) -> list[str]:
     give_up_s = time.monotonic() + GONE_S
     while remaining := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > give_up_s:
-            return [*violations, f"processes {remaining} are still there {GONE_S:g} s after it ended"]
+            return [*violations, f"processes {remaining} still run {GONE_S:g} s after it ended"]
         time.sleep(0.1)
     return violations
 
@@ -232,9 +234,9 @@ def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
     """Seconds per answer between samples."""
     pairs = itertools.pairwise(samples)
     return [
-        (after["seconds"] - before["seconds"]) / steps
-        for before, after in pairs
-        if (steps := after["steps"] - before["steps"])
+        (after["seconds"] - earlier["seconds"]) / steps
+        for earlier, after in pairs
+        if (steps := after["steps"] - earlier["steps"])
     ]
 
 

@@ -43,9 +43,13 @@ _KEPT: list[Any] = []
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=[*SIZES_PX, "all"], default="all")
     parser.add_argument("--seconds", type=int, default=90, help="length of the video, which is written first")
-    parser.add_argument("--repeats", type=int, default=3, help="timed turns on each side; the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed turns per side; the median is reported (default 3)"
+    )
     parser.add_argument("--workers", type=int, default=None, help="decoders; by default one per core, up to 8")
-    parser.add_argument("--qwen-vl-utils", metavar="DIR", help=f"where to find what the original uses: {INSTALL}")
+    parser.add_argument(
+        "--qwen-vl-utils", metavar="DIR", help=f"directory with the packages of the original: {INSTALL}"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

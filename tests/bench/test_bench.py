@@ -1,4 +1,4 @@
-"""The benches run, compare like with like, and say what they found."""
+"""The benchmarks run, compare equal work, and report their results."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def small(monkeypatch):
     monkeypatch.setattr(learner, "PROMPT", (2, 11))
     monkeypatch.setattr(learner, "RESPONSE", (0, 7))
     monkeypatch.setattr(learner, "NUM_EPISODES", 3)
-    # Each of the four ways once: a process of each has to compile.
+    # Each of the four ways once, because each process compiles.
     pairs = {("own frames", "branches"): ("update_s", "vision_s"), ("torch", "rows"): ("update_s",)}
     compared = {pair: {measure: f"{pair} {measure}" for measure in measures} for pair, measures in pairs.items()}
     monkeypatch.setattr(ways, "COMPARED", compared)
@@ -49,26 +49,26 @@ def test_learner_bench_compares_both_sides_and_writes_json(small, bench, tmp_pat
     out = tmp_path / "learner.json"
     only = ("--model", "tiny", "--dtype", "float32", "--workload", "passes")
     bench("learner", *only, "--repeats", "1", "--json", str(out))
-    found = json.loads(out.read_text())
-    assert {(row["workload"], row["mode"]) for row in found["rows"]} == {
+    result = json.loads(out.read_text())
+    assert {(row["workload"], row["mode"]) for row in result["rows"]} == {
         (workload, mode) for workload in ("one sequence", "unequal batch") for mode in ("forward", "forward+backward")
     }
-    assert all(row["torch_s"] > 0 and row["jax_s"] > 0 for row in found["rows"])
-    assert f"{found['rows'][0]['jax_s']:.3f}" in capsys.readouterr().out and found["machine"]["num_cores"] >= 1
+    assert all(row["torch_s"] > 0 and row["jax_s"] > 0 for row in result["rows"])
+    assert f"{result['rows'][0]['jax_s']:.3f}" in capsys.readouterr().out and result["machine"]["num_cores"] >= 1
 
 
 @pytest.mark.slow
 def test_learner_bench_compares_whole_updates(small):
-    found = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
-    assert not found["rows"]
-    assert {(row["slow"]["way"], row["fast"]["way"]) for row in found["updates"]} == set(ways.COMPARED)
-    assert all(row[side][row["measure"]] > 0 for row in found["updates"] for side in ("slow", "fast"))
-    assert all(row[side]["peak_mib"] > 0 for row in found["updates"] for side in ("slow", "fast"))
-    lines = learner.table(found).splitlines()
+    result = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
+    assert not result["rows"]
+    assert {(row["slow"]["way"], row["fast"]["way"]) for row in result["updates"]} == set(ways.COMPARED)
+    assert all(row[side][row["measure"]] > 0 for row in result["updates"] for side in ("slow", "fast"))
+    assert all(row[side]["peak_mib"] > 0 for row in result["updates"] for side in ("slow", "fast"))
+    lines = learner.table(result).splitlines()
     assert len(lines) == 2 + 3 and "('torch', 'rows') update_s" in lines[-1]
 
 
-def test_ways_that_compute_different_things_are_not_compared():
+def test_ways_with_different_results_are_an_error():
     turn = {way: {"loss/total": -0.3, "optim/grad_norm": 3.7} for way in ("torch", "branches")}
     update.check_agreement(turn, 1e-4)
     turn["torch"]["loss/total"] += 2e-4
@@ -79,7 +79,7 @@ def test_ways_that_compute_different_things_are_not_compared():
         update.check_agreement(turn, 1e-4)
 
 
-def test_ways_differ_only_in_what_they_share():
+def test_ways_differ_only_in_shared_tokens_and_frames():
     frame = Frame(np.ones((4, 1536), np.float32), (2, 2))
     group = update.EpisodeGroup(tiny_config(), np.arange(5), [frame], [np.arange(3), np.arange(4)])
     by_way = {way: group.dialogues(way) for way in ("branches", "rows", "own frames")}
@@ -92,7 +92,7 @@ def test_ways_differ_only_in_what_they_share():
     assert len({dialogue.shared for dialogue in by_way["branches"][0]}) == 1
 
 
-def test_a_bad_option_is_refused_before_anything_is_measured(bench, tmp_path):
+def test_an_invalid_option_is_rejected_before_measuring(bench, tmp_path):
     with pytest.raises(ValueError, match=r"^--repeats 0 must be at least 1$"):
         bench("learner", "--repeats", "0")
     (tmp_path / "file").touch()
@@ -101,7 +101,7 @@ def test_a_bad_option_is_refused_before_anything_is_measured(bench, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "flag"), [("chaos", "--out"), ("soak", "--out"), ("checkpoint", "--dir")])
-def test_an_address_is_refused_where_a_directory_is_meant(name, flag, bench):
+def test_an_address_is_rejected_as_a_directory(name, flag, bench):
     with pytest.raises(ValueError, match="s3:// is not supported here"):
         bench(name, flag, "s3://bucket/runs")
 
@@ -109,5 +109,5 @@ def test_an_address_is_refused_where_a_directory_is_meant(name, flag, bench):
 def test_help_lists_the_benches(bench, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         bench("--help")
-    said = capsys.readouterr().out
-    assert "convert" in said and "learner" in said
+    output = capsys.readouterr().out
+    assert "convert" in output and "learner" in output

@@ -1,4 +1,4 @@
-"""A run keeps its promises under faults, and every check notices when one is broken."""
+"""A run keeps its guarantees under faults, and every check detects a violation."""
 
 import argparse
 import asyncio
@@ -61,17 +61,17 @@ ACCOUNT = [
     "pack.row_tokens=2048",
     "loss.behavior_correction=none",
 ]
-SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos, a killed trainer, in eleven seconds
+SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos and a killed trainer in eleven seconds
 
 
-def test_without_a_clone_nothing_is_started(tmp_path, monkeypatch):
+def test_without_a_clone_nothing_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(smoke_run, "CONFIG", tmp_path / "none.yaml")
-    with pytest.raises(RuntimeError, match="this bench runs from a clone of the repository"):
+    with pytest.raises(RuntimeError, match="run this benchmark from a clone of the repository"):
         chaos.run(argparse.Namespace(minutes=1.0, seed=0, serve=False, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_seed_gives_the_same_faults_and_many_give_all():
+def test_a_seed_determines_the_faults_and_many_seeds_cover_all():
     assert schedule(3, 600.0) == schedule(3, 600.0) != schedule(4, 600.0)
     for kinds in (KINDS, SERVICE_KINDS):
         faults = {(fault.kind, fault.role) for seed in range(9) for fault in schedule(seed, 900.0, kinds)}
@@ -80,22 +80,22 @@ def test_a_seed_gives_the_same_faults_and_many_give_all():
     assert {(2, 1, False), (2, 0, True), (1, 0, False), (1, 1, False), (1, 0, True), (1, 1, True)} <= mixed
 
 
-def test_what_the_killed_leave_in_memory_is_told_from_what_others_use():
-    before = set(SHARED_MEMORY.iterdir())
+def test_shared_memory_left_by_killed_processes_is_told_from_memory_in_use():
+    at_start = set(SHARED_MEMORY.iterdir())
     with tempfile.NamedTemporaryFile(prefix="psm_", dir=SHARED_MEMORY) as file:
         file.write(b"x")
         file.flush()
         path = Path(file.name)
-        assert left_in_memory(before) == set()
+        assert left_in_memory(at_start) == set()
         with mmap.mmap(file.fileno(), 1):
             file.file.close()
-            assert left_in_memory(before) == set()
-        assert left_in_memory(before) == {path.name}
-        assert left_in_memory({*before, path}) == set()
+            assert left_in_memory(at_start) == set()
+        assert left_in_memory(at_start) == {path.name}
+        assert left_in_memory({*at_start, path}) == set()
 
 
-class Holding:
-    """Stands in for a stage whose trainer, this process, keeps something open after every step."""
+class LeakingStage:
+    """A stage whose trainer, this process, leaves something open after every step."""
 
     def __init__(self, keep):
         self.keep = keep
@@ -108,24 +108,24 @@ class Holding:
         return [[os.getpid()]]
 
 
-@pytest.mark.parametrize(("many", "found"), [(9, "open files"), (97, "connections")])
-def test_what_a_trainer_does_not_close_is_noticed(many, found):
-    with ExitStack() as kept, socket.create_server(("127.0.0.1", 0), backlog=4 * 97) as server:
+@pytest.mark.parametrize(("many", "message"), [(9, "open files"), (97, "connections")])
+def test_files_and_connections_left_open_are_detected(many, message):
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=4 * 97) as server:
 
         def keep_one():
-            if found == "connections":
-                kept.enter_context(socket.create_connection(server.getsockname()))
+            if message == "connections":
+                stack.enter_context(socket.create_connection(server.getsockname()))
             else:
-                kept.enter_context(Path(os.devnull).open())
+                stack.enter_context(Path(os.devnull).open())
 
-        assert asyncio.run(recovery_problems(Holding(keep_one))) == []
-        (problem,) = asyncio.run(recovery_problems(Holding(lambda: [keep_one() for _ in range(many)])))
-        assert f"{found} during a step" in problem
+        assert asyncio.run(recovery_problems(LeakingStage(keep_one))) == []
+        (problem,) = asyncio.run(recovery_problems(LeakingStage(lambda: [keep_one() for _ in range(many)])))
+        assert f"{message} during a step" in problem
 
 
 @pytest.fixture(scope="module")
 def step(tiny_hf):
-    """A step's groups, the lines of the log for them, and what makes an update of them."""
+    """A step's groups, their log lines, and the update."""
     config = load_config(None, *ACCOUNT)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
@@ -133,14 +133,15 @@ def step(tiny_hf):
     async def reply(request):
         calls = "" if "tool_response>" in chat.decode(request.ids) else call(3, 9)
         answer = "<answer>A</answer>" if int(request.episode[-1]) % 2 else "<answer>B</answer>"
-        shown = "<|image_pad|>" if request.episode.endswith("/2") and not calls else ""  # nothing behind it is learnt
-        return chat.encode(f"This is {request.episode}.</think>{calls or shown + answer}<|im_end|>").tolist()
+        # Tokens after an image are not trained.
+        image = "<|image_pad|>" if request.episode.endswith("/2") and not calls else ""
+        return chat.encode(f"This is {request.episode}.</think>{calls or image + answer}<|im_end|>").tolist()
 
-    async def play():
+    async def run_step():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
 
-    groups = asyncio.run(play())
+    groups = asyncio.run(run_step())
     lines = json.loads(json.dumps(records(groups, 1, chat)))
     assert any(turn["calls"] for line in lines for turn in line["turns"])
     return groups, lines, update_of(learner, chat, contract, config), chat
@@ -152,30 +153,30 @@ def test_an_update_of_every_episode_once_is_accounted_for(step):
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "found"),
+    ("sabotage", "message"),
     [
         (lambda dialogues: dialogues[:-1], "used 0 times"),
         (lambda dialogues: [*dialogues, replace(dialogues[1])], "used 2 times"),
         (lambda dialogues: [*dialogues[:-1], replace(dialogues[-1], ids=dialogues[-1].ids + 1)], "is not in the log"),
     ],
-    ids=["left out", "learnt twice", "other tokens"],
+    ids=["left out", "used twice", "other tokens"],
 )
-def test_an_episode_left_out_or_learnt_twice_is_noticed(sabotage, found, step, monkeypatch):
+def test_an_episode_left_out_or_used_twice_is_detected(sabotage, message, step, monkeypatch):
     groups, lines, update, chat = step
-    made = PolicyUpdate._dialogues
-    monkeypatch.setattr(PolicyUpdate, "_dialogues", lambda self, groups: sabotage(made(self, groups)))
+    make_dialogues = PolicyUpdate._dialogues
+    monkeypatch.setattr(PolicyUpdate, "_dialogues", lambda self, groups: sabotage(make_dialogues(self, groups)))
     assert any(
-        found in problem
+        message in problem
         for problem in accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
     )
 
 
 @pytest.mark.slow
-def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatch):
+def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypatch):
     published = []
 
     def weights(self):
-        """Those of step 1 after step 1, and again after step 2."""
+        """The weights of step 1, after steps 1 and 2."""
         model = sampling_model(self.training.learner.model, "float32", None, copied=True)
         published.append(ModelWeights(model, np.dtype(np.float32)))
         return published[0]
@@ -185,8 +186,8 @@ def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatc
     settings = [*QUICK, *stage.FRESH, "train.num_steps=3"]
     train_here(tmp_path / "run", *settings)
     problems = problems_of(tmp_path / "run", load_config(CONFIG, *settings).train)
-    (found,) = [problem for problem in problems if "differ from it by a KL of" in problem]
-    assert found.startswith("step 3: ")
+    (violation,) = [problem for problem in problems if "differ from it by a KL of" in problem]
+    assert violation.startswith("step 3: ")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_weights_one_version_behind_their_label_are_noticed(tmp_path, monkeypatc
         (Exit(2, "", follows=False), "the trainer ended with 2"),
     ],
 )
-def test_an_end_without_a_fault_or_a_message_is_noticed(host, problem):
+def test_an_exit_without_a_fault_or_a_message_is_detected(host, problem):
     problems = unexplained("trainer", [host], Counter())
     assert problems == [] if problem is None else problems[0].startswith(problem)
     assert unexplained("trainer", [host], Counter({"no memory trainer": 1})) == []
@@ -245,7 +246,9 @@ def test_hosts_that_end_together_are_no_violation(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "problems"), [(1, ["host 1 ran 0.5 s longer than another one"]), (0, [])])
-def test_a_host_that_outlives_another_is_killed_and_noticed_once_they_trained(steps, problems, tmp_path, monkeypatch):
+def test_a_host_that_outlives_another_after_the_first_step_is_killed_and_detected(
+    steps, problems, tmp_path, monkeypatch
+):
     assert hosts_ending(tmp_path, monkeypatch, "exit 1", "sleep 60", steps).violations == problems
 
 
@@ -273,13 +276,13 @@ REQUEST = ClientRequest("Question 3?", 0.0, 2.0, 200, answer(f"Look at it. {OWN[
         (REQUEST._replace(end_s=DEADLINE_S + LATE_S + 1), {"service"}, "late", "no response after 86 s"),
     ],
 )
-def test_a_request_without_its_answer_or_a_clear_error_is_noticed(request_, roles, outcome, problem):
-    found, told = judged(request_, OWN, roles)
-    assert found == outcome and (problem in told if problem else told == "")
+def test_a_request_without_an_answer_or_a_clear_error_is_detected(request_, roles, outcome, problem):
+    judged_outcome, reason = judged(request_, OWN, roles)
+    assert judged_outcome == outcome and (problem in reason if problem else reason == "")
 
 
 class Backend:
-    """An SGLang server as far as weights are concerned."""
+    """The weight updates of an SGLang server."""
 
     def __init__(self):
         self.loads = []
@@ -291,7 +294,7 @@ class Backend:
         return web.json_response({"success": True})
 
 
-def test_a_roll_back_loads_the_previous_weights_under_their_own_label_or_a_false_one(tmp_path):
+def test_a_roll_back_loads_the_previous_weights_with_their_own_label_or_a_false_one(tmp_path):
     backend, new = Backend(), tmp_path / "new"
     new.mkdir()
 
@@ -331,8 +334,8 @@ def test_a_roll_back_loads_the_previous_weights_under_their_own_label_or_a_false
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_servers_with_older_weights_under_the_current_label_are_noticed(tmp_path):
-    """The trainer cannot see it; the KL of the step can."""
+def test_servers_with_older_weights_and_the_current_label_are_detected(tmp_path):
+    """The trainer cannot notice this; the KL of the step shows it."""
     settings = stage.settings_of(0)
 
     async def body():
@@ -355,7 +358,7 @@ def test_servers_with_older_weights_under_the_current_label_are_noticed(tmp_path
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_under_faults_loses_nothing_doubles_nothing_and_leaves_nothing(tmp_path):
+def test_a_run_under_faults_loses_repeats_and_leaves_nothing(tmp_path):
     result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=tmp_path / "out"))
     assert result["violations"] == [], chaos.table(result)
     assert sum(result["faults"].values()) >= 2 and result["steps"] >= 3
@@ -405,11 +408,11 @@ def other_bytes(run: Path) -> None:
 
 
 def edit(run: Path, change) -> None:
-    """The first sampled segment that the policy has learnt something from."""
+    """Changes the first sampled segment with a nonzero advantage."""
     for path in sorted((run / "episodes").iterdir()):
         episodes = [json.loads(line) for line in path.read_text().splitlines()]
-        teaching = [episode for episode in episodes if episode["advantage"]["sequence"]]
-        if sampled := [s for episode in teaching for s in episode["segments"] if s["kind"] == "sampled"]:
+        trained_on = [episode for episode in episodes if episode["advantage"]["sequence"]]
+        if sampled := [s for episode in trained_on for s in episode["segments"] if s["kind"] == "sampled"]:
             change(sampled[0])
             path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
             return
@@ -418,26 +421,26 @@ def edit(run: Path, change) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "found"),
+    ("fault", "message"),
     [
-        (lost_episode, "step 2: visits and members are"),
-        (doubled_visit, "step 2: visits and members are"),
+        (lost_episode, "step 2: prompt samples and rollouts are"),
+        (doubled_visit, "step 2: prompt samples and rollouts are"),
         (lost_step, "the log has metrics of steps"),
         (future_version, ", the newest is"),
-        (lost_checkpoint, "there is no checkpoint of step"),
+        (lost_checkpoint, "has no checkpoint"),
         (other_bytes, "has other bytes than were written"),
     ],
 )
-def test_every_check_of_the_log_can_fail(fault, found, trained, tmp_path):
+def test_every_check_of_the_log_can_fail(fault, message, trained, tmp_path):
     source, settings = trained
     run, train = shutil.copytree(source, tmp_path / "run"), load_config(CONFIG, *settings).train
     assert problems_of(run, train) == []
     fault(run)
-    assert any(found in problem for problem in problems_of(run, train))
+    assert any(message in problem for problem in problems_of(run, train))
 
 
 @pytest.mark.slow
-def test_a_replay_notices_what_was_not_sampled_so(trained, tmp_path):
+def test_a_replay_detects_changed_log_probs(trained, tmp_path):
     source, settings = trained
     run = shutil.copytree(source, tmp_path / "run")
     problems, sampled = asyncio.run(replay(run, settings, tmp_path / "replay"))

@@ -1,4 +1,4 @@
-"""The bench of hosts: runs compared by what they learnt, and weights timed beside a copy that is one."""
+"""The hosts benchmark compares the metrics of runs, and times publishing and a copy."""
 
 import asyncio
 import json
@@ -21,25 +21,28 @@ from scripts.bench import hosts, shared_checkpoint
 from scripts.bench.publishing import copied_s, publish_times, receivers
 
 
-def test_the_largest_difference_is_relative_and_of_what_two_runs_share():
+def test_the_largest_difference_is_relative_over_shared_metrics():
     steps = [{"step": 1, "loss/policy": 2.0, "loss/kl": 1e-7, "time/step_s": 3.0}, {"step": 2, "loss/policy": 4.0}]
-    others = [{"step": 1, "loss/policy": 2.0, "loss/kl": 2e-7, "time/step_s": 9.0}, {"step": 2, "loss/policy": 3.0}]
+    other_steps = [
+        {"step": 1, "loss/policy": 2.0, "loss/kl": 2e-7, "time/step_s": 9.0},
+        {"step": 2, "loss/policy": 3.0},
+    ]
     assert hosts.largest_difference(steps, steps) == (0.0, "none")
-    assert hosts.largest_difference(steps[:1], others[:1]) == (pytest.approx(1e-4), "loss/kl")
-    assert hosts.largest_difference(steps, others) == (0.25, "loss/policy")
-    del others[1]["loss/policy"]
-    assert hosts.largest_difference(steps, others) == (math.inf, "loss/policy")
+    assert hosts.largest_difference(steps[:1], other_steps[:1]) == (pytest.approx(1e-4), "loss/kl")
+    assert hosts.largest_difference(steps, other_steps) == (0.25, "loss/policy")
+    del other_steps[1]["loss/policy"]
+    assert hosts.largest_difference(steps, other_steps) == (math.inf, "loss/policy")
 
 
-def test_the_times_of_a_run_are_medians_of_the_steps_that_compile_nothing(tmp_path):
+def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     seconds = [90.0, 80.0, 1.0, 2.0, 4.0]
     for name in ("run", "other"):
         (tmp_path / name).mkdir()
         rows = [{"step": n, **{f"time/{time}": s for time in hosts.TIMES}} for n, s in enumerate(seconds, 1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = hosts.measured_in(tmp_path / "run", tmp_path / "other")
-    assert found == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
-    runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **found}]
+    row = hosts.measured_in(tmp_path / "run", tmp_path / "other")
+    assert row == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
+    runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **row}]
     publishes = [{"servers": 4, "mib": 320, "publish_s": 3.0, "copy_s": 2.0}]
     saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
     checkpoints = [{"processes": 2, **saved}]
@@ -49,7 +52,7 @@ def test_the_times_of_a_run_are_medians_of_the_steps_that_compile_nothing(tmp_pa
     assert lines[-1] == "| 4 | 320 | 3.00 | 2.00 | 1.50 |"
 
 
-def test_receivers_take_the_weights_that_are_published(tiny_hf):
+def test_receivers_read_published_weights(tiny_hf):
     weights = ModelWeights(model_port.load(tiny_hf), np.dtype(np.float32))
 
     async def work():
@@ -59,25 +62,25 @@ def test_receivers_take_the_weights_that_are_published(tiny_hf):
     assert all(seconds > 0 for seconds in asyncio.run(work()).values())
 
 
-def test_what_is_saved_and_restored_is_the_share_of_the_process(tiny_hf, tmp_path, monkeypatch):
+def test_a_process_saves_and_restores_its_share(tiny_hf, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_checkpoint, "sized_model", lambda num_weights: tiny_config())
     (tmp_path / HF_DIR).symlink_to(tiny_hf)
-    found = shared_checkpoint.saved_and_restored(tmp_path, 1, 2, ALONE)
+    row = shared_checkpoint.saved_and_restored(tmp_path, 1, 2, ALONE)
     _, *parts = nnx.split(model_port.load(tiny_hf, "float32"), LANGUAGE, ...)
     text, vision = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in parts)
-    assert found["share_mib"] == pytest.approx((3 * text + vision) / 2**20, rel=0.01)  # moments of what trains
+    assert row["share_mib"] == pytest.approx((3 * text + vision) / 2**20, rel=0.01)  # with moments of trained weights
     assert list(verify(tmp_path / CHECKPOINTS_DIR)) == [(tmp_path / CHECKPOINTS_DIR / "0", "")]
-    assert found["save_s"] > 0 and found["restore_s"] > 0
+    assert row["save_s"] > 0 and row["restore_s"] > 0
 
 
-def test_a_copy_is_whole_in_every_place():
+def test_every_target_of_a_copy_is_complete():
     source = np.random.default_rng(0).integers(0, 256, 5_000_011, np.uint8)
     targets = [np.zeros_like(source) for _ in range(3)]
     assert copied_s(source, targets) > 0
     assert all(np.array_equal(source, target) for target in targets)
 
 
-def test_a_number_that_is_none_is_refused_before_anything_is_started():
+def test_an_invalid_number_is_rejected_before_starting():
     numbers = dict(engine="jax", processes=[1, 0], steps=1, servers=[1], mib=1, repeats=1)
     with pytest.raises(ValueError, match=r"^--processes \[1, 0\] must be at least 1$"):
         hosts.run(Namespace(**numbers))

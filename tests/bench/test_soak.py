@@ -1,4 +1,4 @@
-"""A soak fails where something grows or stays behind: each bound can."""
+"""A soak test fails if a resource grows beyond its bound or something is left behind."""
 
 import pytest
 
@@ -14,16 +14,16 @@ QUIET = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
         ("memory, MiB, trainer", 1000, 1180, 1190),
         ("open files, servers", 300, 308, 309),
         ("threads, decoders", 3, 11, 12),
-        ("seconds of a step", 5, 50, None),  # says how busy the machine is
+        ("seconds of a step", 5, 50, None),  # depends on other load
     ],
 )
-def test_what_grows_beyond_its_bound_is_a_violation(of, begin, allowed, grew):
+def test_growth_beyond_a_bound_is_a_violation(of, begin, allowed, grew):
     assert grown([{"of": of, "begin": begin, "end": allowed}]) == []
     if grew is not None:
         assert grown([{"of": of, "begin": begin, "end": grew}]) == [f"{of} grew from {begin} to {grew}"]
 
 
-def soaked(script, tmp_path, monkeypatch):
+def violations_of(script, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE_EVERY_S", 0.1)
     monkeypatch.setattr(soak, "GONE_S", 0.5)
     samples, violations = soak.soak(["sh", "-c", script], tmp_path, 0.5, lambda: 1)
@@ -31,25 +31,25 @@ def soaked(script, tmp_path, monkeypatch):
     return violations
 
 
-def test_a_command_that_leaves_nothing_passes(tmp_path, monkeypatch):
-    assert soaked(QUIET, tmp_path, monkeypatch) == []
+def test_a_command_without_leftovers_passes(tmp_path, monkeypatch):
+    assert violations_of(QUIET, tmp_path, monkeypatch) == []
 
 
 @pytest.mark.parametrize(
-    ("script", "found"),
+    ("script", "message"),
     [
-        (f"touch here; {QUIET}", "left outside of its directory: here"),
-        (f"touch $TMPDIR/there; {QUIET}", "left outside of its directory: tmp/there"),
-        (f"sleep 3 & {QUIET}", "are still there 0.5 s after it ended"),
+        (f"touch stray; {QUIET}", "left outside of its directory: stray"),
+        (f"touch $TMPDIR/stray; {QUIET}", "left outside of its directory: tmp/stray"),
+        (f"sleep 3 & {QUIET}", "still run 0.5 s after it ended"),
         ("trap 'exit 7' TERM; while :; do sleep 0.05; done", "sh ended with exit code 7"),
     ],
-    ids=["a file where it works", "a temporary file", "a process", "another exit code"],
+    ids=["a file", "a temporary file", "a process", "an exit code"],
 )
-def test_what_a_command_leaves_is_a_violation(script, found, tmp_path, monkeypatch):
-    (violation,) = soaked(script, tmp_path, monkeypatch)
-    assert found in violation
+def test_anything_that_a_command_leaves_is_a_violation(script, message, tmp_path, monkeypatch):
+    (violation,) = violations_of(script, tmp_path, monkeypatch)
+    assert message in violation
 
 
-def test_a_command_that_ends_by_itself_fails_the_soak(tmp_path, monkeypatch):
+def test_a_command_that_exits_early_fails_the_soak(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="sh ended with 3"):
-        soaked("exit 3", tmp_path, monkeypatch)
+        violations_of("exit 3", tmp_path, monkeypatch)

@@ -180,10 +180,10 @@ def test_the_loaders_read_all_rows_and_existing_files_stay(tmp_path):
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
     assert len(load_prompts(tmp_path / "rl.jsonl", video_root="", max_bad_frac=0).prompts) == 12
     assert len(load_traces(tmp_path / "sft.jsonl", video_root="", max_bad_frac=0).traces) == 12 + 2 * (1 + NUM_LOOKS)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    modified = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     make_world(tmp_path, 0, 2)
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == modified
 
 
 def job(directory: Path, code: str, name: str = "it") -> Job:

@@ -1,4 +1,4 @@
-"""The release's own words, read from a file that is never run: a file of that layout, with other words."""
+"""The release's prompts are read from a file that is never run; here a file with the same layout."""
 
 import asyncio
 import json
@@ -41,11 +41,10 @@ SCHEMA = '{"type": "function", "function": {"name": "crop_video", "parameters": 
 def release(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "utils.py").write_text("import argparse\nNAME = 'nothing'\n")
     return tmp_path
 
 
-def shown(config) -> str:
+def overview_text(config) -> str:
     chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
     prompter = config.rollout.prompter(FakeFrames(), chat)
     return chat.decode(asyncio.run(prompter.overview(Task("t", "What {is} it?", ("/a.mp4",), 1))).ids)
@@ -59,20 +58,21 @@ def shown(config) -> str:
         ("reasoning", "Think of {it}, then answer."),
     ],
 )
-def test_a_policy_is_asked_in_the_words_of_the_release_and_given_its_schema_once(release, mode, system):
-    (release / "words.yaml").write_text(to_yaml(import_release(release / "utils.py", mode), "From there."))
+def test_a_policy_gets_the_prompts_of_the_release_with_one_tool_schema(release, mode, system):
+    (release / "words.yaml").write_text(to_yaml(import_release(release / "driver.py", mode), "From there."))
     dispatch = "none" if mode == "reasoning" else "parallel"
     config = load_config(
         None, "rollout.prompts_file=words.yaml", f"rollout.dispatch={dispatch}", "reward.tool_reward=false"
     )
-    called = "" if mode == "reasoning" else " It is called video.mp4"
+    video_name = "" if mode == "reasoning" else " It is called video.mp4"
     picture = "<0.0 seconds><|vision_start|><|image_pad|><|vision_end|>"
-    assert shown(config).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
-    assert shown(config).split(picture.removeprefix("<0.0"))[1].startswith(f"What {{is}} it?{called}<|im_end|>")
+    assert overview_text(config).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
+    question = overview_text(config).split(picture.removeprefix("<0.0"))[1]
+    assert question.startswith(f"What {{is}} it?{video_name}<|im_end|>")
     assert not (release / "was_run").exists()
 
 
-def test_a_run_records_the_words_and_is_opened_by_its_record(release):
+def test_a_run_record_contains_the_prompts(release):
     (release / "words.yaml").write_text("system: You watch.\n")
     config = load_config(None, "rollout.prompts_file=words.yaml")
     record = to_record(config)
@@ -81,7 +81,7 @@ def test_a_run_records_the_words_and_is_opened_by_its_record(release):
     assert load_config("run.yaml") == config
 
 
-def test_every_way_of_an_evaluation_is_looked_at_before_it_begins(release):
+def test_every_dispatch_of_an_evaluation_is_checked_at_loading(release):
     (release / "words.yaml").write_text("system: You have crop_video.\nsystem_has_tools: true\n")
     settings = ["rollout.prompts_file=words.yaml", "data.validation=x", "eval.dispatches=[parallel,none]"]
     with pytest.raises(ValueError, match=r"rollout\.dispatch=none offers no tool"):
@@ -94,22 +94,22 @@ def test_every_way_of_an_evaluation_is_looked_at_before_it_begins(release):
         (
             "driver.py",
             "direct",
-            r"driver.py: DIRECT_SYSTEM cannot be read: line 15, .*WORDS.*, is no text that can be read",
+            r"driver.py: DIRECT_SYSTEM cannot be read: line 15, .*WORDS.*, is not a string literal",
         ),
         (
             "other.py",
             "agentic_general",
-            "has no string constant GENERAL_AGENTIC_SYSTEM; .* What there is: FIRST, SECOND$",
+            "has no string constant GENERAL_AGENTIC_SYSTEM, .* It has: FIRST, SECOND$",
         ),
         ("no_schema.py", "agentic_minimal", "has no string constant TOOL_SCHEMA"),
         ("odd.py", "agentic_minimal", r"of --mode agentic_minimal, system has the placeholder \{video\}"),
-        ("text.py", "reasoning", "text.py is no Python file: "),
-        ("bytes.py", "reasoning", "bytes.py is no Python file: "),
+        ("text.py", "reasoning", "text.py is not a Python file: "),
+        ("bytes.py", "reasoning", "bytes.py is not a Python file: "),
         ("large.py", "reasoning", "has more than 1048576 bytes"),
-        ("deep.py", "reasoning", "REASONING_SYSTEM cannot be read|is no Python file"),
+        ("deep.py", "reasoning", "REASONING_SYSTEM cannot be read|is not a Python file"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_sentence(release, file, mode, complaint):
+def test_an_unreadable_file_is_a_clear_error(release, file, mode, complaint):
     (release / "other.py").write_text('FIRST, _ = "a", 3\nFIRST = "a"\nSECOND = f"{FIRST}b"\nTHIRD = print()\n')
     (release / "no_schema.py").write_text('MINIMAL_AGENTIC_SYSTEM = "{tool_schema}"')
     (release / "odd.py").write_text('TOOL_SCHEMA = "{}"\nMINIMAL_AGENTIC_SYSTEM = "{tool_schema} {video}"')
@@ -133,13 +133,13 @@ DOUBLED = "".join(f"A{n + 1} = A{n} + A{n}\n" for n in range(39))
     ],
     ids=["doubled", "wide", "schema"],
 )
-def test_a_file_cannot_grow_while_it_is_read(source, release):
+def test_the_size_of_built_strings_is_limited(source, release):
     (release / "grows.py").write_text(source)
-    with pytest.raises(ValueError, match=r"grows\.py puts together texts of more than \d+ characters; give the rel"):
+    with pytest.raises(ValueError, match=r"grows\.py builds strings of more than \d+ characters; give paravt"):
         import_release(release / "grows.py", "agentic_general")
 
 
-def test_the_command_writes_a_file_once(release, monkeypatch, capsys):
+def test_the_command_replaces_only_its_own_file(release, monkeypatch, capsys):
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["prompts", "import-release", *arguments])
         main()

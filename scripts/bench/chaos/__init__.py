@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of faults (default 20)")
     parser.add_argument("--seed", type=int, default=0, help=SEED_HELP)
     parser.add_argument("--serve", action="store_true", help="test a service and its clients instead of a trainer")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run and its logs here (default: nowhere)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="keep the run and its logs in DIR (default: delete them)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,8 +95,8 @@ async def _training(seed: int, seconds: float, directory: Path) -> dict[str, Any
     violations += problems_of(stage.run_dir, config.train)
     problems, logged = await replay(stage.run_dir, stage.settings, directory / "replay", num_hosts)
     violations += problems
-    if invented := logged - stage.sampled:
-        violations.append(f"no server gave {invented.total()} of the {logged.total()} answers in the log")
+    if unsampled := logged - stage.sampled:
+        violations.append(f"no server sampled {unsampled.total()} of the {logged.total()} generations in the log")
     episodes = [episode for step in episodes_of(stage.run_dir).values() for episode in step]
     missing = [episode["problem"] for episode in episodes if episode["missing"]]
     return {

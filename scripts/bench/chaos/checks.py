@@ -42,7 +42,7 @@ def _in_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfi
     ]
     logged = [(episode["visit"], int(episode["id"].rpartition("/")[2])) for episode in episodes]
     if logged != expected:
-        yield f"step {step}: visits and members are {logged}"
+        yield f"step {step}: prompt samples and rollouts are {logged}"
     newest = step - 1
     for episode in episodes:
         for segments in _ledgers(episode):
@@ -72,10 +72,10 @@ def _of_checkpoints(directory: Path, num_steps: int, train: TrainConfig) -> Iter
     yield from (f"{checkpoint}: {problem}" for checkpoint, problem in verify(directory) if problem)
     last = directory / str(num_steps)
     if not last.is_dir():
-        yield f"there is no checkpoint of step {num_steps}, the last one"
+        yield f"the last step, {num_steps}, has no checkpoint"
         return
     progress = json.loads((last / RECORD_FILE).read_bytes())["progress"]
     cursor = progress["cursor"]
     num_done = num_steps * train.prompts_per_step
     if sorted({*range(num_done), *cursor["again"]}) != list(range(cursor["next"])) or progress["step"] != num_steps:
-        yield f"the checkpoint of step {num_steps} has {progress}, and {num_done} visits are in the log"
+        yield f"the checkpoint of step {num_steps} has {progress}, but the log has {num_done} prompt samples"

@@ -92,7 +92,7 @@ class Recorder:
             await self._session.close()
 
     async def roll_back(self, server_url: str = "", *, claim_current: bool = False) -> bool:
-        """Loads the second newest weights into the server, behind the trainer's back. Returns whether it did.
+        """Loads the second newest weights into the server without the trainer's knowledge. Returns whether it did.
 
         They carry their own label, or with `claim_current`, falsely, the label of the newest ones.
         """

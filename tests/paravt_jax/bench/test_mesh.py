@@ -1,4 +1,4 @@
-"""The bench of meshes measures every shape beside one device, and estimates where nothing can run."""
+"""The mesh benchmark measures every shape, or estimates it for other devices."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Not the eight devices of the tests: the command makes its own.
+    # Without the eight devices of the tests: the command makes its own.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     return forked.run("paravt_jax.bench.__main__", "mesh", *arguments, deadline_s=280, XLA_FLAGS=" ".join(flags))
 
@@ -40,7 +40,7 @@ def test_shapes_are_all_ways_to_split_the_devices():
 
 
 @pytest.mark.slow
-def test_every_mesh_is_measured_beside_one_device(tmp_path):
+def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
     out = tmp_path / "mesh.json"
     run = bench("--devices", "2", "--row-tokens", "128", "--repeats", "1", "--price", "2", "--json", str(out))
     assert run.returncode == 0, run.stderr
@@ -52,13 +52,13 @@ def test_every_mesh_is_measured_beside_one_device(tmp_path):
         (2, 1, 1): 256,
         (1, 1, 2): 128,
     }
-    keys = {*planned("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
+    keys = {*estimated_rows("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
     for row in rows.values():
         unknown = [name for name, value in row.items() if value is None]
-        assert set(row) == keys and unknown == ["run_step_s", "problem"]  # without a config there is no step of a run
+        assert set(row) == keys and unknown == ["run_step_s", "problem"]  # only a config has a whole step
     assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
     assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count(" s measured\n") == 4
-    assert run.stdout.splitlines()[-1] == f"take {' x '.join(map(str, result['rows'][0]['mesh']))}"
+    assert run.stdout.splitlines()[-1] == f"recommended: {' x '.join(map(str, result['rows'][0]['mesh']))}"
 
 
 @pytest.mark.slow
@@ -67,41 +67,41 @@ def test_a_bad_option_is_one_line_and_a_failure():
     assert (run.returncode, run.stdout) == (1, "") and run.stderr.startswith("error: --row-tokens 10 must be at least")
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     mesh.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
-def found(*arguments: str) -> dict:
-    return mesh.run(parsed(*arguments))
+def result_of(*arguments: str) -> dict:
+    return mesh.run(parse(*arguments))
 
 
 @pytest.fixture
 def own_environment(monkeypatch):
-    """What a bench sets for this process ends with the test."""
+    """Restores the environment that a benchmark sets."""
     for name in ("XLA_FLAGS", MEMORY_FRAC, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.delenv(MEMORY_FRAC)
 
 
-def planned(*arguments: str) -> dict[tuple[int, int, int], dict]:
+def estimated_rows(*arguments: str) -> dict[tuple[int, int, int], dict]:
     """Rows by mesh, in their order."""
-    return {tuple(row["mesh"]): row for row in found("--topology", "h100:8", "--plan-only", *arguments)["rows"]}
+    return {tuple(row["mesh"]): row for row in result_of("--topology", "h100:8", "--plan-only", *arguments)["rows"]}
 
 
 @pytest.mark.slow
-def test_rows_of_any_length_have_seconds_of_their_own_in_any_dtype():
+def test_estimated_seconds_depend_on_row_length_and_dtype():
     def step_s(row_tokens: int, *arguments: str) -> float:
         options = ("--model", "2b", "--mesh", "1,8,1", "--row-tokens", str(row_tokens), *arguments)
-        return planned(*options)[1, 8, 1]["est_step_s"]
+        return estimated_rows(*options)[1, 8, 1]["est_step_s"]
 
     assert 2 * step_s(8192) < step_s(16384) and 2 * step_s(16384) < step_s(32768)  # float32, as by default
     assert step_s(8192, "--dtype", "bfloat16") < step_s(8192)
 
 
-def test_meshes_that_fit_come_first_and_the_fastest_of_them_is_taken():
-    result = found(
+def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
+    result = result_of(
         "--topology", "h100:16", "--plan-only", "--model", "8b", "--dtype", "bfloat16", "--row-tokens", "8192"
     )
     rows = result["rows"]
@@ -110,21 +110,24 @@ def test_meshes_that_fit_come_first_and_the_fastest_of_them_is_taken():
     assert rows[: len(fitting)] == fitting and len(fitting) > 3
     assert fitting == sorted(fitting, key=lambda row: -row["tokens_per_s"])
     lines = mesh.table(result).splitlines()
-    assert lines[-1] == f"take {' x '.join(map(str, fitting[0]['mesh']))}"
-    refused = {line.partition(",")[0]: line for line in lines if line.startswith("refused: ")}
-    assert "GiB are always resident, of 71.2 usable" in refused["refused: 16 x 1 x 1"]
-    assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in refused["refused: 1 x 1 x 16"]
+    assert lines[-1] == f"recommended: {' x '.join(map(str, fitting[0]['mesh']))}"
+    rejected = {line.partition(",")[0]: line for line in lines if line.startswith("rejected: ")}
+    assert "GiB are always resident, of 71.2 usable" in rejected["rejected: 16 x 1 x 1"]
+    assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in rejected["rejected: 1 x 1 x 16"]
 
 
 @pytest.mark.slow
-def test_a_mesh_without_room_is_refused_and_the_others_are_measured(own_environment, monkeypatch):
-    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], memory_gib=0.02))  # of the tiny model less than one has
-    result = found("--devices", "2", "--row-tokens", "128", "--repeats", "1")
+def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_environment, monkeypatch):
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], memory_gib=0.02))  # too little for one device
+    result = result_of("--devices", "2", "--row-tokens", "128", "--repeats", "1")
     rows = {tuple(row["mesh"]): row for row in result["rows"]}
     assert {shape for shape, row in rows.items() if row["fits"]} == {(1, 2, 1), (1, 1, 2)}
     assert all(row["efficiency"] is None and (row["update_s"] is not None) == row["fits"] for row in rows.values())
     lines = mesh.table(result).splitlines()
-    assert "refused: 2 x 1 x 1, 0.0 GiB of 0.0 usable" in lines and lines[-1] in ("take 1 x 2 x 1", "take 1 x 1 x 2")
+    assert "rejected: 2 x 1 x 1, 0.0 GiB of 0.0 usable" in lines and lines[-1] in (
+        "recommended: 1 x 2 x 1",
+        "recommended: 1 x 1 x 2",
+    )
     assert os.environ[MEMORY_FRAC] == "0.90"
 
 
@@ -137,18 +140,18 @@ def test_a_mesh_without_room_is_refused_and_the_others_are_measured(own_environm
     ],
     ids=["rl", "imitation"],
 )
-def test_the_run_of_a_file_is_measured_on_the_mesh_that_is_asked_for(own_environment, settings):
+def test_the_run_of_a_config_is_measured_on_the_requested_mesh(own_environment, settings):
     file, *overrides = settings
     small = ("video.max_pixels=1024", "video.overview_frames=2")
     arguments = ("--devices", "2", "--mesh", "1,2,1", "--repeats", "1", "--config", f"{CONFIGS}/{file}")
-    result = found(*arguments, *overrides, *small)
+    result = result_of(*arguments, *overrides, *small)
     (row,) = result["rows"]
     assert row["mesh"] == (1, 2, 1) and row["fits"] and row["update_s"] > 0 and row["efficiency"] is None
     assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["update_s"])
-    assert mesh.table(result).splitlines()[-1] == "take 1 x 2 x 1"
+    assert mesh.table(result).splitlines()[-1] == "recommended: 1 x 2 x 1"
 
 
-def test_what_has_no_room_when_it_runs_is_a_refusal_and_nothing_else_is():
+def test_only_an_out_of_memory_error_rejects_a_mesh():
     assert mesh_measured.no_room(
         JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")
     ).endswith("9 bytes")
@@ -163,57 +166,59 @@ def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
     assert {row.unknown[name] for name in UNTIMED} == {"cpu has no data sheet"}
 
 
-def test_gpus_of_the_servers_are_no_devices_of_a_mesh():
+def test_a_mesh_excludes_the_gpus_of_servers():
     config = ("--config", f"{CONFIGS}/8b_8x80gb.yaml", "model.path=2b")
-    result = found("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
-    assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "take 1 x 4 x 1"
-    assert "engine.gpus=[4, 5, 6, 7] are for servers: 4 devices remain for the learner" in result["assumed"]
+    result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
+    assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
+    assert "engine.gpus=[4, 5, 6, 7] are for servers; 4 devices remain for the learner" in result["assumed"]
     with pytest.raises(ValueError, match="--mesh 1,8,1 is not data,fsdp,tensor of 4 devices"):
-        found("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
+        result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
 
 
 def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environment, monkeypatch):
-    run = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
+    run = benched_run(parse("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     (remark,) = mesh_measured._prepare(run, 2)
-    assert remark.endswith("are for servers: 4 devices remain for the learner")
+    assert remark.endswith("are for servers; 4 devices remain for the learner")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    taken = benched_run(parsed("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
-    with pytest.raises(ValueError, match="leaves no device to the learner"):
+    taken = benched_run(parse("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
+    with pytest.raises(ValueError, match="leaves no device for the learner"):
         mesh_measured._prepare(taken, 2)
 
 
 @pytest.mark.slow
 def test_fewer_rows_are_not_a_faster_mesh():
-    shared, split = (next(iter(planned("--model", "2b", "--mesh", mesh).values())) for mesh in ("1,1,8", "1,8,1"))
+    shared, split = (
+        next(iter(estimated_rows("--model", "2b", "--mesh", mesh).values())) for mesh in ("1,1,8", "1,8,1")
+    )
     assert shared["est_step_s"] < split["est_step_s"]  # an eighth of the rows
     assert shared["tokens_per_s"] < split["tokens_per_s"]
 
 
 def test_a_million_tokens_cost_what_the_devices_cost_meanwhile():
-    row = planned("--model", "2b", "--mesh", "1,8,1", "--price", "2.5")[1, 8, 1]
+    row = estimated_rows("--model", "2b", "--mesh", "1,8,1", "--price", "2.5")[1, 8, 1]
     assert row["price_per_mtokens"] == pytest.approx(8 * 2.5 * 1e6 / row["tokens_per_s"] / 3600)
 
 
 @pytest.mark.slow
 def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
     config = ("--config", f"{CONFIGS}/paragrpo_8b.yaml", "model.path=2b")
-    rows = planned(*config, "mesh.fsdp=2", "mesh.tensor=4", "pack.num_rows=2")
+    rows = estimated_rows(*config, "mesh.fsdp=2", "mesh.tensor=4", "pack.num_rows=2")
     assert {shape: row["num_rows"] for shape, row in rows.items() if row["num_rows"]}[1, 8, 1] == 8
     assert rows[1, 2, 4]["num_rows"] == 2
-    without = planned(*config, "loss.kl_coef=0")[1, 8, 1]
+    without = estimated_rows(*config, "loss.kl_coef=0")[1, 8, 1]
     assert without["hbm_gib"] < rows[1, 8, 1]["hbm_gib"] and without["est_step_s"] < rows[1, 8, 1]["est_step_s"]
 
 
 def test_imitation_has_meshes_too():
-    row = planned("--config", f"{CONFIGS}/sft_8b.yaml", "model.path=2b", "--mesh", "1,8,1")[1, 8, 1]
+    row = estimated_rows("--config", f"{CONFIGS}/sft_8b.yaml", "model.path=2b", "--mesh", "1,8,1")[1, 8, 1]
     assert row["fits"] and row["est_step_s"] > 0 and row["unknown"]["collective_bytes"] == "nothing is compiled"
     assert row["compiled_flops"] is None and row["unknown"]["compiled_flops"] == "nothing is compiled"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--plan-only", "--plan-only needs --topology"),
         ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto needs several hosts"),
@@ -224,20 +229,23 @@ def test_imitation_has_meshes_too():
         ("--topology v5p:2x2x2 --config configs/8b_8x80gb.yaml", "v5p:2x2x2 has no GPU 4; it has 0, counted from 0"),
         ("--topology v4:8 --plan-only", "--topology v4:8 is unknown; choose from h100:8"),
         ("--topology h100:8 --devices 2", "--devices has no effect with --topology"),
-        ("--topology h100:8 --plan-only --mesh 8,1", "--mesh 8,1 is not data,fsdp,tensor of 8 devices, as 1,8,1"),
+        (
+            "--topology h100:8 --plan-only --mesh 8,1",
+            "--mesh 8,1 must be data,fsdp,tensor with a product of 8",
+        ),
         ("--topology h100:8 --config configs/sft_8b.yaml --rows 2", "--rows has no effect with --config"),
         ("--topology h100:8 a.b=c", "a.b=c needs --config FILE"),
         ("--topology h100:8 --price 0", "--price 0.0 must be above 0"),
     ],
 )
-def test_what_cannot_be_asked_is_named(arguments, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        found(*arguments.split())
+def test_an_invalid_option_is_an_error(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        result_of(*arguments.split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("h100:8", "1,4,2"), ("v5p:2x2x2", "1,4,2"), ("v6e:4x4", "1,8,2")])
-def test_an_update_is_compiled_for_devices_that_are_not_here(name, shape, tmp_path):
+def test_an_update_is_compiled_for_other_devices(name, shape, tmp_path):
     try:
         check_compiler(topology(name).device.platform)
     except ValueError as missing:
@@ -249,4 +257,4 @@ def test_an_update_is_compiled_for_devices_that_are_not_here(name, shape, tmp_pa
     assert row["fits"] and row["compile_s"] > 0 and 0 < row["hbm_gib"] < 1
     assert row["compiled_flops"] > row["model_flops"] > 0
     assert row["collective_bytes"] or "collective_bytes" in row["unknown"]
-    assert run.stdout.splitlines()[-1] == f"take {shape.replace(',', ' x ')}"
+    assert run.stdout.splitlines()[-1] == f"recommended: {shape.replace(',', ' x ')}"

@@ -1,4 +1,4 @@
-"""What is imitated is what a rollout would have been, id for id."""
+"""A rendered trace has the same ids as a rollout of the same text."""
 
 import asyncio
 import struct
@@ -31,21 +31,21 @@ def chat(tiny_hf) -> Chat:
     return Chat.from_hf(tiny_hf)
 
 
-def demonstrated(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
-    demonstrator = TraceRenderer(FakeFrames(), chat, VisionContract.from_hf(tiny_hf), config)
-    return asyncio.run(demonstrator.render(trace, frame_budget)).ledger
+def rendered(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
+    renderer = TraceRenderer(FakeFrames(), chat, VisionContract.from_hf(tiny_hf), config)
+    return asyncio.run(renderer.render(trace, frame_budget)).ledger
 
 
-def trace_of(*said: tuple[str, tuple[str | Media, ...]]) -> Trace:
-    return Trace("t", tuple(Message(role, parts) for role, parts in said))
+def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
+    return Trace("t", tuple(Message(role, parts) for role, parts in messages))
 
 
-def test_a_demonstrated_dialogue_has_the_ids_of_the_episode_that_it_shows(tiny_hf, chat):
-    async def play():
+def test_a_rendered_trace_has_the_ids_of_its_episode(tiny_hf, chat):
+    async def run():
         agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, CONFIG)
         return await agent.run(await agent.overview(Task("t", QUESTION, ("/a.mp4",), 4)))
 
-    episode = asyncio.run(play())
+    episode = asyncio.run(run())
     trace = trace_of(
         ("user", (Media("video", "/a.mp4"), f"<video>\n{QUESTION}")),
         ("assistant", (f"<think>\n{CALLING}",)),
@@ -53,13 +53,13 @@ def test_a_demonstrated_dialogue_has_the_ids_of_the_episode_that_it_shows(tiny_h
         ("tool", ("A report.",)),
         ("assistant", ("<think>\nIt is red.</think><answer>A</answer>",)),
     )
-    ledger = demonstrated(tiny_hf, chat, trace)
+    ledger = rendered(tiny_hf, chat, trace)
     assert [call.outcome for call in episode.calls] == ["ok", "ok"]
     assert ledger.ids.tolist() == episode.ledger.ids.tolist()
     assert [p.key for p in ledger.pictures] == [p.key for p in episode.ledger.pictures]
 
 
-def test_only_what_the_assistant_says_is_learned_with_the_end_of_its_turns(tiny_hf, chat):
+def test_loss_tokens_are_the_assistants_turns_with_their_ends(tiny_hf, chat):
     trace = trace_of(
         ("system", ("Be brief.",)),
         ("user", ("Which?",)),
@@ -67,28 +67,30 @@ def test_only_what_the_assistant_says_is_learned_with_the_end_of_its_turns(tiny_
         ("user", ("Really?",)),
         ("assistant", ("Yes.",)),
     )
-    ledger = demonstrated(tiny_hf, chat, trace)
+    ledger = rendered(tiny_hf, chat, trace)
     assert chat.decode(ledger.ids[ledger.sampled_mask]) == "The first.<|im_end|>Yes.<|im_end|>"
-    whole = chat.decode(ledger.ids)
-    assert whole.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhich?<|im_end|>")
-    assert "<|im_start|>user\nReally?<|im_end|>\n<|im_start|>assistant\nYes." in whole
+    content = chat.decode(ledger.ids)
+    assert content.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhich?<|im_end|>")
+    assert "<|im_start|>user\nReally?<|im_end|>\n<|im_start|>assistant\nYes." in content
 
 
-def test_a_part_of_a_video_is_shown_as_to_a_subagent(tiny_hf, chat):
+def test_a_window_of_a_video_is_rendered_as_for_a_subagent(tiny_hf, chat):
     trace = trace_of(("user", (Media("video", "/a.mp4", (8.0, 11.0)), "Ignored")), ("assistant", ("Red.",)))
-    ledger = demonstrated(tiny_hf, chat, trace)
+    ledger = rendered(tiny_hf, chat, trace)
     closeup = asyncio.run(CONFIG.prompter(FakeFrames(), chat).closeup("/a.mp4", Window(8.0, 11.0), "Ignored"))
     assert ledger.segments[0].ids.tolist() == closeup.ids.tolist()
     assert [p.key for p in ledger.pictures] == ["/a.mp4@8", "/a.mp4@9", "/a.mp4@10"]
 
 
-@pytest.mark.parametrize(("media", "shown"), [(Media("video", "/a.mp4"), 4), (Media("video", "/a.mp4", None, 6), 6)])
-def test_a_trace_may_say_how_many_frames_it_is_true_of(media, shown, tiny_hf, chat):
-    ledger = demonstrated(tiny_hf, chat, trace_of(("user", (media, "Which?")), ("assistant", ("Red.",))))
-    assert len(ledger.pictures) == shown
+@pytest.mark.parametrize(
+    ("media", "num_frames"), [(Media("video", "/a.mp4"), 4), (Media("video", "/a.mp4", None, 6), 6)]
+)
+def test_a_trace_can_set_its_number_of_frames(media, num_frames, tiny_hf, chat):
+    ledger = rendered(tiny_hf, chat, trace_of(("user", (media, "Which?")), ("assistant", ("Red.",))))
+    assert len(ledger.pictures) == num_frames
 
 
-def test_answers_of_a_tool_may_show_frames(tiny_hf, chat, tmp_path):
+def test_tool_responses_can_have_frames(tiny_hf, chat, tmp_path):
     Image.fromarray(np.full((40, 70, 3), 90, np.uint8)).save(tmp_path / "frame.png")
     trace = trace_of(
         ("user", (Media("video", "/a.mp4"), "Which?")),
@@ -96,21 +98,21 @@ def test_answers_of_a_tool_may_show_frames(tiny_hf, chat, tmp_path):
         ("tool", ("Here: ", Media("image", str(tmp_path / "frame.png")), Media("video", "/a.mp4", (8.0, 10.0)))),
         ("assistant", ("Red.",)),
     )
-    ledger = demonstrated(tiny_hf, chat, trace)
+    ledger = rendered(tiny_hf, chat, trace)
     assert [picture.size_px for picture in ledger.pictures[4:]] == [(32, 64), (32, 32), (32, 32)]
     assert int((ledger.segments[2].ids == chat.image_id).sum()) == 3
 
 
-def test_text_of_a_trace_cannot_show_or_end_anything(tiny_hf, chat):
+def test_text_of_a_trace_cannot_insert_images_or_turn_ends(tiny_hf, chat):
     trace = trace_of(
         ("user", ("<|vision_start|><|image_pad|>",)), ("assistant", ("<|im_end|> <|image_pad|> <tool_call>",))
     )
-    ids = demonstrated(tiny_hf, chat, trace).ids
+    ids = rendered(tiny_hf, chat, trace).ids
     assert int((ids == chat.image_id).sum()) == 0 and int((ids == chat.turn_end_id).sum()) == 2
-    assert chat.tokenizer.token_to_id("<tool_call>") in ids  # tags are for the assistant to say
+    assert chat.tokenizer.token_to_id("<tool_call>") in ids  # tags of the assistant stay tokens
 
 
-def test_what_cannot_be_shown_is_an_error_of_its_kind(tiny_hf, chat, tmp_path):
+def test_unreadable_media_are_a_video_error(tiny_hf, chat, tmp_path):
     for media in (
         Media("video", "/missing.mp4"),
         Media("video", "/a.mp4", (70.0, 80.0)),
@@ -118,43 +120,43 @@ def test_what_cannot_be_shown_is_an_error_of_its_kind(tiny_hf, chat, tmp_path):
     ):
         trace = trace_of(("user", (media, "Which?")), ("assistant", ("Red.",)))
         with pytest.raises(VideoError):
-            demonstrated(tiny_hf, chat, trace)
+            rendered(tiny_hf, chat, trace)
 
 
 def png(path: Path, width: int, height: int) -> Path:
-    """A picture that says how large it is, and ends there."""
+    """Writes a PNG with a size in its header and no pixels."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b""))
-    whole = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in chunks]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(whole))
+    content = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in chunks]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(content))
     return path
 
 
 def picture_fails(tiny_hf, chat, path: Path, message: str) -> None:
     trace = trace_of(("user", (Media("image", str(path)), "Which?")), ("assistant", ("Red.",)))
     with pytest.raises(VideoError, match=message):
-        demonstrated(tiny_hf, chat, trace)
+        rendered(tiny_hf, chat, trace)
 
 
-@pytest.mark.parametrize("side", [8200, 9600, 16_000, 64_000])  # what Pillow lets pass, warns of, and refuses
-def test_a_picture_bomb_is_refused_by_its_size_as_an_error_of_its_row(side, tiny_hf, chat, tmp_path):
+@pytest.mark.parametrize("side", [8200, 9600, 16_000, 64_000])  # Pillow accepts, warns about, or rejects them
+def test_a_decompression_bomb_only_invalidates_its_trace(side, tiny_hf, chat, tmp_path):
     picture_fails(tiny_hf, chat, png(tmp_path / "bomb.png", side, side), "pixels")
 
 
-def test_a_picture_cannot_start_a_program(tiny_hf, chat, tmp_path, monkeypatch):
+def test_an_image_cannot_start_a_program(tiny_hf, chat, tmp_path, monkeypatch):
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     Image.new("RGB", (64, 64)).save(tmp_path / "picture.eps")
     (tmp_path / "picture.eps").rename(tmp_path / "picture.png")
-    picture_fails(tiny_hf, chat, tmp_path / "picture.png", "cannot be shown")
+    picture_fails(tiny_hf, chat, tmp_path / "picture.png", "cannot be read")
     assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
-def test_a_damaged_picture_of_any_kind_is_an_error_of_its_row(kind, tiny_hf, chat, tmp_path):
+def test_a_damaged_image_only_invalidates_its_trace(kind, tiny_hf, chat, tmp_path):
     path = tmp_path / "picture"
     Image.effect_noise((64, 64), 50).convert("RGB").save(path, kind)
-    whole = path.read_bytes()
-    for end in (0, 3, 20, len(whole) // 2):
-        path.write_bytes(whole[:end])
-        picture_fails(tiny_hf, chat, path, "cannot be shown")
+    content = path.read_bytes()
+    for end in (0, 3, 20, len(content) // 2):
+        path.write_bytes(content[:end])
+        picture_fails(tiny_hf, chat, path, "cannot be read")

@@ -1,4 +1,4 @@
-"""What is kept of a trace is what it said and was told, in the form of an episode."""
+"""The record of a trace has the form of an episode."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def test_a_sample_is_shown_like_an_episode(tiny_hf):
     (video,), (looked, answered) = record["videos"], record["turns"]
     assert (record["step"], record["question"], record["frame_budget"]) == (7, "What colour is it?", 4)
     assert (video["path"], video["duration_s"], len(video["frames_s"])) == ("/a.mp4", 64.0, 4)
-    assert [one["window_s"] for one in looked["calls"]] == [[16.0, 24.0], None]
+    assert [call["window_s"] for call in looked["calls"]] == [[16.0, 24.0], None]
     assert (looked["told"], answered["told"]) == ("A red one.\nNothing.", "")
     episode = convert(record, "<think>\n", 1000)
     assert episode["turns"][1]["num_sampled"] == len(record["segments"][3]["ids"]) > 3

@@ -1,4 +1,4 @@
-"""The embedded engine gives what the sampler gives, whoever else is sampling, and says which version sampled what."""
+"""The embedded engine's tokens are the sampler's, independent of other requests, with the version of each token."""
 
 import asyncio
 import itertools
@@ -73,17 +73,17 @@ def run(model, contract, work):
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_sampler_alone_or_in_company(model, contract, chat):
+def test_tokens_are_the_samplers_alone_or_with_other_requests(model, contract, chat):
     async def work(engine):
         alone = await engine.generate(request(chat, "a", seed=5))
         company = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
         return alone, company[2]
 
-    alone, in_company = run(model, contract, work)
-    np.testing.assert_array_equal(alone.ids, in_company.ids)
-    np.testing.assert_array_equal(alone.behavior_logp, in_company.behavior_logp)
-    asked = request(chat, "a", seed=5)
-    ids = expand_placeholders(asked.ids, [2, 3], model.config.image_token_id)
+    alone, with_others = run(model, contract, work)
+    np.testing.assert_array_equal(alone.ids, with_others.ids)
+    np.testing.assert_array_equal(alone.behavior_logp, with_others.behavior_logp)
+    alone_request = request(chat, "a", seed=5)
+    ids = expand_placeholders(alone_request.ids, [2, 3], model.config.image_token_id)
     prompt = SamplerPrompt(ids, tuple(frame_of(picture, contract) for picture in PICTURES))
     sampling = SamplingParams(24, 5, 0.7, chat.stop_ids)
     (expected,) = Sampler(model, **SETTINGS).generate([SamplerRequest(prompt, sampling)])
@@ -103,7 +103,7 @@ def test_members_of_a_group_share_one_prefill(model, contract, chat):
 
 
 @pytest.mark.slow
-def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, chat):
+def test_tokens_after_a_publish_have_the_new_version(model, other, contract, chat):
     long = dict(max_new_tokens=300)
 
     async def work(engine):
@@ -125,19 +125,19 @@ def test_tokens_after_a_publish_are_of_the_new_version(model, other, contract, c
     np.testing.assert_array_equal(fresh.ids, run(other, contract, from_scratch).ids)
 
 
-def test_who_wants_to_hears_of_the_tokens_while_they_are_sampled(model, contract, chat):
-    heard = []
+def test_on_tokens_receives_the_tokens_while_they_are_sampled(model, contract, chat):
+    received = []
 
     async def work(engine):
-        streamed = await engine.generate(request(chat, "h", seed=5, on_tokens=heard.append))
+        streamed = await engine.generate(request(chat, "h", seed=5, on_tokens=received.append))
         return streamed, await engine.generate(request(chat, "h", seed=5))
 
-    streamed, unheard = run(model, contract, work)
-    assert len(heard) > 1 and all(len(one) < len(two) for one, two in itertools.pairwise(heard))
-    assert heard[-1] == streamed.ids.tolist() == unheard.ids.tolist()
+    streamed, silent = run(model, contract, work)
+    assert len(received) > 1 and all(len(first) < len(second) for first, second in itertools.pairwise(received))
+    assert received[-1] == streamed.ids.tolist() == silent.ids.tolist()
 
 
-def test_another_version_than_asked_for_is_an_error(model, contract, chat):
+def test_a_request_for_another_version_is_an_error(model, contract, chat):
     async def work(engine):
         with pytest.raises(VersionMismatch, match="expected version 3"):
             await engine.generate(request(chat, version=3))
@@ -146,7 +146,7 @@ def test_another_version_than_asked_for_is_an_error(model, contract, chat):
 
 
 @pytest.mark.slow
-def test_abort_returns_what_there_is_and_frees_the_row(model, contract, chat):
+def test_abort_returns_the_tokens_so_far_and_frees_the_row(model, contract, chat):
     async def work(engine):
         tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
         while len(engine._running) < 2 or not all(engine._sampler.sampled(n) for n in list(engine._running)):
@@ -182,7 +182,7 @@ def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(model, contract
         (dict(max_new_tokens=600), "max_context_tokens=512"),
         (dict(pictures=PICTURES[:1]), "placeholder"),
         (dict(pictures=(PICTURES[0], Picture.of(np.zeros((40, 64, 3), np.uint8)))), "resize frames"),
-        (dict(top_p=0.5), "whole distribution"),
+        (dict(top_p=0.5), "samples from all tokens"),
     ],
 )
 def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(change, complaint, model, contract, chat):
@@ -200,7 +200,7 @@ def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(change
     assert len(run(model, contract, work).ids)
 
 
-def test_a_sampler_that_breaks_is_heard_by_everybody(model, contract, chat):
+def test_every_request_gets_the_error_of_a_failed_sampler(model, contract, chat):
     async def work(engine):
         def broken():
             raise RuntimeError("out of memory")
@@ -208,7 +208,7 @@ def test_a_sampler_that_breaks_is_heard_by_everybody(model, contract, chat):
         engine._sampler.step = broken
         results = await asyncio.gather(*(engine.generate(request(chat, e)) for e in "ab"), return_exceptions=True)
         assert all(isinstance(result, RuntimeError) for result in results)
-        with pytest.raises(EngineError, match="failed before"):
+        with pytest.raises(EngineError, match="has failed"):
             await engine.generate(request(chat))
         assert not (await engine.health()).alive
 
@@ -233,10 +233,10 @@ def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_pat
 
 def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tiny_hf):
     model, lora = model_port.load(tiny_hf), LoraConfig(rank=3)
-    begun = new_adapter(model.config, lora, seed=0)
-    add_adapter(model, lora, {path: value + 0.1 for path, value in begun.items()})
+    adapters = new_adapter(model.config, lora, seed=0)
+    add_adapter(model, lora, {path: value + 0.1 for path, value in adapters.items()})
     copy = sampling_model(model, "float32", None, copied=True)
-    params, copied = (flat_params(nnx.state(one)) for one in (model, copy))
+    params, copied = (flat_params(nnx.state(each)) for each in (model, copy))
     shared = {path for path in params if params[path] is copied[path]}
     assert shared == {path for path in params if "_lora." not in path}
     sent = dict(ModelWeights(copy, np.dtype(np.float32)).tensors())
@@ -249,7 +249,7 @@ def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tin
 def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(tiny_hf, contract):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     model = model_port.load(tiny_hf, mesh=mesh)
-    for given, is_split in ((mesh, True), (None, False)):
-        engine = EmbeddedEngine(model, contract, mesh=given, **SETTINGS)
+    for engine_mesh, is_split in ((mesh, True), (None, False)):
+        engine = EmbeddedEngine(model, contract, mesh=engine_mesh, **SETTINGS)
         largest = max(jax.tree.leaves(engine._sampler._rows), key=lambda leaf: leaf.size)
         assert (len(largest.sharding.device_set) == 8) == is_split
