@@ -18,10 +18,7 @@ COMMANDS = {  # name: the module to run and a description
     "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
     "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split"),
     "prompts": ("paravt_jax.prompts", "makes a file of prompts from the released repository: import-release"),
-    "bench": (
-        "paravt_jax.bench",
-        "measures this machine: mesh, learner, rollout, video, convert",
-    ),
+    "bench": ("paravt_jax.bench", "benchmarks: mesh, rollout; more from a clone with python -m scripts.bench"),
     "tiny": ("model_port.tiny", "writes a tiny random Qwen3-VL in Hugging Face format"),
     "convert": ("model_port.convert", "converts a Hugging Face Qwen3-VL to a checkpoint"),
     "export": ("model_port.export", "writes a checkpoint as a Hugging Face directory, or to the hub"),

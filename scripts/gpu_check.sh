@@ -16,7 +16,7 @@ if [ -z "$python" ]; then python=$([ -x .venv/bin/python ] && echo .venv/bin/pyt
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p $to
 page=$(mktemp)
-"$python" -m paravt_jax.bench gpu_check --json $to/gpu_check.json "$@" | tee "$page"
+"$python" -m scripts.bench gpu_check --json $to/gpu_check.json "$@" | tee "$page"
 status=$?
 [ ! -s "$page" ] || cp "$page" $to/gpu_check.md # a rejected command prints nothing and keeps the old page
 rm "$page"

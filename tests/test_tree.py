@@ -24,8 +24,6 @@ SIDECAR_ONLY = "rollout/staging.py"  # SGLang's processes load it, in their own 
 TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only then
     SIDECAR_ONLY,
     "model_port/verify.py",
-    "paravt_jax/bench/gpu_parts.py",
-    "paravt_jax/bench/torch_update.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
     "rewards": "",

@@ -18,7 +18,6 @@ from paravt_jax.bench import machine
 from rollout.output_file import OutputFile
 
 BENCHES = {
-    "gpu_check": "one NVIDIA GPU in ten minutes: attention, an update, the same in torch, publishing weights",
     "mesh": "an update on every mesh: measured on this machine, or estimated for other devices",
     "rollout": "episodes on a real SGLang server: parallel crops, throughput, caches, publishing",
 }

@@ -1,12 +1,8 @@
-"""Small models of the released architecture, and random inputs for them."""
+"""Small models of the released architecture."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig
-from model_port.inputs import Frame
 from model_port.tiny import tiny_config
 
 # 53M parameters, and 123M: a tenth of the 2B in every dimension that matters.
@@ -29,24 +25,3 @@ MID = ModelConfig(
     vision_end_token_id=31_993,
 )
 MODELS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny_config, "small": lambda: SMALL, "mid": lambda: MID}
-FRAME_GRID = (14, 14)  # the recipe's frames: 224 x 224 pixels, 49 tokens
-
-
-@dataclass(frozen=True)
-class Example:
-    ids: np.ndarray
-    frames: list[Frame]
-
-
-def random_example(config: ModelConfig, seed: int, num_frames: int, num_text: int, grid: tuple[int, int]) -> Example:
-    random = np.random.default_rng(seed)
-    down, across = grid
-    plain = min(config.image_token_id, config.vision_start_token_id)
-    frame_ids = [
-        config.vision_start_token_id,
-        *[config.image_token_id] * (down * across // 4),
-        config.vision_end_token_id,
-    ]
-    shape = (down * across, config.vision.patch_values)
-    frames = [Frame(random.standard_normal(shape, np.float32), grid) for _ in range(num_frames)]
-    return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)

@@ -8,6 +8,7 @@ BENCHES = {
     "checkpoint": "a learner's state saved, and restored with and without comparing its checksums",
     "convert": "time and memory of model_port.convert and model_port.export, and of a plain copy",
     "decoders": "PyAV and decord: which returns the right frames of each container",
+    "gpu_check": "one NVIDIA GPU in ten minutes: attention, an update, the same in torch, publishing weights",
     "hosts": "a run and a checkpoint on 1, 2 and 4 processes of this machine, and publishing to 1, 2 and 4 servers",
     "learner": "forward and forward+backward of the policy, and its update, compared with transformers in torch",
     "soak": "the smoke run or a service for hours: memory, open files, threads and step time",

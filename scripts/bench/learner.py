@@ -21,8 +21,8 @@ import numpy as np
 from model_port.config import ModelConfig, config_to_hf
 from model_port.inputs import RowSequence, Tokens, bucket, pack_text, pack_vision
 from model_port.weights import num_params
-from paravt_jax.bench.models import FRAME_GRID, MODELS, Example, random_example
-from paravt_jax.bench.update import EpisodeGroup
+from paravt_jax.bench.models import MODELS
+from scripts.bench.update import FRAME_GRID, EpisodeGroup, Example, random_example
 from scripts.bench.ways import compare_ways
 
 WORKLOADS = {

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from paravt_jax.bench.update import AGREED, TOLERANCES, EpisodeGroup, check_agreement, our_update, torch_update
+from scripts.bench.update import AGREED, TOLERANCES, EpisodeGroup, check_agreement, our_update, torch_update
 
 COMPARED = {
     ("rows", "branches"): {"update_s": "a row per episode → branches"},
@@ -26,7 +26,7 @@ COMPARED = {
     ("torch", "branches"): {"update_s": "torch → branches"},
 }  # slower way first
 IMPORTS = {
-    "torch": ("paravt_jax.bench.torch_update", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl"),
+    "torch": ("scripts.bench.torch_update", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl"),
     "jax": ("paravt_jax.learner.learner", "model_port"),
 }  # the peak is memory beyond these imports
 

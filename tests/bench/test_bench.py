@@ -11,9 +11,8 @@ import pytest
 from model_port.inputs import Frame
 from model_port.tiny import tiny_config
 from paravt_jax.bench import __main__ as wheel_main
-from paravt_jax.bench import update
 from scripts.bench import __main__ as bench_main
-from scripts.bench import learner, ways
+from scripts.bench import learner, update, ways
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from paravt_jax.__main__ import COMMANDS, main, overview, run
 ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes, with nobody to read their help
     "paravt_jax",
-    "paravt_jax.bench.gpu_parts",
     "paravt_jax.sampling.score",
     "rollout.staging",
     "rollout.supervisor",

@@ -1,4 +1,4 @@
-"""The cold start as a user runs it: it learns, ends in a checkpoint like any other, and goes on where it was killed."""
+"""An SFT run as a user starts it: it learns, writes checkpoints, and resumes after a kill."""
 
 import asyncio
 import json
@@ -60,27 +60,27 @@ def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory) -> Path:
+def finished_run(world, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("sft") / "run"
     assert forked.run("paravt_jax.sft", *arguments(world, run_dir)).returncode == 0
     return run_dir
 
 
 @pytest.mark.slow
-def test_a_run_learns_validates_and_exports(undisturbed, tmp_path):
-    losses = [metrics["loss/imitation"] for metrics in metrics_of(undisturbed)]
+def test_a_run_learns_validates_and_exports(finished_run, tmp_path):
+    losses = [metrics["loss/imitation"] for metrics in metrics_of(finished_run)]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
-    held_out = [json.loads(line) for line in (undisturbed / "validation.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line) for line in (finished_run / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in held_out] == [0, 3, 6]
     assert held_out[2]["validation/loss"] < held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
-    source = undisturbed / "checkpoints" / str(STEPS)
+    source = finished_run / "checkpoints" / str(STEPS)
     assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_every_step_leaves_a_sample_that_the_page_of_the_run_shows(undisturbed):
-    page = make_page([undisturbed], 100, frames=True).decode()
+def test_every_step_logs_a_sample_that_the_page_shows(finished_run):
+    page = make_page([finished_run], 100, frames=True).decode()
     records = [json.loads(line) for line in page.split('id="records">')[1].split("</script>")[0].splitlines()]
     assert [record["step"] for record in records] == [*range(1, STEPS + 1)]
     assert all(record["turns"][0]["num_sampled"] > 3 and record["reward"] is None for record in records)
@@ -89,7 +89,7 @@ def test_every_step_leaves_a_sample_that_the_page_of_the_run_shows(undisturbed):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tmp_path):
+def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, world, tmp_path):
     process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
     try:
         deadline_s = time.monotonic() + 200
@@ -100,12 +100,12 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(undisturbed, world, tm
         process.kill()
         process.join()
     assert forked.run("paravt_jax.sft", *arguments(world, tmp_path)).returncode == 0
-    assert metrics_of(tmp_path) == metrics_of(undisturbed)
-    assert arrays_of(tmp_path, STEPS) == arrays_of(undisturbed, STEPS)
+    assert metrics_of(tmp_path) == metrics_of(finished_run)
+    assert arrays_of(tmp_path, STEPS) == arrays_of(finished_run, STEPS)
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_exits_130_so_that_what_follows_it_is_not_begun(world, tmp_path):
+def test_ctrl_c_saves_and_exits_130(world, tmp_path):
     process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
     try:
         deadline_s = time.monotonic() + 200
@@ -121,7 +121,7 @@ def test_ctrl_c_saves_and_exits_130_so_that_what_follows_it_is_not_begun(world, 
 
 
 @pytest.mark.slow
-def test_adapters_alone_learn_where_there_are_any_and_leave_as_an_adapter_or_in_the_model(world, tmp_path):
+def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path):
     run = tmp_path / "run"
     settings = ("lora.rank=8", "optim.train_vision=false", "optim.learning_rate=1e-2")
     assert forked.run("paravt_jax.sft", *arguments(world, run, *settings)).returncode == 0
@@ -134,8 +134,8 @@ def test_adapters_alone_learn_where_there_are_any_and_leave_as_an_adapter_or_in_
 
 
 @pytest.mark.slow
-def test_other_traces_in_the_same_run_are_refused(undisturbed, world, tmp_path):
-    done = forked.run("paravt_jax.sft", *arguments(world, undisturbed, f"data.train={world / 'validation.jsonl'}"))
+def test_resuming_with_other_traces_is_rejected(finished_run, world, tmp_path):
+    done = forked.run("paravt_jax.sft", *arguments(world, finished_run, f"data.train={world / 'validation.jsonl'}"))
     assert done.returncode == 1 and "data.train=" in done.stderr and "--allow-changes" in done.stderr
 
 
@@ -149,19 +149,19 @@ def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) 
     return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
 
-def take(of: TraceBatches, num: int) -> list[TraceBatch]:
-    async def taken() -> list[TraceBatch]:
+def next_batches(batches: TraceBatches, num: int) -> list[TraceBatch]:
+    async def body() -> list[TraceBatch]:
         try:
-            return [await of.next_batch() for _ in range(num)]
+            return [await batches.next_batch() for _ in range(num)]
         finally:
-            await of.close()
+            await batches.close()
 
-    return asyncio.run(taken())
+    return asyncio.run(body())
 
 
 def trace(number: int, answer: str = "Red.", path: str = "/a.mp4") -> Trace:
-    asked = Message("user", (Media("video", path), f"Question {number}?"))
-    return Trace(str(number), (asked, Message("assistant", (answer,))))
+    question = Message("user", (Media("video", path), f"Question {number}?"))
+    return Trace(str(number), (question, Message("assistant", (answer,))))
 
 
 def tokens_of(step: TraceBatch) -> list[list[int]]:
@@ -169,47 +169,50 @@ def tokens_of(step: TraceBatch) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_step_follows_from_its_first_visit_alone(tiny_hf):
+def test_a_step_depends_only_on_its_first_sample(tiny_hf):
     traces = [trace(number, "word " * (5 * number)) for number in range(9)]
-    whole = take(batches_of(tiny_hf, traces, row_tokens=1024), 4)
-    again = take(batches_of(tiny_hf, traces, first=whole[1].next, row_tokens=1024), 2)
-    assert [tokens_of(step) for step in again] == [tokens_of(step) for step in whole[2:]]
-    assert [step.next for step in again] == [step.next for step in whole[2:]]
+    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 4)
+    resumed = next_batches(batches_of(tiny_hf, traces, first=steps[1].next_sample, row_tokens=1024), 2)
+    assert [tokens_of(step) for step in resumed] == [tokens_of(step) for step in steps[2:]]
+    assert [step.next_sample for step in resumed] == [step.next_sample for step in steps[2:]]
 
 
 @pytest.mark.slow
-def test_every_trace_is_taken_once_an_epoch(tiny_hf):
+def test_every_trace_is_used_once_per_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
-    taken = take(batches_of(tiny_hf, traces, row_tokens=1024), 5)
-    assert taken[-1].next == sum(step.num_traces for step in taken) > 7
-    assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in taken)
+    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 5)
+    assert steps[-1].next_sample == sum(step.num_traces for step in steps) > 7
+    assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in steps)
 
 
-def test_traces_that_do_not_fit_or_cannot_be_shown_are_left_out_and_named(tiny_hf):
+def test_traces_that_do_not_fit_or_cannot_be_read_are_skipped_and_reported(tiny_hf):
     traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
-    found = take(batches_of(tiny_hf, traces, row_tokens=1024), 1)[0]
-    assert found.num_traces + len(found.problems) == found.next
-    said = " ".join(found.problems)
-    assert "1: 6460 tokens" in said and "pack.row_tokens=1024" in said and "2: the video cannot be opened" in said
+    batch = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 1)[0]
+    assert batch.num_traces + len(batch.problems) == batch.next_sample
+    problems = " ".join(batch.problems)
+    assert "1: 6460 tokens" in problems and "pack.row_tokens=1024" in problems
+    assert "2: the video cannot be opened" in problems
 
 
-def test_a_corpus_of_which_nothing_can_be_shown_ends_the_run(tiny_hf):
+def test_a_corpus_without_a_readable_trace_ends_the_run(tiny_hf):
     with pytest.raises(RuntimeError, match="2 consecutive traces cannot be used"):
-        take(batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1)
+        next_batches(
+            batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nums", [(1, 2), pytest.param((4, 2, 8), marks=pytest.mark.nightly)])
-def test_a_run_on_changing_numbers_of_hosts_imitates_what_one_host_does(nums, world, tmp_path):
-    """A step each; the mesh is another one every time, so sums of floats are added up in another order."""
+def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tmp_path):
+    """One step for each number; every mesh sums floats in another order."""
     several_runs = [("several", num, step) for step, num in enumerate(nums, 1)]
     for run, num, steps in (*several_runs, ("one", 1, len(nums))):
         settings = ["sft.rows_per_step=8", "pack.num_rows=8", "optim.schedule=constant", "optim.warmup_frac=0"]
         settings += ["optim.train_vision=false", "data.validation="]
-        told = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
-        ended = several.start_command(tmp_path / f"said {run}{num}", "paravt_jax.sft", told, num).ended()
-        assert [one.code for one in ended] == [0] * num, "\n\n".join(one.said[-3000:] for one in ended)
+        command = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
+        ended = several.start_command(tmp_path / f"output {run}{num}", "paravt_jax.sft", command, num).ended()
+        assert [host.code for host in ended] == [0] * num, "\n\n".join(host.said[-3000:] for host in ended)
     for line, num in zip((tmp_path / "several" / "metrics.jsonl").read_text().splitlines(), nums, strict=True):
         row = json.loads(line)
         assert num == 1 or all(row[f"perf/hosts/{what}_slowest"] in range(num) for what in ("data", "devices"))

@@ -171,7 +171,7 @@ def test_a_mesh_excludes_the_gpus_of_servers():
     result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
     assert "engine.gpus=[4, 5, 6, 7] are for servers; 4 devices remain for the learner" in result["assumed"]
-    with pytest.raises(ValueError, match="--mesh 1,8,1 is not data,fsdp,tensor of 4 devices"):
+    with pytest.raises(ValueError, match="--mesh 1,8,1 must be data,fsdp,tensor with a product of 4"):
         result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
 
 

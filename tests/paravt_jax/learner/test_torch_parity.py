@@ -14,12 +14,12 @@ from model_port.inputs import Frame
 from model_port.sharding import flat_params
 from model_port.tiny import make_tiny, tiny_config
 from model_port.weights import rules
-from paravt_jax.bench.torch_update import TorchLearner, load_reference
 from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
 from paravt_jax.learner.optim import BETAS
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
+from scripts.bench.torch_update import TorchLearner, load_reference
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from model_port.config import preset
-from paravt_jax.bench import gpu_check
-from paravt_jax.bench.gpu_parts import PARTS, Check, at_depth, attention_time, failure, model_flops, peak_flops
+from scripts.bench import gpu_check
+from scripts.bench.gpu_parts import PARTS, Check, at_depth, attention_time, failure, model_flops, peak_flops
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""
 
 
@@ -126,8 +126,8 @@ def test_the_peak_of_an_unlisted_device_is_none():
 @pytest.mark.timeout(900)
 def test_the_whole_check_runs_on_tiny_models_without_a_gpu(tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "paravt_jax.bench", "gpu_check", "--tiny", "--json", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    command = [sys.executable, "-m", "scripts.bench", "gpu_check", "--tiny", "--json", str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     parts = json.loads(out.read_text())["parts"]
     assert list(parts) == list(PARTS) and all(each["rows"] for each in parts.values())

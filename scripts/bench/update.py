@@ -11,10 +11,31 @@ from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from paravt_jax.learner.packing import Dialogue
 
+FRAME_GRID = (14, 14)  # the recipe's frames: 224 x 224 pixels, 49 tokens
 TEMPERATURE = 0.7
 TORCH_ROWS_AT_ONCE = 4  # fastest on CPU
 AGREED = ("loss/total", "optim/grad_norm")
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Example:
+    ids: np.ndarray
+    frames: list[Frame]
+
+
+def random_example(config: ModelConfig, seed: int, num_frames: int, num_text: int, grid: tuple[int, int]) -> Example:
+    random = np.random.default_rng(seed)
+    down, across = grid
+    plain = min(config.image_token_id, config.vision_start_token_id)
+    frame_ids = [
+        config.vision_start_token_id,
+        *[config.image_token_id] * (down * across // 4),
+        config.vision_end_token_id,
+    ]
+    shape = (down * across, config.vision.patch_values)
+    frames = [Frame(random.standard_normal(shape, np.float32), grid) for _ in range(num_frames)]
+    return Example(np.array([*frame_ids * num_frames, *random.integers(0, plain, num_text)]), frames)
 
 
 class Update(NamedTuple):
@@ -104,8 +125,8 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Updat
 
 
 def torch_update(way: str, folder: Path, dtype: str, group: EpisodeGroup, device: str = "cpu") -> Update:
-    from paravt_jax.bench.torch_update import TorchLearner
     from paravt_jax.learner.settings import LossConfig, OptimConfig
+    from scripts.bench.torch_update import TorchLearner
 
     dialogues, frames = group.dialogues(way)
     learner = TorchLearner(

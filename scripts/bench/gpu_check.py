@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paravt_jax.bench.update import TOLERANCES, check_agreement
 from paravt_jax.run.process import claim_memory
+from scripts.bench.update import TOLERANCES, check_agreement
 
 Row = dict[str, Any]
 DEADLINES_S = {  # per part; less than ten minutes in total
@@ -83,7 +83,7 @@ def _check_gpu(part: dict[str, Any]) -> None:
 
 def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
     """The rows that a part printed before it ended or timed out, and its problem."""
-    command = [sys.executable, "-m", "paravt_jax.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
+    command = [sys.executable, "-m", "scripts.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
     print(f"{name} …", file=sys.stderr, flush=True)
     start, deadline_s = time.monotonic(), DEADLINES_S[name] * (PATIENCE if tiny else 1)
     return {**part_of(command, deadline_s, folder), "seconds": round(time.monotonic() - start, 1)}
@@ -141,7 +141,7 @@ def table(result: dict[str, Any]) -> str:
     """A Markdown page: problems first, then every part."""
     violations = result["violations"]
     size = ", tiny models: tests the check, measures nothing" if result["tiny"] else ""
-    lines = [f"# GPU check{size}", "", f"{result['date']}, `python -m paravt_jax.bench gpu_check`", "", CONVENTION, ""]
+    lines = [f"# GPU check{size}", "", f"{result['date']}, `python -m scripts.bench gpu_check`", "", CONVENTION, ""]
     lines += [f"Problems: {len(violations)}", "", *(f"- {problem}" for problem in violations), ""] * bool(violations)
     lines += _ratios(result["parts"])
     for name, part in result["parts"].items():

@@ -1,6 +1,6 @@
 """The parts of `bench gpu_check`; each runs in its own process.
 
-    python -m paravt_jax.bench.gpu_parts PART FOLDER [--tiny]
+    python -m scripts.bench.gpu_parts PART FOLDER [--tiny]
 
 A part prints each row as a JSON object as soon as it is measured, so that a timeout keeps the finished rows. It needs
 only jax and flax, and torch with transformers for the comparison.
@@ -24,8 +24,7 @@ import numpy as np
 from model_port.config import ModelConfig, preset
 from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
 from model_port.weights import num_params
-from paravt_jax.bench.models import FRAME_GRID, random_example
-from paravt_jax.bench.update import EpisodeGroup, Update, our_update, torch_update
+from scripts.bench.update import FRAME_GRID, EpisodeGroup, Update, our_update, random_example, torch_update
 
 Row = dict[str, Any]
 GIB = 2**30
