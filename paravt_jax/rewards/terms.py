@@ -146,10 +146,6 @@ class RewardTerms:
             for summand in self.summands
         )
 
-    @property
-    def total_without_anchor(self) -> float | None:
-        return None if self.missing else math.fsum(summand.reward for summand in self.summands_without_anchor)
-
 
 def reward_terms(
     turns: Sequence[str],

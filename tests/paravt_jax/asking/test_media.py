@@ -85,47 +85,33 @@ def test_converting_an_image_writes_no_file_into_the_video_directory(videos, tmp
     assert sorted(path.name for path in videos.iterdir()) == ["a.mp4", "b.png"]
 
 
-@pytest.mark.parametrize(
-    "url", ["data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==", "data:video/mp4;base64,é"]
-)
-def test_an_invalid_data_url_is_rejected(url, tmp_path):
-    with pytest.raises(BadRequest, match="data URL"):
-        path_of(url, tmp_path)
+INVALID = [
+    *(("video", url, "data URL") for url in ("data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==")),
+    ("video", "data:video/mp4;base64,é", "data URL"),
+    ("image", "data:image/png;base64,AAAA", "an image cannot be read"),
+    ("image", "data:image/svg+xml;base64,PHN2Zy8+", "an image cannot be read"),
+    *(("video", url, "is not a URL") for url in ("http://[", "http://[::1", "http://\ud800/", "http://a:b/")),
+    *(("video", url, "not a URL|cannot be") for url in ("http://", "http:///a", "https://a b/")),
+]
 
 
-@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "data:image/svg+xml;base64,PHN2Zy8+"])
-def test_an_invalid_image_is_rejected(url, tmp_path):
-    with pytest.raises(BadRequest, match="an image cannot be read"):
-        path_of(url, tmp_path, "image")
+@pytest.mark.parametrize(("kind", "url", "message"), INVALID)
+def test_an_invalid_url_or_image_is_a_printable_error(kind, url, message, tmp_path):
+    with pytest.raises(BadRequest, match=message) as raised:
+        path_of(url, tmp_path, kind, allow_fetch=True)
+    assert str(raised.value).isprintable() and str(tmp_path) not in str(raised.value)
 
 
 PRIVATE = [
-    "127.0.0.1",
-    "10.1.2.3",
-    "169.254.169.254",
-    "[::1]",
-    "[::ffff:127.0.0.1]",
-    "0.0.0.0",
-    "[fd00::1]",
-    "localhost",
+    *("127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0", "localhost"),
+    *("[::1]", "[::ffff:127.0.0.1]", "[fd00::1]"),
     # Digits and full stops that IDNA maps to ASCII.
-    "１２７.０.０.１",
-    "①②⑦.⓪.⓪.①",
-    "127。0。0。1",
-    "127．0．0．1",
+    *("１２７.０.０.１", "①②⑦.⓪.⓪.①", "127。0。0。1", "127．0．0．1"),
     # Other notations of 127.0.0.1.
-    "127.1",
-    "0x7f.1",
-    "017700000001",
-    "2130706433",
+    *("127.1", "0x7f.1", "017700000001", "2130706433"),
     # IPv6 with an embedded IPv4 address: both NAT64 prefixes, 6to4, two older forms, Teredo.
-    "[64:ff9b::7f00:1]",
-    "[64:ff9b::a9fe:a9fe]",
-    "[64:ff9b:1::5db8:d70e]",
-    "[2002:7f00:1::]",
-    "[::127.0.0.1]",
-    "[::ffff:0:127.0.0.1]",
-    "[2001:0:7f00:1::]",
+    *("[64:ff9b::7f00:1]", "[64:ff9b::a9fe:a9fe]", "[64:ff9b:1::5db8:d70e]", "[2002:7f00:1::]"),
+    *("[::127.0.0.1]", "[::ffff:0:127.0.0.1]", "[2001:0:7f00:1::]"),
 ]
 
 
@@ -152,15 +138,6 @@ def test_a_public_address_of_this_machine_itself_is_not_public(monkeypatch):
     assert is_own("127.0.0.1") and not is_own("93.184.215.14")
     monkeypatch.setattr(media_module, "is_own", lambda address: address == "93.184.215.14")
     assert not is_public("93.184.215.14") and not is_public("64:ff9b::5db8:d70e") and is_public("93.184.215.15")
-
-
-@pytest.mark.parametrize(
-    "url", ["http://[", "http://[::1", "http://", "http:///a", "https://a b/", "http://\ud800/", "http://a:b/"]
-)
-def test_an_invalid_url_is_a_printable_error(url, tmp_path):
-    with pytest.raises(BadRequest, match=r"is not a URL|cannot be (fetched|reached)") as raised:
-        path_of(url, tmp_path, allow_fetch=True)
-    assert str(raised.value).isprintable() and str(tmp_path) not in str(raised.value)
 
 
 @asynccontextmanager

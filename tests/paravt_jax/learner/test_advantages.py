@@ -256,7 +256,8 @@ def test_rewards_become_arrays_and_a_term_that_an_episode_lacks_is_zero():
     assert group.terms["accuracy"].tolist() == [1, 0, 0] and group.terms["tool_call"].tolist() == [0, 0, 1]
     assert group.terms["brief"].tolist() == [0.5, 0, 0] and group.weights["brief"].tolist() == [2, 2, 2]
     assert group.weights["tool_call"].tolist() == [0.2] * 3
-    np.testing.assert_allclose(group.total[[0, 2]], [first.total_without_anchor, last.total_without_anchor])
+    expected = [sum(s.reward for s in terms.summands_without_anchor) for terms in (first, last)]
+    np.testing.assert_allclose(group.total[[0, 2]], expected)
     np.testing.assert_allclose(group.anchor, [0.7, 0.0, 0.4])
     with_anchor = group_rewards([first, None, last], anchor_scale=0.5, config=replace(EXACT, credit="sequence"))
     np.testing.assert_allclose(with_anchor.total[[0, 2]], [first.total, last.total])
