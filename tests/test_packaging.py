@@ -1,4 +1,4 @@
-"""What pip installs is what the tree holds, and what scripts/setup.sh asks it for."""
+"""The installed packages match the tree and the requests of scripts/setup.sh."""
 
 import os
 import re
@@ -121,7 +121,7 @@ def test_a_lock_says_nothing_of_where_it_was_made():
 
 @pytest.fixture
 def setup_sh(tmp_path):
-    """Runs scripts/setup.sh in a clone whose pip only says what it was asked for, and gives that."""
+    """Runs scripts/setup.sh in a clone with a fake pip, and returns the requests to pip."""
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
     for name in ("pyproject.toml", "scripts/setup.sh"):

@@ -70,9 +70,9 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
     try:
         await _all_up(engine)
         for _ in range(1 + repeats):
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             await engine.publish(weights, engine.version + 1)
-            seconds["publish_s"].append(time.perf_counter() - begun_s)
+            seconds["publish_s"].append(time.perf_counter() - start_s)
             seconds["copy_s"].append(await asyncio.to_thread(copied_s, memory[0], memory[1:]))
         await _all_up(engine)
     finally:
@@ -83,11 +83,11 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
     """Seconds of a copy."""
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file, ThreadPoolExecutor(len(targets)) as readers:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         file.write(source.data)
         file.flush()
         list(readers.map(lambda target: _read(file.fileno(), target), targets))
-        return time.perf_counter() - begun_s
+        return time.perf_counter() - start_s
 
 
 def _read_file(path: Path, target: np.ndarray) -> None:

@@ -73,9 +73,9 @@ def peak_mib(work: Callable[[], object]) -> tuple[float, float]:
     """This process's peak memory during `work`, and seconds."""
     file, reset = PEAK_RESET
     file.write_text(reset)
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     work()
-    return peak_rss_bytes(os.getpid()) / MIB, time.monotonic() - begun_s
+    return peak_rss_bytes(os.getpid()) / MIB, time.monotonic() - start_s
 
 
 if __name__ == "__main__":

@@ -215,12 +215,11 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
         assert [host.code for host in ended] == [0] * num, "\n\n".join(host.said[-3000:] for host in ended)
     for line, num in zip((tmp_path / "several" / "metrics.jsonl").read_text().splitlines(), nums, strict=True):
         row = json.loads(line)
-        assert num == 1 or all(row[f"perf/hosts/{what}_slowest"] in range(num) for what in ("data", "devices"))
+        assert num == 1 or all(row[f"perf/hosts/{part}_slowest"] in range(num) for part in ("data", "devices"))
     ours, theirs = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "several")
     assert [row["step"] for row in theirs] == [*range(1, len(nums) + 1)]
     assert ours[-1]["loss/imitation"] < ours[0]["loss/imitation"] - 0.05
-    for one, other in zip(ours, theirs, strict=True):
-        assert other == pytest.approx(one, rel=1e-3)
-    assert [one["id"] for one in episodes_of(tmp_path / "one")] == [
-        one["id"] for one in episodes_of(tmp_path / "several")
-    ]
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        assert their_row == pytest.approx(our_row, rel=1e-3)
+    ids, several_ids = ([episode["id"] for episode in episodes_of(tmp_path / run)] for run in ("one", "several"))
+    assert ids == several_ids

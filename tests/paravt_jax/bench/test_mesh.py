@@ -62,7 +62,7 @@ def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bad_option_is_one_line_and_a_failure():
+def test_an_invalid_option_is_a_one_line_error():
     run = bench("--row-tokens", "10")
     assert (run.returncode, run.stdout) == (1, "") and run.stderr.startswith("error: --row-tokens 10 must be at least")
 
@@ -175,16 +175,16 @@ def test_a_mesh_excludes_the_gpus_of_servers():
         result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
 
 
-def test_gpus_of_the_servers_are_hidden_before_anything_is_measured(own_environment, monkeypatch):
+def test_gpus_of_servers_are_hidden_before_measuring(own_environment, monkeypatch):
     run = benched_run(parse("--config", f"{CONFIGS}/8b_8x80gb.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     (remark,) = mesh_measured._prepare(run, 2)
     assert remark.endswith("are for servers; 4 devices remain for the learner")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and os.environ[MEMORY_FRAC] == "0.90"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    taken = benched_run(parse("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
+    all_gpus = benched_run(parse("--config", f"{CONFIGS}/8b_8x80gb.yaml", "engine.gpus=[0,1,2,3,4,5,6,7]"))
     with pytest.raises(ValueError, match="leaves no device for the learner"):
-        mesh_measured._prepare(taken, 2)
+        mesh_measured._prepare(all_gpus, 2)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_fewer_rows_are_not_a_faster_mesh():
     assert shared["tokens_per_s"] < split["tokens_per_s"]
 
 
-def test_a_million_tokens_cost_what_the_devices_cost_meanwhile():
+def test_the_price_of_a_million_tokens_follows_from_the_rate():
     row = estimated_rows("--model", "2b", "--mesh", "1,8,1", "--price", "2.5")[1, 8, 1]
     assert row["price_per_mtokens"] == pytest.approx(8 * 2.5 * 1e6 / row["tokens_per_s"] / 3600)
 
@@ -211,7 +211,7 @@ def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
     assert without["hbm_gib"] < rows[1, 8, 1]["hbm_gib"] and without["est_step_s"] < rows[1, 8, 1]["est_step_s"]
 
 
-def test_imitation_has_meshes_too():
+def test_meshes_of_an_sft_config_are_estimated():
     row = estimated_rows("--config", f"{CONFIGS}/sft_8b.yaml", "model.path=2b", "--mesh", "1,8,1")[1, 8, 1]
     assert row["fits"] and row["est_step_s"] > 0 and row["unknown"]["collective_bytes"] == "nothing is compiled"
     assert row["compiled_flops"] is None and row["unknown"]["compiled_flops"] == "nothing is compiled"
