@@ -1,14 +1,25 @@
-"""The trainer as a user runs it: from a config to metrics, checkpoints and plots, through kills and restarts."""
+"""The trainer as a user runs it: from a config to metrics, checkpoints and plots."""
 
 import asyncio
-import itertools
 import json
 from functools import partial
 
+import forked
 import numpy as np
 import pytest
 from fake_server import FakeServer
-from training import OPTIMISED, QUICK, ROOT, episodes_of, metrics_of, train, train_forked, train_here, train_in_loop
+from training import (
+    OPTIMISED,
+    QUICK,
+    ROOT,
+    arguments,
+    episodes_of,
+    metrics_of,
+    train,
+    train_forked,
+    train_here,
+    train_in_loop,
+)
 
 import model_port
 from model_port.export import export
@@ -20,7 +31,7 @@ from rollout.engine.sglang import SGLangSettings
 
 pytestmark = pytest.mark.slow
 
-MUST_BE_THERE = {
+PROMISED_METRICS = {
     *("rollout/format_reward", "rollout/parseable_frac", "rollout/tool_calls_mean", "rollout/tool_use_frac"),
     *("rollout/reward_mean", "rollout/accuracy_mean", "rollout/frame_budget_mean"),
     *("mismatch/behavior_kl", "mismatch/behavior_kl_structural", "loss/policy", "loss/kl_ref", "loss/clip_frac"),
@@ -29,16 +40,22 @@ MUST_BE_THERE = {
 }
 
 
+def sampled_versions(episodes: list[dict]) -> list[tuple[int, int]]:
+    """The step and the policy version of every sampled segment."""
+    segments = [(episode["step"], segment) for episode in episodes for segment in episode["segments"]]
+    return [(step, segment["version"]) for step, segment in segments if segment["kind"] == "sampled"]
+
+
 @pytest.mark.timeout(600)
-def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
-    whole = ("data.validation=synthetic", "validation.max_prompts=2")
-    done = train(tmp_path / "run", *QUICK, *whole, **OPTIMISED)
+def test_the_smoke_run_writes_all_promised_files_and_metrics(tmp_path):
+    validation = ("data.validation=synthetic", "validation.max_prompts=2")
+    done = train(tmp_path / "run", *QUICK, *validation, **OPTIMISED)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("attention: blocked (cpu, rows of 2048 tokens)") == 1
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert not MUST_BE_THERE - set(lines[0])
+    assert not PROMISED_METRICS - set(lines[0])
     assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines if line["perf/num_batches"])
     assert len(episodes_of(run_dir)) == 4 * 4
@@ -49,21 +66,16 @@ def test_the_smoke_run_leaves_everything_that_is_promised(tmp_path):
     assert settings["packages"]["jax"]
     assert [json.loads(line)["step"] for line in (run_dir / "validation.jsonl").read_text().splitlines()] == [0, 2, 4]
     export(run_dir / "checkpoints" / "4", tmp_path / "hf", "float32")
-    before, after = model_port.load(run_dir / "tiny"), model_port.load(tmp_path / "hf")
+    first, trained = model_port.load(run_dir / "tiny"), model_port.load(tmp_path / "hf")
     ids = np.arange(5, 50)
-    assert not np.array_equal(model_port.logits(before, ids), model_port.logits(after, ids))
+    assert not np.array_equal(model_port.logits(first, ids), model_port.logits(trained, ids))
 
 
-def test_rollouts_ahead_of_the_update_are_never_staler_than_allowed(tmp_path):
+def test_staleness_stays_within_its_maximum(tmp_path):
     train_forked(tmp_path / "run", *QUICK, "train.num_steps=6", "train.max_staleness=2", "optim.learning_rate=1e-5")
     episodes = episodes_of(tmp_path / "run")
     assert len({episode["id"] for episode in episodes}) == len(episodes) == 6 * 4
-    ages = [
-        episode["step"] - 1 - segment["version"]
-        for episode in episodes
-        for segment in episode["segments"]
-        if segment["kind"] == "sampled"
-    ]
+    ages = [step - 1 - version for step, version in sampled_versions(episodes)]
     assert min(ages) >= 0
     assert 0 < max(ages) <= 2
 
@@ -107,38 +119,33 @@ def test_every_option_of_the_update_runs(tmp_path):
         (["mesh.data=16", "pack.num_rows=16"], "needs 16 devices"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_logged(overrides, message, tmp_path):
+def test_an_impossible_run_is_rejected_before_it_logs(overrides, message, tmp_path):
     with pytest.raises((ValueError, OSError), match=message):
         train_here(tmp_path / "run", *overrides)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_an_error_is_one_line_and_no_success(tmp_path):
-    done = train(tmp_path / "run", "train.num_step=3")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: train.num_step is not a setting (did you mean train.num_steps?)")
-
-
-def test_servers_serve_the_rollouts_and_get_every_version(tmp_path):
-    """The same run with real SGLang servers: started, checked against the learner, given new weights, stopped."""
+def test_sglang_servers_sample_with_every_version(tmp_path):
     run_dir = tmp_path / "run"
     train_here(run_dir, *QUICK, "engine.kind=sglang", "train.num_steps=2")
     lines = metrics_of(run_dir)
     assert len(lines) == 2
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines)
-    versions = [
-        (episode["step"], segment["version"])
-        for episode, segment in itertools.chain.from_iterable(
-            ((e, s) for s in e["segments"] if s["kind"] == "sampled") for e in episodes_of(run_dir)
-        )
-    ]
-    assert versions
-    assert all(version == step - 1 for step, version in versions)
+    versions = sampled_versions(episodes_of(run_dir))
+    assert versions and all(version == step - 1 for step, version in versions)
+
+
+@pytest.fixture
+def without_gate(monkeypatch):
+    """Fake servers would not pass the parity gate."""
+
+    async def check_parity(*_): ...
+
+    monkeypatch.setattr(setup, "_check_parity", check_parity)
 
 
 class LeavingServer(FakeServer):
-    """Once it is asked with the weights of the first step it answers no more, and the list has another in its place."""
+    """Stops answering once it has the weights of the first step, and calls `leave`."""
 
     def leave(self) -> None: ...
 
@@ -149,34 +156,29 @@ class LeavingServer(FakeServer):
         return await super()._generate(request, body)
 
 
-def test_servers_change_with_their_list_between_steps(tmp_path, monkeypatch):
-    """Fakes, which no gate would let pass; the list is looked at more often than every five seconds."""
-    listed, run_dir = tmp_path / "servers", tmp_path / "run"
-
-    async def without_gate(*_): ...
-
-    monkeypatch.setattr(setup, "_check_parity", without_gate)
+@pytest.mark.usefixtures("without_gate")
+def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
+    url_file, run_dir = tmp_path / "servers", tmp_path / "run"
     monkeypatch.setattr(engines, "SGLangSettings", partial(SGLangSettings, probe_every_s=0.05))
-    settings = ("train.num_steps=3", "engine.kind=sglang", f"engine.urls=[{listed}]", "mismatch.max_kl=.inf")
+    settings = ("train.num_steps=3", "engine.kind=sglang", f"engine.urls=[{url_file}]", "mismatch.max_kl=.inf")
 
     async def run():
         async with LeavingServer() as first, FakeServer() as second:
-            listed.write_text(first.url)
-            first.leave = lambda: listed.write_text(second.url)
+            url_file.write_text(first.url)
+            first.leave = lambda: url_file.write_text(second.url)
             await train_in_loop(run_dir, *QUICK, *settings)
             return first.version, second.version, second.asked["/generate"]
 
-    *labels, num_asked = asyncio.run(run())
+    *labels, num_requests = asyncio.run(run())
     run_id = directory.run_id(run_dir, ALONE)
-    assert (labels, num_asked) == ([f"{run_id}/1", f"{run_id}/3"], 2 * 4)
+    assert (labels, num_requests) == ([f"{run_id}/1", f"{run_id}/3"], 2 * 4)
     episodes = episodes_of(run_dir)
-    sampled = [(one["step"], piece) for one in episodes for piece in one["segments"] if piece["kind"] == "sampled"]
-    assert {(step, piece["version"]) for step, piece in sampled} == {(1, 0), (2, 1), (3, 2)}
-    assert not any(one["missing"] for one in episodes)
+    assert set(sampled_versions(episodes)) == {(1, 0), (2, 1), (3, 2)}
+    assert not any(episode["missing"] for episode in episodes)
 
 
 class TakenServer(FakeServer):
-    """Another run publishes to it once it is asked with the weights of the first step."""
+    """Another run publishes to it once it has the weights of the first step."""
 
     async def _generate(self, request, body):
         if self.version.endswith("/1"):
@@ -184,11 +186,8 @@ class TakenServer(FakeServer):
         return await super()._generate(request, body)
 
 
-def test_a_run_whose_server_another_run_takes_over_ends_and_says_so(tmp_path, monkeypatch):
-    async def without_gate(*_): ...
-
-    monkeypatch.setattr(setup, "_check_parity", without_gate)
-
+@pytest.mark.usefixtures("without_gate")
+def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
     async def run():
         async with TakenServer() as server:
             settings = ("engine.kind=sglang", f"engine.urls=[{server.url}]", "mismatch.max_kl=.inf")
@@ -200,6 +199,6 @@ def test_a_run_whose_server_another_run_takes_over_ends_and_says_so(tmp_path, mo
     assert len(metrics_of(tmp_path / "run")) == 1
 
 
-def test_taking_over_is_refused_where_no_server_runs_already(tmp_path):
-    done = train(tmp_path / "run", "--take-over")
+def test_take_over_needs_running_servers(tmp_path):
+    done = forked.run("paravt_jax.train", *arguments(tmp_path / "run"), "--take-over")
     assert done.returncode == 2 and "--take-over is for servers that run already: give engine.urls" in done.stderr
