@@ -8,16 +8,16 @@ from typing import NoReturn
 from model_port.cli import run_cli
 
 COMMANDS = {  # name: the module to run and a description
-    "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan says beforehand what that takes"),
+    "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan estimates memory and seconds per step"),
     "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
-    "ask": ("paravt_jax.ask", "asks a policy about a video, and shows what it looks at"),
-    "serve": ("paravt_jax.serve", "serves a policy with its sub-agents as one model, behind OpenAI's API"),
+    "ask": ("paravt_jax.ask", "answers a question about a video and lists the crops it used"),
+    "serve": ("paravt_jax.serve", "serves a policy and its sub-agents behind OpenAI's API"),
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
-    "checkpoint": ("paravt_jax.run.checkpoint", "compares checkpoints of a run with what was written: verify"),
-    "plots": ("paravt_jax.run.plots", "draws what a run has logged so far"),
-    "data": ("paravt_jax.data", "prepares and looks at data: materialize, inspect, split"),
-    "prompts": ("paravt_jax.prompts", "makes a file of prompts from the released repository: import-release"),
+    "checkpoint": ("paravt_jax.run.checkpoint", "verifies the checkpoints of a run: verify"),
+    "plots": ("paravt_jax.run.plots", "plots the metrics of a run"),
+    "data": ("paravt_jax.data", "prepares and inspects data: materialize, inspect, split"),
+    "prompts": ("paravt_jax.prompts", "imports prompts from the released repository: import-release"),
     "bench": ("paravt_jax.bench", "benchmarks: mesh, rollout; more from a clone with python -m scripts.bench"),
     "tiny": ("model_port.tiny", "writes a tiny random Qwen3-VL in Hugging Face format"),
     "convert": ("model_port.convert", "converts a Hugging Face Qwen3-VL to a checkpoint"),
@@ -37,7 +37,7 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "paravt COMMAND --help says what it takes; python -m with the second column is the same command.",
+            "paravt COMMAND --help lists its options; python -m with the second column runs the same command.",
         ]
     )
 
@@ -50,7 +50,7 @@ def main() -> None:
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all"
-        raise ValueError(f"{name} is no command ({hint})")
+        raise ValueError(f"{name} is not a command ({hint})")
     sys.argv = [f"paravt {name}", *arguments]  # the program name in the parser's messages
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "__path__"):  # a package has its command in __main__

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are in a bucket: killed and begun again on a fresh disk, and on several hosts."""
+"""Runs with checkpoints in a bucket resume on a fresh disk, also on several hosts."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ from training import QUICK, arguments, arrays_of, command, metrics_of, train_for
 from paravt_jax.run.lease import OWNER
 
 pytestmark = pytest.mark.slow
-ADDRESS, INSIDE = "gs://bkt/runs/x", "bkt/runs/x/"
-WHOLE = [*QUICK, "train.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9"]
+ADDRESS, PREFIX = "gs://bkt/runs/x", "bkt/runs/x/"
+THREE_STEPS = [*QUICK, "train.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9"]
 
 
 @pytest.fixture
@@ -25,41 +25,41 @@ def gcs(monkeypatch, tmp_path):
 
 
 def arrays_in(gcs, step) -> dict[str, bytes]:
-    """As `arrays_of` has them."""
-    names = gcs.names(f"{INSIDE}checkpoints/{step}/")
+    """Like `arrays_of`, from the bucket."""
+    names = gcs.names(f"{PREFIX}checkpoints/{step}/")
     return {
-        name: gcs.objects[f"{INSIDE}checkpoints/{step}/{name}"][1]
+        name: gcs.objects[f"{PREFIX}checkpoints/{step}/{name}"][1]
         for name in sorted(names)
         if name.startswith(("params/", "optimizer/")) and name.rpartition("/")[2][0].isdigit()
     }
 
 
-def started(directory: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(directory: Path, *overrides: str) -> subprocess.Popen[str]:
     directory.mkdir()
     with (directory / "stderr").open("w") as errors:
-        return subprocess.Popen([*command(ADDRESS, *WHOLE), *overrides], cwd=directory, stderr=errors, text=True)
+        return subprocess.Popen([*command(ADDRESS, *THREE_STEPS), *overrides], cwd=directory, stderr=errors, text=True)
 
 
-def test_a_run_that_lost_its_machine_goes_on_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
-    train_forked(tmp_path / "whole", *WHOLE)
-    first = started(tmp_path / "first")
+def test_a_killed_run_resumes_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
+    train_forked(tmp_path / "undisturbed", *THREE_STEPS)
+    first = start(tmp_path / "first")
     give_up_s = time.monotonic() + 200
-    while f"{INSIDE}checkpoints/1/state.json" not in gcs.objects and first.poll() is None:
+    while f"{PREFIX}checkpoints/1/state.json" not in gcs.objects and first.poll() is None:
         assert time.monotonic() < give_up_s
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert f"{INSIDE}checkpoints/1/state.json" in gcs.objects, (tmp_path / "first" / "stderr").read_text()
-    del gcs.objects[f"{INSIDE}{OWNER}"]  # as if its lease had run out
-    second = started(tmp_path / "second")
+    assert f"{PREFIX}checkpoints/1/state.json" in gcs.objects, (tmp_path / "first" / "stderr").read_text()
+    del gcs.objects[f"{PREFIX}{OWNER}"]  # as if its lease had run out
+    second = start(tmp_path / "second")
     assert second.wait(200) == 0, (tmp_path / "second" / "stderr").read_text()
     assert "going on after step" in (tmp_path / "second" / "stderr").read_text()
-    here = tmp_path / "second" / "runs" / "x"
-    assert metrics_of(here) == metrics_of(tmp_path / "whole") and not (here / "checkpoints").exists()
-    assert arrays_in(gcs, 3) == arrays_of(tmp_path / "whole", 3)
-    assert gcs.objects[f"{INSIDE}metrics.jsonl"][1] == (here / "metrics.jsonl").read_bytes()
-    assert {"config.json", "settings.jsonl", "episodes/000003.jsonl"} <= gcs.names(INSIDE)
-    assert f"{INSIDE}{OWNER}" not in gcs.objects
+    run_dir = tmp_path / "second" / "runs" / "x"
+    assert metrics_of(run_dir) == metrics_of(tmp_path / "undisturbed") and not (run_dir / "checkpoints").exists()
+    assert arrays_in(gcs, 3) == arrays_of(tmp_path / "undisturbed", 3)
+    assert gcs.objects[f"{PREFIX}metrics.jsonl"][1] == (run_dir / "metrics.jsonl").read_bytes()
+    assert {"config.json", "settings.jsonl", "episodes/000003.jsonl"} <= gcs.names(PREFIX)
+    assert f"{PREFIX}{OWNER}" not in gcs.objects
 
 
 def command_in(directory: str, module: str, words: list[str], environment: dict[str, str]) -> None:
@@ -68,27 +68,21 @@ def command_in(directory: str, module: str, words: list[str], environment: dict[
 
 
 def train_on_two(folder: Path, url: str, num_steps: int) -> list[several.Ended]:
-    each = []
-    for one in several.settings(2):
-        disk = folder / f"disk{one.index}"
+    commands = []
+    settings = [f"train.num_steps={num_steps}", "mesh.fsdp=2", "pack.num_rows=2", "train.prompts_per_step=2"]
+    for host in several.settings(2):
+        disk = folder / f"disk{host.index}"
         disk.mkdir(parents=True)
-        told = [f"hosts.coordinator={one.coordinator}", "hosts.num=2", f"hosts.index={one.index}"]
-        words = [
-            *arguments(ADDRESS, *WHOLE),
-            f"train.num_steps={num_steps}",
-            "mesh.fsdp=2",
-            "pack.num_rows=2",
-            "train.prompts_per_step=2",
-            *told,
-        ]  # type: ignore[arg-type]
-        each.append((str(disk), "paravt_jax.train", words, {"TENSORSTORE_GCS_HTTP_URL": url}))
-    return several.Started(folder / "said", 2, 1, command_in, each).ended()
+        hosts = [f"hosts.coordinator={host.coordinator}", "hosts.num=2", f"hosts.index={host.index}"]
+        words = arguments(ADDRESS, *THREE_STEPS, *settings, *hosts)
+        commands.append((str(disk), "paravt_jax.train", words, {"TENSORSTORE_GCS_HTTP_URL": url}))
+    return several.Started(folder / "said", 2, 1, command_in, commands).ended()
 
 
-def test_a_run_on_two_hosts_without_a_shared_disk_goes_on_from_the_bucket(gcs, tmp_path):
+def test_a_run_on_two_hosts_without_a_shared_disk_resumes_from_the_bucket(gcs, tmp_path):
     for number, steps in enumerate((1, 2)):
         ended = train_on_two(tmp_path / str(number), gcs.url, steps)
-        assert [one.code for one in ended] == [0, 0], "\n\n".join(one.said[-3000:] for one in ended)
+        assert [host.code for host in ended] == [0, 0], "\n\n".join(host.said[-3000:] for host in ended)
     assert "going on after step 1 of 2" in ended[0].said
     assert len(metrics_of(tmp_path / "1" / "disk0" / "runs" / "x")) == 2
-    assert {name.split("/")[1] for name in gcs.names(INSIDE) if name.startswith("checkpoints/")} == {"1", "2"}
+    assert {name.split("/")[1] for name in gcs.names(PREFIX) if name.startswith("checkpoints/")} == {"1", "2"}

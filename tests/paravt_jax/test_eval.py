@@ -1,4 +1,4 @@
-"""An evaluation with a model of its own: cells of dispatches and budgets, and missing apart from wrong."""
+"""An evaluation with the embedded engine: cells of dispatches and budgets; missing answers are not wrong ones."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def test_every_dispatch_and_budget_is_a_cell(cells, world):
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_counted_and_never_wrong(cells):
+def test_missing_episodes_are_counted_apart_from_wrong_ones(cells):
     for cell in cells:
         metrics = cell["metrics"]
         assert (metrics["num_episodes"], metrics["num_missing"], cell["n"]["missing"]) == (6, 6, {"video": 3})
@@ -72,15 +72,15 @@ def test_what_is_missing_is_counted_and_never_wrong(cells):
         assert sum(of_type["num_missing"] for of_type in by_type) == 6
         assert metrics["accuracy_mean"] == pytest.approx(sum(of_type["accuracy_mean"] for of_type in by_type) / 3)
         assert cell["scores"]["strict"]["score"] == pytest.approx(metrics["accuracy_mean"])
-        assert cell["refused"] == "" and cell["headline"] is None  # nobody published how many there are
+        assert cell["refused"] == "" and cell["headline"] is None  # the number of samples is not published
 
 
 @pytest.mark.slow
-def test_an_interrupted_evaluation_does_only_what_is_not_done(cells, world):
+def test_an_interrupted_evaluation_runs_only_the_missing_samples(cells, world):
     path = world / "eval" / "samples_none_2.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[1:]) + lines[0][:50])
-    assert asyncio.run(run_eval(config_of(world))) == cells  # the same again: sampling follows from the seed
+    assert asyncio.run(run_eval(config_of(world))) == cells  # sampling depends only on the seed
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_cells_of_other_settings_are_not_mixed(cells, world):
         asyncio.run(run_eval(config_of(world, "rollout.temperature=0.5")))
 
 
-def test_settings_that_contradict_each_other_are_refused(world):
+def test_conflicting_settings_are_rejected(world):
     with pytest.raises(ValueError, match=r"eval\.num_samples=2 repeats one answer"):
         config_of(world, "rollout.temperature=0")
     with pytest.raises(ValueError, match=r"data\.validation is empty"):
@@ -99,7 +99,7 @@ def test_settings_that_contradict_each_other_are_refused(world):
 
 
 @pytest.mark.slow
-def test_servers_are_not_given_half_of_an_adapted_model(world, tmp_path):
+def test_sglang_servers_need_a_merged_model(world, tmp_path):
     config = model_port.load(world / "tiny.hf").config
     lora = LoraConfig(rank=3)
     write_adapter(
