@@ -18,7 +18,7 @@ from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.recipe import Recipe, read_recipe
-from paravt_jax.run.start import find_devices, said_devices, size_of, start_line
+from paravt_jax.run.start import describe_devices, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.chat import Chat
@@ -49,7 +49,7 @@ async def open_asker(
     contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
     devices = [] if urls else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
-    device_names = "of the SGLang servers" if urls else said_devices(devices)
+    device_names = "of the SGLang servers" if urls else describe_devices(devices)
     say(start_line(device_names, size_of(hf_files), dtype, dtype, model=source))
     policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
 

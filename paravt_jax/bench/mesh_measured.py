@@ -44,7 +44,7 @@ from paravt_jax.plan.run import PlannedRun
 from paravt_jax.plan.workload import Step, full_step
 from paravt_jax.run.gpu_assignment import place_servers, visible_gpus
 from paravt_jax.run.process import claim_memory
-from paravt_jax.run.start import find_devices, said_devices, start_line
+from paravt_jax.run.start import describe_devices, find_devices, start_line
 
 CPU_DEVICES = 8  # default without an accelerator
 SHOWN_CHARS = 200
@@ -59,7 +59,7 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     if run.config is not None:
         run = dataclasses.replace(run, config=computed_on(run.config, devices[0].platform))
     written = run.dtype if run.config is None else written_dtype(run.config)
-    say(start_line(said_devices(devices), num_params(run.model), run.dtype, written, model=run.title))
+    say(start_line(describe_devices(devices), num_params(run.model), run.dtype, written, model=run.title))
     num_devices = args.devices or len(devices)
     if num_devices > len(devices):
         raise ValueError(f"--devices {num_devices} exceeds the {len(devices)} {devices[0].device_kind} devices here")

@@ -168,7 +168,7 @@ async def open_sft_run(
         if hosts.leads:
             videos = (video for trace in (*train, *held_out) for video in trace.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
-        next_visit = int(training.begun_with["next_visit"])
+        next_visit = int(training.first_progress["next_visit"])
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
             order,

@@ -186,7 +186,7 @@ async def _rollouts(
     stack: AsyncExitStack,
 ) -> RolloutScheduler | Replay:
     """The source of groups: rollouts with an engine, or a log."""
-    cursor = Cursor.from_record(training.begun_with["cursor"])
+    cursor = Cursor.from_record(training.first_progress["cursor"])
     if log is not None:
         agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)

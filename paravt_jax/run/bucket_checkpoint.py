@@ -45,26 +45,26 @@ class BucketCheckpoints(Checkpoints):
         content, _ = (directory / RECORD_FILE).read()
         (directory / BROKEN_RECORD).write(content or b"")
         (directory / RECORD_FILE).delete()
-        return f"{directory.name} without its {RECORD_FILE}, which is {BROKEN_RECORD} now"
+        return f"{directory.name} with {RECORD_FILE} renamed to {BROKEN_RECORD}"
 
-    def _begin(self, step: int, arrays: Arrays, stack: ExitStack) -> Bucket:
-        place = self._directory / str(step)
-        place.clear()
-        (place / UPLOADING).write(b'{"files": []}')
-        return place
+    def _start(self, step: int, arrays: Arrays, stack: ExitStack) -> Bucket:
+        directory = self._directory / str(step)
+        directory.clear()
+        (directory / UPLOADING).write(b'{"files": []}')
+        return directory
 
-    def _write_parts(self, partial: Bucket, arrays: Arrays) -> FileSums:
+    def _write_parts(self, directory: Bucket, arrays: Arrays) -> FileSums:
         sums: FileSums = {}
         if self._hosts.leads:
             with TemporaryDirectory() as temporary:
                 self._make_files(Path(temporary), arrays)
                 files = files_in(Path(temporary))
                 sums = file_sums(Path(temporary), files)
-                upload({str(path.relative_to(temporary)): path for path in files}, partial)
+                upload({str(path.relative_to(temporary)): path for path in files}, directory)
 
         def send(name: str, make_content: Callable[[], bytes]) -> None:
             content = make_content()
-            (partial / name).write(content)
+            (directory / name).write(content)
             sums[name] = [len(content), xxhash.xxh3_128(content).hexdigest()]
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -84,10 +84,10 @@ class BucketCheckpoints(Checkpoints):
                 pool.shutdown(cancel_futures=True)
         return sums
 
-    def _commit(self, partial: Bucket, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
+    def _commit(self, directory: Bucket, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
         self._before_commit()
-        (partial / RECORD_FILE).write(record_bytes(record, sums), ABSENT)
-        (partial / UPLOADING).delete()
+        (directory / RECORD_FILE).write(record_bytes(record, sums), ABSENT)
+        (directory / UPLOADING).delete()
         for old in self.steps[: -self._config.keep]:
             (self._directory / str(old) / RECORD_FILE).delete()
             (self._directory / str(old)).clear()

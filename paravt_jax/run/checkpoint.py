@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.checkpoint_layout import (
     BrokenCheckpoint,
+    Directory,
     FileSums,
-    Place,
     file_sums,
     files_in,
     leaves_by_name,
@@ -78,7 +79,7 @@ class _Pending:
     """A checkpoint that several hosts are writing. `written` is this host's error, or an empty string."""
 
     step: int
-    place: Place
+    directory: Directory
     record: dict[str, Any]
     stack: ExitStack
     written: Future[str]
@@ -89,7 +90,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Place,
+        directory: Directory,
         hf_dir: Path,
         config: CheckpointConfig,
         say: Callable[[str], None],
@@ -114,7 +115,7 @@ class Checkpoints:
         return steps_in(self._directory)
 
     @property
-    def latest(self) -> Place | None:
+    def latest(self) -> Directory | None:
         return self._directory / str(self.steps[-1]) if self.steps else None
 
     def save(self, learner: Learner, progress: dict[str, Any]) -> None:
@@ -130,12 +131,15 @@ class Checkpoints:
             "progress": progress,
         }
         record = json.loads(json.dumps(record))  # a copy: the trainer changes its progress
-        whole = self._adapter is not None
-        arrays = {name: _copy(leaf, whole and location(name)[0] == ".") for name, leaf in leaves.items() if leaf.ndim}
+
+        def copied(name: str) -> LocalArray:
+            return _copy(leaves[name], complete=self._adapter is not None and location(name)[0] == ".")
+
+        arrays = {name: copied(name) for name, leaf in leaves.items() if leaf.ndim}
         if self._hosts.num == 1:
-            self._committing = step, self._pool.submit(self._save_alone, step, arrays, record)
+            self._committing = step, self._pool.submit(_error_of, partial(self._save_alone, step, arrays, record))
         else:
-            self._begin_together(step, arrays, record)
+            self._start_together(step, arrays, record)
 
     def commit_if_written(self) -> None:
         """Host 0 commits a checkpoint if all hosts have written their parts. All hosts must call this together."""
@@ -179,66 +183,52 @@ class Checkpoints:
             self._set_aside(directory, problem)
         if broken := self._broken():
             raise RuntimeError(
-                f"{self._directory} has no intact checkpoint left ({', '.join(broken)}); put one back, move the run's "
+                f"{self._directory} has no intact checkpoint left ({', '.join(broken)}); restore one, move the run's "
                 f"directory away to start over, or choose another run_dir"
             )
         return None
 
-    # These return an error message, or an empty string. An exception's traceback would keep the arrays alive.
-
-    def _save_alone(self, step: int, arrays: Arrays, record: dict[str, Any]) -> str:
-        try:
-            with ExitStack() as stack:
-                place = self._begin(step, arrays, stack)
-                self._commit(place, record, self._write_parts(place, arrays), stack)
-        except Exception as error:  # a failed checkpoint must not end the run
-            return _sentence(error)
-        return ""
-
-    def _write_own(self, place: Place, arrays: Arrays) -> str:
-        """Writes this host's part and its checksums."""
-        try:
-            sums = json.dumps(self._write_parts(place, arrays)).encode()
-            file: Any = place / SUMS_FILE.format(self._hosts.index)
-            file.write(sums) if isinstance(file, Bucket) else file.write_bytes(sums)
-        except Exception as error:
-            return _sentence(error)
-        return ""
-
-    def _commit_together(self, pending: _Pending, problem: str) -> str:
-        """Host 0 commits the checkpoint, or removes it if a host failed to write its part."""
-        try:
-            with pending.stack:
-                if problem:
-                    raise ValueError(problem)
-                sums: FileSums = {}
-                for host in range(self._hosts.num):
-                    file: Any = pending.place / SUMS_FILE.format(host)
-                    sums |= json.loads(file.read_bytes())
-                    file.delete() if isinstance(file, Bucket) else file.unlink()
-                self._commit(pending.place, pending.record, sums, pending.stack)
-        except Exception as error:
-            return _sentence(error)
-        return ""
+    def _save_alone(self, step: int, arrays: Arrays, record: dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            directory = self._start(step, arrays, stack)
+            self._commit(directory, record, self._write_parts(directory, arrays), stack)
 
     # Several hosts start and commit a checkpoint together, and write it in the background.
 
-    def _begin_together(self, step: int, arrays: Arrays, record: dict[str, Any]) -> None:
-        place, problem, stack = "", "", ExitStack()
+    def _start_together(self, step: int, arrays: Arrays, record: dict[str, Any]) -> None:
+        address, problem, stack = "", "", ExitStack()
         if self._hosts.leads:
             try:
-                with ExitStack() as opened:
-                    place = str(self._begin(step, arrays, opened))
-                    stack = opened.pop_all()
+                with ExitStack() as started:
+                    address = str(self._start(step, arrays, started))
+                    stack = started.pop_all()
             except Exception as error:
                 problem = _sentence(error)
-        place, problem = self._hosts.gather("checkpoint begins", (place, problem))[0]
+        address, problem = self._hosts.gather("checkpoint starts", (address, problem))[0]
         if problem:
             self._report(step, problem)
             return
-        directory = Bucket.of(place) if is_address(place) else Path(place)
-        written = self._pool.submit(self._write_own, directory, arrays)
+        directory = Bucket.of(address) if is_address(address) else Path(address)
+        written = self._pool.submit(_error_of, partial(self._write_own, directory, arrays))
         self._pending = _Pending(step, directory, record, stack, written)
+
+    def _write_own(self, directory: Directory, arrays: Arrays) -> None:
+        """Writes this host's part and its checksums."""
+        sums = json.dumps(self._write_parts(directory, arrays)).encode()
+        file: Any = directory / SUMS_FILE.format(self._hosts.index)
+        file.write(sums) if isinstance(file, Bucket) else file.write_bytes(sums)
+
+    def _commit_together(self, pending: _Pending, problem: str) -> None:
+        """Host 0 commits the checkpoint, or removes it if a host failed to write its part."""
+        with pending.stack:
+            if problem:
+                raise ValueError(problem)
+            sums: FileSums = {}
+            for host in range(self._hosts.num):
+                file: Any = pending.directory / SUMS_FILE.format(host)
+                sums |= json.loads(file.read_bytes())
+                file.delete() if isinstance(file, Bucket) else file.unlink()
+            self._commit(pending.directory, pending.record, sums, pending.stack)
 
     def _complete(self) -> None:
         assert self._pending is not None
@@ -246,7 +236,10 @@ class Checkpoints:
         problems = self._hosts.gather("checkpoint", pending.written.result())
         problem = "; ".join(f"host {host}: {text}" for host, text in enumerate(problems) if text)
         if self._hosts.leads:
-            self._committing = pending.step, self._pool.submit(self._commit_together, pending, problem)
+            self._committing = (
+                pending.step,
+                self._pool.submit(_error_of, partial(self._commit_together, pending, problem)),
+            )
         elif problem:
             self._report(pending.step, problem)
 
@@ -268,11 +261,11 @@ class Checkpoints:
     def _broken(self) -> list[str]:
         return sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}"))
 
-    def _set_aside(self, directory: Place, problem: str) -> None:
+    def _set_aside(self, directory: Directory, problem: str) -> None:
         renamed = self._rename_broken(directory) if self._hosts.leads else ""
         renamed = self._hosts.gather("set aside", renamed)[0]
-        latest = f"step {self.steps[-1]} is tried next" if self.steps else "there is none before it"
-        self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {renamed}; {latest}.")
+        following = f"trying step {self.steps[-1]} next" if self.steps else "there is no earlier one"
+        self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {renamed}; {following}.")
 
     def _rename_broken(self, directory: Any) -> str:
         renamed = directory.with_name(f"{directory.name}{BROKEN_SUFFIX}")
@@ -281,41 +274,41 @@ class Checkpoints:
         directory.rename(renamed)
         return renamed.name
 
-    def _begin(self, step: int, arrays: Arrays, stack: ExitStack) -> Place:
+    def _start(self, step: int, arrays: Arrays, stack: ExitStack) -> Directory:
         """Creates the hidden directory with empty arrays, on host 0."""
         num_bytes = sum(array.num_bytes for array in arrays.values())
-        partial = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
-        self._make_files(partial, arrays)
-        return partial
+        directory = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
+        self._make_files(directory, arrays)
+        return directory
 
-    def _make_files(self, partial: Path, arrays: Arrays) -> None:
+    def _make_files(self, directory: Path, arrays: Arrays) -> None:
         """Creates all files except the arrays' blocks."""
         for folder, in_folder in by_folder(arrays).items():
-            (partial / folder).mkdir(exist_ok=True)
+            (directory / folder).mkdir(exist_ok=True)
             if folder == "." and self._adapter is not None:
                 parts = {path: array.single_part for path, array in in_folder.items()}
-                write_adapter(partial, self._model, self._adapter, parts)
+                write_adapter(directory, self._model, self._adapter, parts)
             else:
                 shapes = {path: array.shape for path, array in in_folder.items()}
                 shards = {path: array.shard for path, array in in_folder.items()}
-                make_arrays(partial / folder, shapes, shards, common_dtype(in_folder))
-        write_side_files(self._hf_files, partial / HF_DIR)
+                make_arrays(directory / folder, shapes, shards, common_dtype(in_folder))
+        write_side_files(self._hf_files, directory / HF_DIR)
 
-    def _write_parts(self, partial: Any, arrays: Arrays) -> FileSums:
+    def _write_parts(self, directory: Any, arrays: Arrays) -> FileSums:
         """Writes this host's shards."""
         files: list[Path] = []
         for folder, in_folder in by_folder(arrays).items():
             if folder != "." or self._adapter is None:
-                files += write_shards(partial / folder, {path: array.parts for path, array in in_folder.items()})
+                files += write_shards(directory / folder, {path: array.parts for path, array in in_folder.items()})
         if not self._hosts.leads:  # host 0 syncs its own files before the rename
             for file in files:
                 sync_path(file)
-        return file_sums(partial, files)
+        return file_sums(directory, files)
 
-    def _commit(self, partial: Any, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
+    def _commit(self, directory: Any, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
         """Writes the record on host 0, and renames the directory by closing `stack`."""
-        others = [path for path in files_in(partial) if str(path.relative_to(partial)) not in sums]
-        (partial / RECORD_FILE).write_bytes(record_bytes(record, sums | file_sums(partial, others)))
+        new = [path for path in files_in(directory) if str(path.relative_to(directory)) not in sums]
+        (directory / RECORD_FILE).write_bytes(record_bytes(record, sums | file_sums(directory, new)))
         stack.close()
         for old in self.steps[: -self._config.keep]:
             _remove(self._directory / str(old))
@@ -335,18 +328,30 @@ def common_dtype(arrays: Arrays) -> np.dtype:
     return np.result_type(*{array.dtype for array in arrays.values()})
 
 
-def _copy(leaf: jax.Array, whole: bool) -> LocalArray:
+def _copy(leaf: jax.Array, complete: bool) -> LocalArray:
     """Copies to host memory. On CPU the copies are views; updates do not overwrite an array that has one.
 
-    `whole` copies the whole array on every host. Otherwise replicated shards are copied once, so that each is written
-    once.
+    `complete` copies the whole array on every host. Otherwise one host copies each replicated shard, so that it is
+    written once.
     """
     dtype = np.dtype(leaf.dtype)
-    if whole:
+    if complete:
         return LocalArray(leaf.shape, leaf.shape, dtype, [ArrayPart(box_of(None, leaf.shape), on_host(leaf))])
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     parts = [ArrayPart(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
     return LocalArray(leaf.shape, leaf.sharding.shard_shape(leaf.shape), dtype, parts)
+
+
+def _error_of(work: Callable[[], None]) -> str:
+    """Runs a part of a save, and returns its error message, or an empty string: a failure must not end the run.
+
+    An exception's traceback would keep the arrays alive.
+    """
+    try:
+        work()
+    except Exception as error:
+        return _sentence(error)
+    return ""
 
 
 def _sentence(problem: Exception) -> str:
@@ -366,7 +371,7 @@ def main() -> None:
         prog=prog_of("paravt_jax.run.checkpoint"), description="Compares a run's checkpoints with their checksums."
     )
     parser.add_argument("command", choices=["verify"])
-    parser.add_argument("directory", metavar="DIR", help="RUN/checkpoints, or one checkpoint; also at gs://")
+    parser.add_argument("directory", metavar="DIR", help="RUN/checkpoints or a single checkpoint, also gs://…")
     add_debug_flag(parser)
     args = parser.parse_args()
     directory = Bucket.of(args.directory) if is_address(args.directory) else Path(args.directory)
@@ -374,7 +379,7 @@ def main() -> None:
         raise ValueError(f"{directory} is not a directory")
     results = list(verify(directory))
     for checkpoint, problem in results:
-        print(f"{checkpoint}: {f'broken, {problem}' if problem else 'as it was written'}")
+        print(f"{checkpoint}: {f'broken, {problem}' if problem else 'intact'}")
     if broken := [checkpoint for checkpoint, problem in results if problem]:
         raise RuntimeError(f"{len(broken)} of {len(results)} checkpoints are broken")
 

@@ -35,7 +35,7 @@ BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # matches an array's bl
 SUM_THREADS = 16
 SUM_BYTES = 2**20  # bytes hashed at a time
 
-Place = Path | Bucket
+Directory = Path | Bucket
 FileSums = dict[str, list[Any]]  # path: size and checksum; version 0.2 and older had no checksums
 
 
@@ -43,7 +43,7 @@ class BrokenCheckpoint(Exception):
     """A checkpoint that no model can read."""
 
 
-def steps_in(directory: Place) -> list[int]:
+def steps_in(directory: Directory) -> list[int]:
     """The checkpoints in a directory, in ascending order."""
     if isinstance(directory, Bucket):  # without its record, a checkpoint is incomplete
         parts = [name.split("/") for name in directory.names()]
@@ -85,11 +85,11 @@ def file_sums(directory: Path, paths: Sequence[Path]) -> FileSums:
         }
 
 
-def file_sum(path: Place) -> str:
+def file_sum(path: Directory) -> str:
     return read_summed(path, itertools.repeat(memoryview(bytearray(SUM_BYTES))))
 
 
-def read_summed(path: Place, parts: Iterable[memoryview], summed: bool = True) -> str:
+def read_summed(path: Directory, parts: Iterable[memoryview], summed: bool = True) -> str:
     """Reads a file into consecutive buffers and hashes each while it is in the CPU cache."""
     checksum = xxhash.xxh3_128()
     with named(path), _open(path) as file:
@@ -104,7 +104,7 @@ def read_summed(path: Place, parts: Iterable[memoryview], summed: bool = True) -
     return checksum.hexdigest()
 
 
-def _open(path: Place) -> io.RawIOBase | io.BytesIO:
+def _open(path: Directory) -> io.RawIOBase | io.BytesIO:
     return io.BytesIO(path.read_bytes()) if isinstance(path, Bucket) else path.open("rb", buffering=0)
 
 
@@ -118,7 +118,7 @@ def record_bytes(record: dict[str, Any], files: FileSums) -> bytes:
     return json.dumps({**record, OWN_SUM: record_sum(record)}).encode()
 
 
-def read_record(directory: Place) -> dict[str, Any]:
+def read_record(directory: Directory) -> dict[str, Any]:
     """The content of state.json, with the types checked."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
@@ -135,11 +135,11 @@ def read_record(directory: Place) -> dict[str, Any]:
     except (FileNotFoundError, ValueError) as problem:
         raise BrokenCheckpoint(f"{problem}") from None
     if not unchanged:
-        raise BrokenCheckpoint(f"{RECORD_FILE} has other bytes than were written")
+        raise BrokenCheckpoint(f"{RECORD_FILE} does not match its checksum")
     return record
 
 
-def _check_record(record: Section, directory: Place) -> None:
+def _check_record(record: Section, directory: Directory) -> None:
     record.section("progress")
     scalars, shapes, files = (record.section(key) for key in ("scalars", "shapes", "files"))
     for name in shapes.values:
@@ -149,7 +149,7 @@ def _check_record(record: Section, directory: Place) -> None:
         match entry:
             case [int(size), str() | None] if inside and size >= 0:
                 continue
-        raise files.wrong(name, "the bytes and the checksum of a file in the checkpoint")
+        raise files.wrong(name, "size and checksum of a file in the checkpoint")
     step = scalars.count("step", MAX_LENGTH, least=0)
     if directory.name.isdecimal() and step != int(directory.name):  # a renamed copy is valid
-        raise ValueError(f"{RECORD_FILE} is of step {step}, not of step {directory.name}")
+        raise ValueError(f"{RECORD_FILE} is from step {step}, not from step {directory.name}")

@@ -26,8 +26,8 @@ from paravt_jax.run.checkpoint_layout import (
     SUM_BYTES,
     SUM_THREADS,
     BrokenCheckpoint,
+    Directory,
     FileSums,
-    Place,
     array_folder,
     file_sum,
     leaves_by_name,
@@ -44,7 +44,7 @@ def stored_part(state: TrainState, adapter: AdapterInfo | None) -> TrainState:
 
 
 def read_checkpoint(
-    directory: Place, state: TrainState, model: ModelConfig, adapter: AdapterInfo | None
+    directory: Directory, state: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state and progress. It deletes `state` array by array, so that devices never hold both."""
     record = read_record(directory)
@@ -55,7 +55,7 @@ def read_checkpoint(
     return (restored if adapter is None else replace(restored, frozen=state.frozen)), record["progress"]
 
 
-def verify(directory: Place) -> Iterable[tuple[Place, str]]:
+def verify(directory: Directory) -> Iterable[tuple[Directory, str]]:
     """Yields every checkpoint in a directory with its error, or an empty string."""
     for checkpoint in [directory / str(step) for step in steps_in(directory)] or [directory]:
         try:
@@ -69,22 +69,22 @@ def verify(directory: Place) -> Iterable[tuple[Place, str]]:
             yield checkpoint, ""
 
 
-def _check_shapes(directory: Place, record: dict[str, Any], state: TrainState) -> None:
+def _check_shapes(directory: Directory, record: dict[str, Any], state: TrainState) -> None:
     saved = {name: tuple(shape) for name, shape in record["shapes"].items()}
     ours = {name: leaf.shape for name, leaf in leaves_by_name(state).items()}
     differ = [
-        f"{name} is {saved.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+        f"{name} is {saved.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} here"
         for name in sorted(saved.keys() | ours.keys())
         if saved.get(name) != ours.get(name)
     ]
     if differ:
         raise ValueError(
-            f"{directory} is of another model or optimizer: {len(differ)} arrays differ: {'; '.join(differ[:5])}; "
+            f"{directory} is from another model or optimizer: {len(differ)} arrays differ: {'; '.join(differ[:5])}; "
             f"use the settings it was saved with, or another run_dir"
         )
 
 
-def _check_sizes(directory: Place, files: FileSums) -> None:
+def _check_sizes(directory: Directory, files: FileSums) -> None:
     wrong, sizes = [], directory.sizes() if isinstance(directory, Bucket) else {}
     for name, (num_bytes, _) in files.items():
         try:
@@ -94,21 +94,21 @@ def _check_sizes(directory: Place, files: FileSums) -> None:
         if size != num_bytes:
             wrong.append(f"{name} has {size} of {num_bytes} bytes")
     if wrong:
-        raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are cut or lost, first {wrong[0]}")
+        raise BrokenCheckpoint(f"{len(wrong)} of {len(files)} files are truncated or missing, first {wrong[0]}")
 
 
-def _check_files(directory: Place, files: FileSums, names: Iterable[str], pool: Executor) -> None:
+def _check_files(directory: Directory, files: FileSums, names: Iterable[str], pool: Executor) -> None:
     summed = [name for name in names if files[name][1] is not None]
     list(pool.map(lambda name: _check_sum(name, files, file_sum(directory / name)), summed))
 
 
 def _check_sum(name: str, files: FileSums, checksum: str) -> None:
     if files[name][1] not in (None, checksum):
-        raise BrokenCheckpoint(f"{name} has other bytes than were written")
+        raise BrokenCheckpoint(f"{name} does not match its checksum")
 
 
 def _read_state(
-    directory: Place, record: dict[str, Any], old: TrainState, model: ModelConfig, adapter: AdapterInfo | None
+    directory: Directory, record: dict[str, Any], old: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> TrainState:
     """Reads every file once and verifies its checksum."""
     files = record["files"]
@@ -139,15 +139,15 @@ def _read_state(
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _read_adapter(directory: Place, model: ModelConfig, adapter: AdapterInfo) -> dict[str, np.ndarray]:
+def _read_adapter(directory: Directory, model: ModelConfig, adapter: AdapterInfo) -> dict[str, np.ndarray]:
     """Reads the adapter, if this run's settings and base weights match it."""
     if isinstance(directory, Bucket):
         directory = downloaded(str(directory), lambda name: "/" not in name)
     saved = read_adapter_info(directory)
     if saved.lora != adapter.lora:
         raise ValueError(
-            f"{directory} is of lora.alpha={saved.lora.alpha:g}, not {adapter.lora.alpha:g}; set it back, or choose "
-            f"another run_dir"
+            f"{directory} was saved with lora.alpha={saved.lora.alpha:g}, not {adapter.lora.alpha:g}; set it back, or "
+            f"choose another run_dir"
         )
     assert adapter.base.sum is not None
     check_base(directory, saved.base, adapter.base.sum)
@@ -160,7 +160,7 @@ def _local_indices(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
 
 
 def _read_array(
-    directory: Place, files: FileSums, name: str, boxes: Iterable[Box], pool: Executor
+    directory: Directory, files: FileSums, name: str, boxes: Iterable[Box], pool: Executor
 ) -> dict[Box, np.ndarray]:
     """Reads parts of an array from the raw blocks that `write_shards` wrote. Each needed block is read once."""
     folder = array_folder(*location(name))

@@ -27,9 +27,9 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog="Every setting with its default: --show without a config. Examples are in configs/.",
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file; what it leaves out has its default")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, after those of the file")
-    parser.add_argument("--show", action="store_true", help="print all settings as they would be used, and exit")
+    parser.add_argument("--config", metavar="FILE", help="YAML file; settings that it omits have their defaults")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, which override the file's")
+    parser.add_argument("--show", action="store_true", help="print all settings and exit")
     add_debug_flag(parser)
     return parser
 
@@ -47,7 +47,7 @@ def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 def add_changes_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--allow-changes", action="store_true", help="go on with another model, seed or data than the run began with"
+        "--allow-changes", action="store_true", help="resume with another model, seed or data than before"
     )
 
 
@@ -58,16 +58,16 @@ def read_config(
     if "plan" in args:
         _check_plan_flags(parser, args)
     if args.config is None and not args.show:
-        file = next((one for one in args.overrides if "=" not in one), None)
+        file = next((argument for argument in args.overrides if "=" not in argument), None)
         parser.error(f"--config FILE is needed; {f'write it as --config {file}' if file else example}")
     config = load_config(args.config, *(() if args.config else needed), *args.overrides, schema=schema)
     if args.show:
-        print("\n".join(shown(config)))
+        print("\n".join(config_lines(config)))
         return None
     return config
 
 
-def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
+def config_lines(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
     """The lines of a YAML config with these settings and their comments. Values `written` as ${…} stay unresolved."""
     comments = helps_of(type(section))
     written = getattr(section, WRITTEN, {}) if written is None else written
@@ -77,7 +77,7 @@ def shown(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
             yield ""
         if is_dataclass(value):
             yield from _commented([f"{indent}{field.name}:"], comment or _docstring(type(value)))
-            yield from shown(value, f"{indent}  ", written.get(field.name) or {})
+            yield from config_lines(value, f"{indent}  ", written.get(field.name) or {})
         else:
             lines = _yaml(field.name, as_written(value, written.get(field.name))).splitlines()
             yield from _commented([indent + line for line in lines], comment)
@@ -99,9 +99,10 @@ def _commented(lines: list[str], comment: str) -> Iterator[str]:
     """Puts the comment beside the line, wrapped below, or above if it does not fit."""
     beside = len(lines) == 1 and len(lines[0]) < COMMENT_COLUMN
     column = COMMENT_COLUMN if beside else len(lines[0]) - len(lines[0].lstrip())
-    said = [" " * column + line for line in textwrap.wrap(f"# {comment}", LAST_COLUMN - column, subsequent_indent="# ")]
-    if comment and beside:
-        yield lines[0] + said[0][len(lines[0]) :]
-        yield from said[1:]
+    wrapped = textwrap.wrap(f"# {comment}", LAST_COLUMN - column, subsequent_indent="# ") if comment else []
+    comments = [" " * column + line for line in wrapped]
+    if comments and beside:
+        yield lines[0] + comments[0][len(lines[0]) :]
+        yield from comments[1:]
     else:
-        yield from [*(said if comment else []), *lines]
+        yield from [*comments, *lines]

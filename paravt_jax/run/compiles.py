@@ -12,14 +12,14 @@ class Compiles:
 
     def __init__(self) -> None:
         self._number, self._seconds = 0, 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self._number += 1
             self._seconds += duration_secs
 
-    def taken(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
         metrics = {"perf/num_compiles": float(self._number), "time/compile_s": self._seconds}
         self._number, self._seconds = 0, 0.0

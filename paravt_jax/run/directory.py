@@ -78,11 +78,11 @@ def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
         if hosts.leads:
             (directory / TOKEN_FILE).write_text(token)
         first, *_ = hosts.gather("run_dir", token)
-        seen = directory / TOKEN_FILE
-        if not seen.is_file() or seen.read_text() != first:
+        file = directory / TOKEN_FILE
+        if not file.is_file() or file.read_text() != first:
             raise ValueError(
-                f"run_dir={run_dir} is not the directory that host 0 has by that name: give a directory that all hosts "
-                f"see"
+                f"run_dir={run_dir} is not the same directory on this host as on host 0: give a directory that all "
+                f"hosts share"
             )
         yield directory
 
@@ -114,7 +114,7 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
         lease = None
         token_of(directory, bucket)
         if hosts.leads:
-            say(f"checkpoints and copies of the logs are in {bucket}, the run's own files in {directory}")
+            say(f"checkpoints and copies of the logs are in {bucket}, local files in {directory}")
             lease = stack.enter_context(leased(bucket, directory, say))
         hosts.gather("bucket", None)
         names = bucket.sizes()
@@ -153,8 +153,8 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) 
     """
     record = {"config": settings, **versions()}
     path = directory / SETTINGS_FILE
-    before = json.loads(path.read_bytes()) if path.exists() else None
-    if before == json.loads(json.dumps(record)):
+    previous = json.loads(path.read_bytes()) if path.exists() else None
+    if previous == json.loads(json.dumps(record)):
         return
     with (directory / SETTINGS_LOG_FILE).open("a") as file:
         file.write(json.dumps({"after_step": step, **record}) + "\n")
@@ -176,10 +176,11 @@ def settings_of(directory: Path) -> dict[str, Any]:
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
     """By key, the value in RUN/config.json and the current one."""
-    before, now = flat(settings_of(directory)), flat(json.loads(json.dumps(settings)))
-    if not before:
+    previous, current = flat(settings_of(directory)), flat(json.loads(json.dumps(settings)))
+    if not previous:
         return {}
-    return {key: (before.get(key), now.get(key)) for key in {**now, **before} if before.get(key) != now.get(key)}
+    keys = [key for key in {**current, **previous} if previous.get(key) != current.get(key)]
+    return {key: (previous.get(key), current.get(key)) for key in keys}
 
 
 def _commit(file: Path) -> str | None:

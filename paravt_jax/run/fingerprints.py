@@ -43,42 +43,42 @@ def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     for value in settings.values():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and (named := OWN_CODE.fullmatch(one)):
-                path = Path(named[1]).expanduser()
-                yield from [(named[1], path)] * path.is_file()  # the reader of a missing file raises
+        for item in value if isinstance(value, list) else [value]:
+            match = OWN_CODE.fullmatch(item) if isinstance(item, str) else None
+            if match and (path := Path(match[1]).expanduser()).is_file():  # the reader of a missing file raises
+                yield match[1], path
 
 
 def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
     """The rows' checksum. Files count by name and size, because their directories may differ between hosts."""
-    found = xxhash.xxh3_128()
+    checksum = xxhash.xxh3_128()
     sizes = {file: Path(file).stat().st_size for file in {file for row in rows for file in row.files}}
     for row in rows:
-        said = repr(row)
+        text = repr(row)
         for file in row.files:
-            said = said.replace(file, Path(file).name) + f" {sizes[file]}"
-        found.update(said.encode())
-    return f"{len(rows)} rows with the sum {found.hexdigest()[:SHOWN_DIGITS]}"
+            text = text.replace(file, Path(file).name) + f" {sizes[file]}"
+        checksum.update(text.encode())
+    return f"{len(rows)} rows with checksum {checksum.hexdigest()[:SHOWN_DIGITS]}"
 
 
-def model_sums(directory: Path, what: str) -> dict[str, str]:
+def model_sums(directory: Path, setting: str) -> dict[str, str]:
     """Checksums of a model's files, without the hidden folders that downloads leave."""
     sums = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         if path.is_file() and path.name != LIST_FILE and not any(part.startswith(".") for part in name.parts):
-            sums[f"{name} of {what}"] = _sampled_sum(path)
+            sums[f"{name} of {setting}"] = _sampled_sum(path)
     return sums
 
 
 def _sampled_sum(path: Path) -> str:
     num_bytes = path.stat().st_size
-    found = xxhash.xxh3_128(str(num_bytes).encode())
+    checksum = xxhash.xxh3_128(str(num_bytes).encode())
     with path.open("rb") as file:
-        for place in (*range(0, num_bytes, EVERY_BYTES), max(0, num_bytes - SUMMED_BYTES)):
-            file.seek(place)
-            found.update(file.read(SUMMED_BYTES))
-    return found.hexdigest()[:SHOWN_DIGITS]
+        for offset in (*range(0, num_bytes, EVERY_BYTES), max(0, num_bytes - SUMMED_BYTES)):
+            file.seek(offset)
+            checksum.update(file.read(SUMMED_BYTES))
+    return checksum.hexdigest()[:SHOWN_DIGITS]
 
 
 def _sum(content: bytes) -> str:

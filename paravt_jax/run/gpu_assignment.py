@@ -42,23 +42,23 @@ def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) ->
     """Splits `engine.gpus` evenly over the servers, in order. The learner gets all other GPUs."""
     if not engine.gpus:
         raise ValueError(
-            f"engine.gpus is empty, and the {engine.num_servers} servers that this run starts need GPUs apart from the "
-            f"learner's: name some of the {len(visible)} here by number, or give engine.urls of servers that run"
+            f"engine.gpus is empty, but the {engine.num_servers} servers that this run starts need GPUs: give the "
+            f"numbers of some of the {len(visible)} visible GPUs, or engine.urls of running servers"
         )
     if absent := [number for number in engine.gpus if number >= len(visible)]:
         raise ValueError(
-            f"engine.gpus={engine.gpus}: there is no GPU {absent[0]}; there are {len(visible)} here, counted from 0, "
-            f"unless {VISIBLE} says otherwise"
+            f"engine.gpus={engine.gpus}: there is no GPU {absent[0]}; {len(visible)} GPUs are visible, counted from 0 "
+            f"({VISIBLE} can hide GPUs)"
         )
-    left = tuple(name for number, name in enumerate(visible) if number not in engine.gpus)
-    if num_learner not in (0, len(left)):
+    learner = tuple(name for number, name in enumerate(visible) if number not in engine.gpus)
+    if num_learner not in (0, len(learner)):
         raise ValueError(
-            f"mesh.data x mesh.fsdp x mesh.tensor = {num_learner}, and engine.gpus={engine.gpus} leaves {len(left)} of "
-            f"{len(visible)} GPUs to the learner; make the two agree, or hide GPUs with {VISIBLE}"
+            f"mesh.data x mesh.fsdp x mesh.tensor = {num_learner}, and engine.gpus={engine.gpus} leaves {len(learner)} "
+            f"of {len(visible)} GPUs to the learner; make them equal, or hide GPUs with {VISIBLE}"
         )
     each = len(engine.gpus) // engine.num_servers
     starts = range(0, len(engine.gpus), each)
-    return Placement(tuple(tuple(visible[n] for n in engine.gpus[at : at + each]) for at in starts), left)
+    return Placement(tuple(tuple(visible[n] for n in engine.gpus[at : at + each]) for at in starts), learner)
 
 
 def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:

@@ -28,15 +28,15 @@ class OwnTime:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        begun_s, self._waited_s = time.monotonic(), 0.0
+        start_s, self._waited_s = time.monotonic(), 0.0
         yield
-        self.seconds = time.monotonic() - begun_s - self._waited_s
+        self.seconds = time.monotonic() - start_s - self._waited_s
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         yield
-        self._waited_s += time.monotonic() - begun_s
+        self._waited_s += time.monotonic() - start_s
 
 
 class DeviceProbe:
@@ -59,9 +59,9 @@ class DeviceProbe:
         return self._took_s(self._num_products)
 
     def _took_s(self, num: int) -> float:
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         jax.block_until_ready([products(matrix, num) for matrix in self._matrices])
-        return time.monotonic() - begun_s
+        return time.monotonic() - start_s
 
 
 @jax.jit
@@ -69,14 +69,14 @@ def products(matrix: jax.Array, num: int) -> jax.Array:
     return jax.lax.fori_loop(0, num, lambda _, product: product @ matrix, matrix)
 
 
-def by_host(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def by_host(timings: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each timing, the maximum and minimum over hosts, and the slowest host's index."""
     metrics: dict[str, float] = {}
-    if len(told) == 1:
+    if len(timings) == 1:
         return metrics
-    for what in told[0]:
-        seconds = [of_host[what] for of_host in told]
-        metrics[f"time/hosts/{what}_max_s"] = max(seconds)
-        metrics[f"time/hosts/{what}_min_s"] = min(seconds)
-        metrics[f"perf/hosts/{what}_slowest"] = float(np.argmax(seconds))
+    for name in timings[0]:
+        seconds = [timings_of_host[name] for timings_of_host in timings]
+        metrics[f"time/hosts/{name}_max_s"] = max(seconds)
+        metrics[f"time/hosts/{name}_min_s"] = min(seconds)
+        metrics[f"perf/hosts/{name}_slowest"] = float(np.argmax(seconds))
     return metrics

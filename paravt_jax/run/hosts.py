@@ -77,15 +77,15 @@ class Hosts:
         if self.num == 1:
             return
         mine = json.loads(json.dumps(dict(values()), default=_as_number))
-        (first_name, first), *others = self.gather("check_same", (socket.gethostname(), mine))
-        for host, (hostname, other) in enumerate(others, 1):
+        (first_name, first), *other_hosts = self.gather("check_same", (socket.gethostname(), mine))
+        for host, (hostname, other) in enumerate(other_hosts, 1):
             differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if differ:
-                shown = [f"{name} is {other.get(name)} there and {first.get(name)} here" for name in differ]
+                lines = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in differ]
                 more = f", and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
                 raise ValueError(
                     f"host {host} ({hostname}) differs from host 0 ({first_name}): "
-                    f"{'; '.join(shown[:MAX_DIFFERENCES])}{more}; {fix}"
+                    f"{'; '.join(lines[:MAX_DIFFERENCES])}{more}; {fix}"
                 )
 
 
@@ -116,15 +116,15 @@ def _connect(config: HostsConfig) -> Hosts:
     import jax  # late: --help and wrong settings need not wait for it
 
     jax.config.update("jax_enable_preemption_service", False)  # it would replace our SIGTERM handler
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if config.coordinator != AUTO:
-        given = dict(coordinator_address=config.coordinator, num_processes=config.num, process_id=config.index)
-        given["cluster_detection_method"] = "deactivate"
+        options = dict(coordinator_address=config.coordinator, num_processes=config.num, process_id=config.index)
+        options["cluster_detection_method"] = "deactivate"
     elif gpus := num_visible_gpus():
-        given["local_device_ids"] = range(gpus)  # under Slurm jax would take one GPU per process
+        options["local_device_ids"] = range(gpus)  # under Slurm jax would take one GPU per process
     try:
         jax.distributed.initialize(
-            **given,
+            **options,
             initialization_timeout=JOIN_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
@@ -151,7 +151,7 @@ def _allgather_bytes(message: bytes) -> list[bytes]:
     num_devices = Counter(device.process_index for device in jax.devices())
     if len(set(num_devices.values())) > 1:
         counts = ", ".join(f"host {host} {number}" for host, number in sorted(num_devices.items()))
-        raise ValueError(f"all hosts must have the same number of devices, and they have: {counts}")
+        raise ValueError(f"all hosts must have the same number of devices, but they have: {counts}")
     lengths = process_allgather(np.int32(len(message)))
     padded = np.zeros(max(MIN_BYTES, 1 << (int(lengths.max()) - 1).bit_length()), np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)
@@ -170,7 +170,7 @@ def _exit(problem: BaseException, leads: bool) -> NoReturn:
         traceback.print_exception(problem)
     while isinstance(problem, BaseExceptionGroup):
         problem = problem.exceptions[0]
-    lost = "; another host may have ended, see its log" if type(problem).__name__ == "JaxRuntimeError" else ""
+    lost = "; another host may have failed, see its log" if type(problem).__name__ == "JaxRuntimeError" else ""
     say(f"error: {one_line(problem)}{lost}")
     if leads:
         time.sleep(LAST_WORDS_S)

@@ -18,7 +18,7 @@ from pathlib import Path
 from model_port.bucket import Bucket, Conflict
 
 OWNER = ".owner.json"
-PLACE_FILE = ".bucket.json"  # in the local directory: its bucket and its token
+BUCKET_FILE = ".bucket.json"  # in the local directory: its bucket and its token
 RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
 
 
@@ -31,11 +31,11 @@ class Lease:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self.lost = ""  # why this run lost the lease; empty while it holds it
 
-    def take(self, say: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         content, generation = self._object.read()
         if content is not None and self._owner(content).get("token") != self._token:
             who = self._owner(content).get("who", "an unknown process")
-            say(f"{self._bucket} was last held by {who}; looking for {LEASE_S:g} s whether it is still there")
+            say(f"{self._bucket} was last locked by {who}; checking for {LEASE_S:g} s whether it still runs")
             end_s = time.monotonic() + LEASE_S
             while content is not None and time.monotonic() < end_s:
                 time.sleep(LOOK_S)
@@ -47,7 +47,7 @@ class Lease:
             self._generation = self._object.write(self._content(), generation)
         except Conflict:
             raise self._held_by(self._object.read()[0] or b"{}") from None
-        threading.Thread(target=self._keep, daemon=True).start()
+        threading.Thread(target=self._renew_loop, daemon=True).start()
 
     def renew(self) -> None:
         """Raises if another run has taken over the directory."""
@@ -69,7 +69,7 @@ class Lease:
                 with suppress(RuntimeError, Conflict):  # another run can still take it over, as from a dead run
                     self._object.delete(self._generation)
 
-    def _keep(self) -> None:
+    def _renew_loop(self) -> None:
         while not self._ended.wait(RENEW_S) and not self.lost:
             with suppress(RuntimeError):  # the next checkpoint renews too, and reports the error
                 self.renew()
@@ -93,7 +93,7 @@ class Lease:
 def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
     """For host 0, which must have locked its local directory: a dead run from there is then recognized at once."""
     lease = Lease(bucket, token_of(directory, bucket))
-    lease.take(say)
+    lease.acquire(say)
     try:
         yield lease
     finally:
@@ -102,18 +102,18 @@ def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Itera
 
 def token_of(directory: Path, bucket: Bucket) -> str:
     """The token in the run's local directory, which must be empty or belong to this bucket."""
-    file = directory / PLACE_FILE
+    file = directory / BUCKET_FILE
     if not file.exists():
-        if others := [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]:
+        if entries := [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]:
             raise ValueError(
-                f"{directory} is where {bucket} would be trained, and it holds {others[0]} of something else; move it "
-                f"away, start in another directory, or choose another run_dir"
+                f"{directory} would hold the local files of {bucket}, but has other files, such as {entries[0]}; move "
+                f"them away, start in another directory, or choose another run_dir"
             )
         file.write_text(json.dumps({"bucket": str(bucket), "token": secrets.token_hex(8)}))
-    place = json.loads(file.read_bytes())
-    if place["bucket"] != str(bucket):
+    record = json.loads(file.read_bytes())
+    if record["bucket"] != str(bucket):
         raise ValueError(
-            f"{directory} is where {place['bucket']} is trained, not {bucket}; start in another directory, or choose "
-            f"another last name for run_dir"
+            f"{directory} has the local files of {record['bucket']}, not of {bucket}; start in another directory, or "
+            f"change the last part of run_dir"
         )
-    return place["token"]
+    return record["token"]

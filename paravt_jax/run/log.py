@@ -32,7 +32,7 @@ SUPERSEDED_DIR = "superseded"
 TENSORBOARD_DIR = "tensorboard"
 PLOTS_DIR = "plots"
 WANDB_ID_FILE = "wandb_id"
-SHOWN = {
+TERMINAL_METRICS = {
     "reward": "rollout/reward_mean",
     "f_tau": "rollout/format_reward",
     "kappa": "rollout/tool_calls_mean",
@@ -62,10 +62,10 @@ class RunLog:
         self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
         self._progress = _StepBar(num_steps, first_step)
         if put_aside is not None:
-            self.say(f"what was logged after step {first_step} is now in {put_aside} and will be done again")
+            self.say(f"the log after step {first_step} was moved to {put_aside}; these steps run again")
         if logged < first_step:
-            lost = f"ends at step {logged}, the checkpoint at step {first_step}: what lies between is lost"
-            self.say(f"{run_dir / METRICS_FILE} {lost}")
+            lost = f"the log of the steps up to the checkpoint's, {first_step}, is lost"
+            self.say(f"{run_dir / METRICS_FILE} ends at step {logged}: {lost}")
 
     def step(
         self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
@@ -133,25 +133,16 @@ class QuietLog(RunLog):
         """`validated` are host 0's steps with validation; other hosts need not see its files."""
         self._validated = set(validated)
 
-    def step(
-        self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
-    ) -> None:
-        pass
-
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
         self._validated.add(step)
-
-    def phase(self, text: str) -> None:
-        pass
 
     def where(self) -> str:
         return ""
 
-    def say(self, message: str) -> None:
+    def _ignore(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    step = phase = say = close = _ignore
 
 
 @contextmanager
@@ -177,7 +168,9 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 if not line.endswith(b"\n"):
                     return
-                raise ValueError(f"{path}: line {number} is no JSON; restore the file, or remove the line") from None
+                raise ValueError(
+                    f"{path}: line {number} is not valid JSON; restore the file, or remove the line"
+                ) from None
             yield row
 
 
@@ -194,7 +187,7 @@ def last_step(run_dir: Path) -> int:
 def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
     """Moves everything after the first steps to a new directory and returns it; None if there was nothing to move."""
     aside = next(
-        place for n in count(1) if not (place := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()
+        path for n in count(1) if not (path := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()
     )
     for path in (run_dir / METRICS_FILE, run_dir / VALIDATION_FILE):
         if path.exists():
@@ -304,15 +297,15 @@ class _StepBar:
         self._step, self._phase = step, ""
         self._step_times_s.append(now_s - self._last_s)  # includes checkpoint and validation, unlike time/step_s
         self._last_s = now_s
-        shown = [f"{name} {metrics[key]:.2f}" for name, key in SHOWN.items() if key in metrics]
+        texts = [f"{name} {metrics[key]:.2f}" for name, key in TERMINAL_METRICS.items() if key in metrics]
         if "perf/tokens_per_s" in metrics:
-            shown.append(f"{metrics['perf/tokens_per_s']:.0f} tok/s")
+            texts.append(f"{metrics['perf/tokens_per_s']:.0f} tok/s")
         eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"
         if self._bar is None:
             step_s = metrics.get("time/step_s", self._step_times_s[-1])
-            self.say("  ".join([f"step {step}/{self._num_steps}", *shown, f"{step_s:.1f} s", eta]))
+            self.say("  ".join([f"step {step}/{self._num_steps}", *texts, f"{step_s:.1f} s", eta]))
         else:
-            self._summary = " ".join([*shown, eta])
+            self._summary = " ".join([*texts, eta])
             self._bar.set_description_str(self._summary, refresh=False)
             self._bar.update()
             self._bar.refresh()  # without it, the bar does not show fast steps

@@ -38,7 +38,7 @@ from model_port.tiny import make_tiny
 from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, written_dtype
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.recipe import Recipe, differences, recipe_of
-from paravt_jax.run.start import check_cpu_size, fell_back, find_devices, said_devices, size_of, start_line
+from paravt_jax.run.start import check_cpu_size, describe_devices, fell_back, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
 from rollout.episode_config import TOKEN_PX
@@ -110,7 +110,7 @@ async def policy_of(
         servers = isinstance(config, EvalConfig) and config.engine.kind == "sglang"
         say(
             start_line(
-                "those of SGLang" if servers else said_devices(devices, hosts.num),
+                "SGLang's" if servers else describe_devices(devices, hosts.num),
                 size_of(policy.hf_files),
                 config.model.dtype,
                 written_dtype(config),
@@ -174,9 +174,7 @@ def open_policy(
     hf_dir = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_dir), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
     if contract.unit_px != TOKEN_PX:
-        raise ValueError(
-            f"an image token of {source} shows {contract.unit_px} px, and the agents count tokens of {TOKEN_PX} px"
-        )
+        raise ValueError(f"an image token of {source} covers {contract.unit_px} px, but rollouts assume {TOKEN_PX} px")
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
     files[RECIPE_FILE] = recipe.to_bytes()
@@ -210,12 +208,12 @@ def _check_cpu_size(path: str, devices: Sequence[Any]) -> None:
 
 def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
     """Raises unless an adapter to train has the settings' rank and alpha."""
-    there = read_adapter_info(adapter).lora
-    if lora is not None and lora != there:
+    trained = read_adapter_info(adapter).lora
+    if lora is not None and lora != trained:
         raise ValueError(
-            f"the adapter {adapter} has rank {there.rank} and alpha {there.alpha:g}, not lora.rank={lora.rank} and "
-            f"lora.alpha={lora.alpha:g}: set lora.rank={there.rank} lora.alpha={there.alpha:g} to train it on, or "
-            f"make it part of its model first with python -m model_port.export --src {adapter} --dst DIR"
+            f"the adapter {adapter} has rank {trained.rank} and alpha {trained.alpha:g}, not lora.rank={lora.rank} and "
+            f"lora.alpha={lora.alpha:g}: set lora.rank={trained.rank} lora.alpha={trained.alpha:g} to continue "
+            f"its training, or merge it into its model first with python -m model_port.export --src {adapter} --dst DIR"
         )
 
 
@@ -226,7 +224,7 @@ def _holds(directory: Path, files: dict[str, bytes]) -> bool:
 def _source(path: str, seed: int, run_dir: Path) -> Path:
     if path != TINY:
         return source_directory(path, MODEL_DIR)
-    made = run_dir / TINY
-    if not made.is_dir():
-        make_tiny(made, seed)
-    return made
+    directory = run_dir / TINY
+    if not directory.is_dir():
+        make_tiny(directory, seed)
+    return directory

@@ -11,12 +11,12 @@ from model_port.terminal import say
 
 RESERVE_FRAC = 0.1  # of device memory: layouts, collectives, fragmentation and the runtime, which plans do not count
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
-MEMORY_FRAC_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name; jax rejects both together
+OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name; jax rejects both together
 
 
 def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
     """Lets JAX preallocate as much GPU memory as plans assume, not its default 75 %. A user's setting wins."""
-    if MEMORY_FRAC_BEFORE not in environment:
+    if OLD_MEMORY_FRAC not in environment:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
 
@@ -37,7 +37,7 @@ class Stopping(asyncio.Event):
             return
         self.signal = number
         self.set()
-        say(f"stopping: a checkpoint follows, within {GRACE_S:g} s")
+        say(f"stopping: saving a checkpoint within {GRACE_S:g} s")
         self._timer = threading.Timer(GRACE_S, _exit, (f"no checkpoint within {GRACE_S:g} s",))
         self._timer.daemon = True
         self._timer.start()
@@ -73,5 +73,5 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
 
 
 def _exit(reason: str) -> NoReturn:
-    say(f"{reason}; the newest checkpoint on disk is where a restart goes on")
+    say(f"{reason}; a restart resumes from the newest checkpoint on disk")
     os._exit(1)

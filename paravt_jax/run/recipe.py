@@ -21,7 +21,7 @@ from paravt_jax.config.keys import flat
 from rollout.episode_config import EpisodeConfig
 
 # Settings of an episode that are not stored, because the user chooses them.
-NOT_KEPT = ("temperature", "top_p", "turn_deadline_s", "prompts_file")
+NOT_STORED = ("temperature", "top_p", "turn_deadline_s", "prompts_file")
 NOT_COMPARED = ("num_frames", "rollout.dispatch")  # runs vary these on purpose
 MAX_SHOWN = 60  # characters of a differing value in a message
 
@@ -45,42 +45,40 @@ class Recipe:
 
     def to_record(self) -> dict[str, Any]:
         record = asdict(self)
-        return record | {"rollout": {key: value for key, value in record["rollout"].items() if key not in NOT_KEPT}}
+        return record | {"rollout": {key: value for key, value in record["rollout"].items() if key not in NOT_STORED}}
 
 
 def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
     video, rollout = config.video, config.rollout
     if isinstance(config, SftConfig):  # SFT samples nothing, so its turns may be longer than its context
         turn_tokens = min(rollout.max_new_tokens, rollout.max_context_tokens)
-        rollout = replace(rollout, max_new_tokens=turn_tokens, prompts_file="")
+        rollout = replace(rollout, max_new_tokens=turn_tokens)
     mode = config.eval.mode if isinstance(config, EvalConfig) else "agentic"
     return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, rollout, mode)
 
 
 def read_recipe(directory: Path) -> Recipe | None:
     """The recipe in a model's files; None if there is none."""
-    record, told = _record(directory), directory / RECIPE_FILE
+    record, path = _record(directory), directory / RECIPE_FILE
     if record is None:
         return None
-    rollout = Section(str(told), record).section("rollout", default={})
+    rollout = Section(str(path), record).section("rollout", default={})
     tools = rollout.values.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
         raise rollout.wrong("tools", "a list of names")
-    known = set(flat(Recipe().to_record()))
+    recipe_keys = set(flat(Recipe().to_record()))
     for key, value in flat(record).items():
-        if key not in known:
-            raise ValueError(f"{told}: {key} is not a setting of how a model is asked")
+        if key not in recipe_keys:
+            raise ValueError(f"{path}: {key} is not a setting of a recipe")
         if "${" in str(value):
-            raise ValueError(f"{told}: {key} has a ${{…}}, and nothing there may stand for something else")
+            raise ValueError(f"{path}: {key} contains ${{…}}, which this file must not")
     own = [name for name in tools if ":" in name]
     if own:
-        raise ValueError(
-            f"{told}: rollout.tools names {own[0]}, and no code is loaded that a model names; take it out there"
-        )
+        raise ValueError(f"{path}: rollout.tools has {own[0]}, but a model's files must not load code; remove it there")
     try:
         recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
     except (OmegaConfBaseException, ValueError) as problem:
-        raise ValueError(f"{told}: {str(problem).splitlines()[0]}") from None
+        raise ValueError(f"{path}: {str(problem).splitlines()[0]}") from None
     return recipe
 
 
@@ -89,11 +87,11 @@ def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
     record = _record(directory)
     if record is None:
         return
-    before, now = flat(record), flat(recipe.to_record())
-    for key in now:
-        if key in before and key not in NOT_COMPARED and before[key] != now[key]:
-            was, is_now = (repr(value)[:MAX_SHOWN] for value in (before[key], now[key]))
-            yield f"{directory.name}/{RECIPE_FILE}: the model was asked with {key}={was}, here it is {is_now}"
+    trained, current = flat(record), flat(recipe.to_record())
+    for key in current:
+        if key in trained and key not in NOT_COMPARED and trained[key] != current[key]:
+            was, is_now = (repr(value)[:MAX_SHOWN] for value in (trained[key], current[key]))
+            yield f"{directory.name}/{RECIPE_FILE}: the model was trained with {key}={was}, this run uses {is_now}"
 
 
 def _record(directory: Path) -> dict[str, Any] | None:

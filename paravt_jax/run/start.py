@@ -29,11 +29,11 @@ def find_devices() -> Sequence[Any]:
     try:
         return jax.devices()
     except (AssertionError, RuntimeError) as problem:  # AssertionError: a platform without hardware
-        wanted = os.environ.get(PLATFORMS, "")
-        why = _no_gpu() if {"cuda", "gpu"} & set(wanted.split(",")) else one_line(problem)
+        platforms = os.environ.get(PLATFORMS, "")
+        why = _no_gpu() if {"cuda", "gpu"} & set(platforms.split(",")) else one_line(problem)
         raise RuntimeError(
-            f"{PLATFORMS}={wanted}, and jax finds no such device: {why}; mend that, unset {PLATFORMS} to compute on "
-            f"what there is, or set {PLATFORMS}=cpu"
+            f"{PLATFORMS}={platforms}, but jax finds no such device: {why}; fix that, unset {PLATFORMS} to use any "
+            f"device, or set {PLATFORMS}=cpu"
         ) from None
 
 
@@ -60,12 +60,12 @@ def _no_gpu() -> str:
         return f"jax's CUDA plugin is installed, but no NVIDIA GPU is visible (`nvidia-smi` lists them){hidden}"
     try:
         jax.devices("cuda")
-        return "jax could use an NVIDIA GPU, and was told otherwise"
+        return "jax could use an NVIDIA GPU, but a setting prevents it"
     except (AssertionError, RuntimeError) as problem:
         return f"an NVIDIA GPU is visible, but jax's CUDA plugin cannot use it{hidden}: {one_line(problem)}"
 
 
-def said_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
+def describe_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
     """For example `8 x NVIDIA H100 80GB HBM3`. For a CPU also why, if this machine seems to have a GPU."""
     why = _no_gpu() if fell_back(devices) and (_gpu_is_visible() or _cuda_is_installed()) else ""
     on_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
@@ -81,22 +81,23 @@ def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
     """Raises if a large model would train on a CPU by mistake."""
     if fell_back(devices) and size > MAX_CPU_PARAMS:
         raise RuntimeError(
-            f"model.path={model} has {_in_words(size)} parameters, and jax would train it on {said_devices(devices)}: "
-            f"start it where jax.devices() shows a GPU or TPU, or set {PLATFORMS}=cpu to train it on the CPU"
+            f"model.path={model} has {_in_words(size)} parameters, and jax would train it on "
+            f"{describe_devices(devices)}: start it where jax.devices() shows a GPU or TPU, or set {PLATFORMS}=cpu to "
+            f"train it on the CPU"
         )
 
 
 def start_line(
-    devices: str, size: int, dtype: str, written: str, *, mesh: MeshConfig | None = None, **rest: object
+    devices: str, size: int, dtype: str, written: str, *, mesh: MeshConfig | None = None, **items: object
 ) -> str:
-    """`size` parameters compute in `dtype`; `written` is the dtype in the settings. `rest` has more items by name."""
+    """`size` parameters compute in `dtype`; `written` is the dtype in the settings. `items` follow by name."""
     parts: dict[str, object] = {"devices": devices}
     if mesh is not None:
         axes = " ".join(f"{name}={number}" for name, number in vars(mesh).items())
         parts["mesh"] = axes if mesh.num_devices > 1 else "one device"
     slow = f" (model.dtype={written} is slower and takes more memory on a CPU)" if dtype != written else ""
     parts["parameters"] = f"{_in_words(size)} in {dtype}{slow}"
-    return " | ".join(f"{name}: {value}" for name, value in (parts | rest).items() if value)
+    return " | ".join(f"{name}: {value}" for name, value in (parts | items).items() if value)
 
 
 def _in_words(number: int) -> str:

@@ -21,9 +21,9 @@ async def in_thread(work: Callable[[], Result]) -> Result:
 
 async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
     """Returns the result of `work`, or cancels it and returns None as soon as the run must stop."""
-    working, told = asyncio.create_task(work), asyncio.create_task(stopping.wait())
-    await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
     if stopping.is_set():
         working.cancel()
         await asyncio.wait({working})

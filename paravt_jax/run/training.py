@@ -91,11 +91,11 @@ class RunDirectory:
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
-        told = [f"{key}={now}, and was {before}" for key, (before, now) in changes.items() if key in INCOMPARABLE]
-        if told and not allow_changes:
+        differ = [f"{key}={new}, but was {old}" for key, (old, new) in changes.items() if key in INCOMPARABLE]
+        if differ and not allow_changes:
             raise ValueError(
-                f"{'; '.join(told)} in the steps that {path} has: set it back, choose another run_dir, or add "
-                f"--allow-changes to go on all the same"
+                f"{'; '.join(differ)} in the earlier steps of {path}: set it back, choose another run_dir, or add "
+                f"--allow-changes to resume with the change"
             )
         return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease)
 
@@ -130,7 +130,7 @@ class Training:
     checkpoints: Checkpoints
     num_steps: int
     save_every_steps: int
-    begun_with: Progress  # the newest checkpoint's progress; for a new run, its beginning
+    first_progress: Progress  # the newest checkpoint's progress; for a new run, its beginning
     step: int  # steps done
     parts: EpisodeParts  # other hosts' episodes
     copies: LogCopies | None = None  # copies its logs to a bucket
@@ -168,18 +168,18 @@ class Training:
         progress = await in_thread(lambda: checkpoints.restore(learner))
         if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first was complete by then
             raise RuntimeError(
-                f"{directory.path} has a log of {directory.num_logged} steps and no checkpoint; put one back, "
-                f"move the directory away to begin anew, or choose another run_dir"
+                f"{directory.path} has a log of {directory.num_logged} steps but no checkpoint; restore one, "
+                f"move the directory away to start over, or choose another run_dir"
             )
         progress = progress or beginning
-        remarks = [*remarks, *(f"{key}: {one} -> {other}" for key, (one, other) in directory.changes.items())]
+        remarks = [*remarks, *(f"{key}: {old} -> {new}" for key, (old, new) in directory.changes.items())]
         if progress["visits"] != fingerprint:
             if not directory.allow_changes:
                 raise ValueError(
-                    f"{followed_from} are not what the run in {directory.path} began with, so its place in the data "
-                    f"means nothing; set them back, choose another run_dir, or begin the data anew with --allow-changes"
+                    f"{followed_from} changed since the run in {directory.path} started, so its position in the data "
+                    f"is invalid; set them back, choose another run_dir, or restart the data with --allow-changes"
                 )
-            remarks.append("the data are others than before, and begin anew")
+            remarks.append("the data changed and start from the beginning")
             progress = beginning | {"step": progress["step"]}
         step = int(progress["step"])
         settings = dict(directory.settings)
@@ -194,7 +194,7 @@ class Training:
         for remark in remarks:
             run_log.say(remark)
         if step:
-            run_log.say(f"going on after step {step} of {num_steps} in {directory.path}")
+            run_log.say(f"resuming after step {step} of {num_steps} in {directory.path}")
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
         if hosts.leads and hosts.num > 1:
             parts.clear()
@@ -221,7 +221,7 @@ class Training:
             "policy_version": float(self.version),
             "time/step_s": step_s,
             "perf/tokens_per_s": num_tokens / step_s,
-            **self.compiles.taken(),
+            **self.compiles.pop_metrics(),
         }
 
     def due(self, every_steps: int) -> bool:
@@ -240,7 +240,7 @@ class Training:
     async def save(self, progress: Progress) -> None:
         """Returns when the state is copied; writing continues in the background."""
         self.log.phase("checkpoint")
-        record = {"step": self.step, "visits": self.begun_with["visits"], **progress}
+        record = {"step": self.step, "visits": self.first_progress["visits"], **progress}
         if self.directory.lease is not None and self.directory.lease.lost:
             raise RuntimeError(self.directory.lease.lost)
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
@@ -257,6 +257,6 @@ class Training:
         if self.directory.hosts.leads and self.copies is not None:
             await in_thread(self.copies.copy)
         if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
-            raise RuntimeError("the last checkpoint could not be written, see above; mend that and start again")
-        goes_on = "" if self.step >= self.num_steps else "; the same command goes on from there"
-        self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{goes_on}")
+            raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
+        resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
+        self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{resume}")

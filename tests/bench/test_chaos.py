@@ -428,7 +428,7 @@ def edit(run: Path, change) -> None:
         (lost_step, "the log has metrics of steps"),
         (future_version, ", the newest is"),
         (lost_checkpoint, "has no checkpoint"),
-        (other_bytes, "has other bytes than were written"),
+        (other_bytes, "does not match its checksum"),
     ],
 )
 def test_every_check_of_the_log_can_fail(fault, message, trained, tmp_path):

@@ -78,9 +78,9 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}])
 
-    def picture(self, out: Path, *, whole: bool = False) -> None:
+    def picture(self, out: Path, *, full: bool = False) -> None:
         self.run("0")
-        shot = self("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        shot = self("Page.captureScreenshot", format="png", captureBeyondViewport=full)
         out.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def main() -> None:
         tab.open(args.page, args.fragment)
         print(tab.run(TIMES) if not args.fragment else "")
         tab.run(args.do)
-        tab.picture(args.out, whole=args.full)
+        tab.picture(args.out, full=args.full)
         for message in tab.messages:
             print(json.dumps(message)[:600])
 

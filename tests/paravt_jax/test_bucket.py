@@ -53,7 +53,7 @@ def test_a_killed_run_resumes_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
     del gcs.objects[f"{PREFIX}{OWNER}"]  # as if its lease had run out
     second = start(tmp_path / "second")
     assert second.wait(200) == 0, (tmp_path / "second" / "stderr").read_text()
-    assert "going on after step" in (tmp_path / "second" / "stderr").read_text()
+    assert "resuming after step" in (tmp_path / "second" / "stderr").read_text()
     run_dir = tmp_path / "second" / "runs" / "x"
     assert metrics_of(run_dir) == metrics_of(tmp_path / "undisturbed") and not (run_dir / "checkpoints").exists()
     assert arrays_in(gcs, 3) == arrays_of(tmp_path / "undisturbed", 3)
@@ -83,6 +83,6 @@ def test_a_run_on_two_hosts_without_a_shared_disk_resumes_from_the_bucket(gcs, t
     for number, steps in enumerate((1, 2)):
         ended = train_on_two(tmp_path / str(number), gcs.url, steps)
         assert [host.code for host in ended] == [0, 0], "\n\n".join(host.said[-3000:] for host in ended)
-    assert "going on after step 1 of 2" in ended[0].said
+    assert "resuming after step 1 of 2" in ended[0].said
     assert len(metrics_of(tmp_path / "1" / "disk0" / "runs" / "x")) == 2
     assert {name.split("/")[1] for name in gcs.names(PREFIX) if name.startswith("checkpoints/")} == {"1", "2"}

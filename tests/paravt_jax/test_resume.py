@@ -143,18 +143,18 @@ def test_changed_settings_are_reported_and_every_version_is_kept(undisturbed, tm
 def test_another_seed_needs_allow_changes(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
     other = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "seed=1")
-    with pytest.raises(ValueError, match=r"seed=1, and was 0 in the steps that .* --allow-changes"):
+    with pytest.raises(ValueError, match=r"seed=1, but was 0 in the earlier steps of .* --allow-changes"):
         train_here(run_dir, *other)
     assert settings_log(run_dir) == [(0, NUM_STEPS)]
     log = train_forked(run_dir, *other, "--allow-changes")
     assert len(metrics_of(run_dir)) == NUM_STEPS + 1
-    assert "the data are others than before, and begin anew" in log
+    assert "the data changed and start from the beginning" in log
 
 
 def test_a_log_without_its_checkpoints_is_not_started_over(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
     shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(RuntimeError, match=f"has a log of {NUM_STEPS} steps and no checkpoint; put one back"):
+    with pytest.raises(RuntimeError, match=f"has a log of {NUM_STEPS} steps but no checkpoint; restore one"):
         train_here(run_dir, *FIVE_STEPS)
     assert len(metrics_of(run_dir)) == NUM_STEPS
 

@@ -1,4 +1,4 @@
-"""The commands that run a config, as people type them."""
+"""Command lines of the commands that run a config."""
 
 import asyncio
 import importlib
@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config, to_record
 from paravt_jax.config.keys import section_of
-from paravt_jax.run.command import shown as shown_lines
+from paravt_jax.run.command import config_lines
 from paravt_jax.run.policy import policy_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -23,8 +23,8 @@ SETTINGS = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
 
 
 @pytest.fixture
-def shown(monkeypatch, capsys):
-    """What a command prints, called as `python -m paravt_jax.NAME ARGUMENTS`."""
+def output_of(monkeypatch, capsys):
+    """Returns the output of `python -m paravt_jax.NAME ARGUMENTS`."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr("sys.argv", [f"{name}.py", *arguments])
@@ -35,63 +35,67 @@ def shown(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_may_stand_between_settings(name, shown):
-    given = ["--config", str(CONFIGS / COMMANDS[name]), "seed=41", "--show", "mesh.data=1", "run_dir=runs/elsewhere"]
-    found = shown(name, *given)
-    assert "seed: 41" in found and "run_dir: runs/elsewhere" in found
+def test_options_can_be_between_settings(name, output_of):
+    arguments = [
+        "--config",
+        str(CONFIGS / COMMANDS[name]),
+        "seed=41",
+        "--show",
+        "mesh.data=1",
+        "run_dir=runs/elsewhere",
+    ]
+    output = output_of(name, *arguments)
+    assert "seed: 41" in output and "run_dir: runs/elsewhere" in output
 
 
-def test_plan_may_stand_between_settings(shown):
-    found = shown(
+def test_plan_can_be_between_settings(output_of):
+    output = output_of(
         "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
     )
-    assert "v5p" in found
+    assert "v5p" in output
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["train", "sft"],
-)
-def test_device_is_rejected_without_plan(name, shown, capsys):
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_device_is_rejected_without_plan(name, output_of, capsys):
     with pytest.raises(SystemExit):
-        shown(name, "--config", str(CONFIGS / COMMANDS[name]), "--device", "h100", "--show")
+        output_of(name, "--config", str(CONFIGS / COMMANDS[name]), "--device", "h100", "--show")
     assert "--device needs --plan" in capsys.readouterr().err
 
 
-def test_a_replay_has_the_settings_of_its_run_and_a_directory_below_it(shown, tmp_path):
+def test_a_replay_has_its_runs_settings_and_a_directory_inside(output_of, tmp_path):
     record = to_record(load_config(CONFIGS / "smoke_cpu.yaml", "seed=41"))
     (tmp_path / "config.json").write_text(json.dumps({"config": record, "git_commit": None}))
-    found = shown("train", "--replay", str(tmp_path), "--show", "loss.kl_coef=0.5")
-    assert f"run_dir: {tmp_path / 'replay'}" in found and "seed: 41" in found and "kl_coef: 0.5" in found
-    found = shown("train", "--replay", str(tmp_path), "--show", "run_dir=elsewhere")
-    assert "run_dir: elsewhere" in found
-    found = shown("train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--replay", str(tmp_path), "--show")
-    assert "run_dir: runs/smoke_cpu" in found and "seed: 0 " in found
+    output = output_of("train", "--replay", str(tmp_path), "--show", "loss.kl_coef=0.5")
+    assert f"run_dir: {tmp_path / 'replay'}" in output and "seed: 41" in output and "kl_coef: 0.5" in output
+    output = output_of("train", "--replay", str(tmp_path), "--show", "run_dir=elsewhere")
+    assert "run_dir: elsewhere" in output
+    output = output_of("train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--replay", str(tmp_path), "--show")
+    assert "run_dir: runs/smoke_cpu" in output and "seed: 0 " in output
 
 
 JUDGED = ["reward.oe_mode=llm", "judge.url=http://a/v1", "judge.model='1e3: # é'", r'rollout.forced_prefix="# \n\"\n"']
 
 
 @pytest.mark.parametrize(("name", "settings"), [("train", []), ("train", JUDGED), ("sft", []), ("eval", JUDGED)])
-def test_what_is_shown_is_the_same_config_again(name, settings, tmp_path):
+def test_the_output_of_show_is_the_same_config(name, settings, tmp_path):
     config = load_config(CONFIGS / COMMANDS[name], *settings, schema=SETTINGS[name])
-    (tmp_path / "shown.yaml").write_text("\n".join(shown_lines(config)))
+    (tmp_path / "shown.yaml").write_text("\n".join(config_lines(config)))
     assert load_config(tmp_path / "shown.yaml", schema=SETTINGS[name]) == config
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
-def test_what_a_variable_stands_for_is_shown_as_it_is_written(name, shown, monkeypatch):
+def test_show_leaves_variables_unresolved(name, output_of, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
     monkeypatch.setenv("SERVERS", "5")
     engine = ("engine.kind=sglang", "engine.urls=['http://${oc.env:SECRET}']", "engine.num_servers=${oc.env:SERVERS}")
     file = str(CONFIGS / COMMANDS[name])
-    found = shown(name, "--config", file, "--show", "model.path=${oc.env:SECRET}/8b", *engine)
-    assert "path: ${oc.env:SECRET}/8b" in found and 'urls: ["http://${oc.env:SECRET}"]' in found
-    assert "num_servers: ${oc.env:SERVERS}" in found and "hunter2" not in found
+    output = output_of(name, "--config", file, "--show", "model.path=${oc.env:SECRET}/8b", *engine)
+    assert "path: ${oc.env:SECRET}/8b" in output and 'urls: ["http://${oc.env:SECRET}"]' in output
+    assert "num_servers: ${oc.env:SERVERS}" in output and "hunter2" not in output
 
 
-def test_a_comment_stands_beside_its_setting_or_above_a_long_one(shown):
-    text = shown("train", "--show", "train.group_size=5")
+def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
+    text = output_of("train", "--show", "train.group_size=5")
     for line in (
         "\n  group_size: 5                         # episodes per prompt; published\n",
         "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; auto picks ",
@@ -104,7 +108,7 @@ def test_a_comment_stands_beside_its_setting_or_above_a_long_one(shown):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--show"], ["--config", "gone.yaml"]])
-def test_what_needs_no_computation_does_not_wait_for_jax(arguments):
+def test_help_show_and_missing_files_do_not_load_jax(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "paravt_jax.train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
@@ -113,7 +117,7 @@ def test_what_needs_no_computation_does_not_wait_for_jax(arguments):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_model_that_cannot_be_downloaded_is_to_be_given_as_the_setting_is_called(name, tmp_path, monkeypatch):
+def test_a_failed_download_names_the_setting(name, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     config = load_config(CONFIGS / COMMANDS[name], "model.path=Nobody/nothing", schema=SETTINGS[name])

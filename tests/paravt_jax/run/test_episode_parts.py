@@ -1,4 +1,4 @@
-"""Episodes of all hosts come into one file, and what a killed run has left of them does not."""
+"""Host 0 reads the other hosts' episodes, without parts that a killed run left."""
 
 import math
 
@@ -11,7 +11,7 @@ from paravt_jax.run.hosts import Hosts
 
 
 @pytest.fixture(params=["directory", "bucket"])
-def place(request, tmp_path, monkeypatch):
+def directory(request, tmp_path, monkeypatch):
     if request.param == "directory":
         yield tmp_path
     else:
@@ -19,8 +19,8 @@ def place(request, tmp_path, monkeypatch):
             yield Bucket.of("gs://bkt/runs/x")
 
 
-def test_host_0_reads_the_lines_of_the_others_by_group_and_clears_them(place):
-    first, second, third = (EpisodeParts(place, Hosts(index, 3)) for index in range(3))
+def test_host_0_reads_other_hosts_lines_by_group_and_clears_them(directory):
+    first, second, third = (EpisodeParts(directory, Hosts(index, 3)) for index in range(3))
     first.clear()
     third.write(6, {"7": [{"id": "from a run that was killed"}]})
     second.write(7, {"4": [{"id": "é", "value": 0.1}, {"id": "b", "value": math.nan}], "10": []})

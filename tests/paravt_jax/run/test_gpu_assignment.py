@@ -1,4 +1,4 @@
-"""Servers and learner get GPUs of their own, or nothing starts; told by numbers and an environment, without a GPU."""
+"""Servers and learner get separate GPUs, or nothing starts; tested without a GPU."""
 
 import asyncio
 
@@ -16,12 +16,12 @@ def engine(*gpus: int, num_servers: int = 1) -> EngineConfig:
     return EngineConfig("sglang", num_servers=num_servers, gpus=list(gpus))
 
 
-def test_servers_take_the_gpus_that_are_named_and_the_learner_all_others():
+def test_servers_get_the_listed_gpus_and_the_learner_all_others():
     placed = placement(engine(6, 7, 1, 0, num_servers=2), 4, BOX)
     assert placed == Placement((("GPU-g", "GPU-h"), ("GPU-b", "GPU-a")), ("GPU-c", "GPU-d", "GPU-e", "GPU-f"))
 
 
-def test_no_gpu_is_anybodys_twice_and_none_is_nobodys():
+def test_every_gpu_is_assigned_once():
     for num_servers in (1, 2, 3, 6):
         placed = placement(engine(0, 2, 3, 4, 5, 7, num_servers=num_servers), 2, BOX)
         assert sorted([*placed.learner, *(gpu for server in placed.servers for gpu in server)]) == BOX
@@ -31,8 +31,8 @@ def test_no_gpu_is_anybodys_twice_and_none_is_nobodys():
 @pytest.mark.parametrize(
     ("config", "num_learner", "message"),
     [
-        (engine(), 8, r"engine\.gpus is empty, and the 1 servers .* name some of the 8 here"),
-        (engine(7, 8, num_servers=2), 6, r"engine\.gpus=\[7, 8\]: there is no GPU 8; there are 8 here"),
+        (engine(), 8, r"engine\.gpus is empty, and the 1 servers .* some of the 8 visible GPUs"),
+        (engine(7, 8, num_servers=2), 6, r"engine\.gpus=\[7, 8\]: there is no GPU 8; 8 GPUs are visible"),
         (
             engine(4, 5, 6, 7),
             8,
@@ -41,7 +41,7 @@ def test_no_gpu_is_anybodys_twice_and_none_is_nobodys():
         (engine(7), 1, r" = 1, and engine\.gpus=\[7\] leaves 7 of 8 GPUs"),
     ],
 )
-def test_gpus_that_are_not_there_or_meet_the_mesh_are_refused(config, num_learner, message):
+def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learner, message):
     with pytest.raises(ValueError, match=message):
         placement(config, num_learner, BOX)
 
@@ -62,7 +62,7 @@ def test_gpus_that_are_not_there_or_meet_the_mesh_are_refused(config, num_learne
         ({"gpus": [1, 2], "num_servers": 2, "route": "tensors"}, r"engine\.route=tensors .* set engine\.route=disk"),
     ],
 )
-def test_settings_of_gpus_that_can_never_be_are_refused(settings, message):
+def test_invalid_gpu_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{"kind": "sglang", **settings})
 
@@ -77,11 +77,11 @@ def test_settings_of_gpus_that_can_never_be_are_refused(settings, message):
         ({"CUDA_VISIBLE_DEVICES": ""}, ()),
     ],
 )
-def test_what_a_user_makes_visible_is_what_there_is(environment, gpus):
+def test_cuda_visible_devices_limits_the_visible_gpus(environment, gpus):
     assert visible_gpus(environment, 3) == gpus
 
 
-def test_the_learner_sees_what_the_servers_leave_of_what_the_user_left():
+def test_the_learner_sees_the_visible_gpus_without_the_servers():
     environment = {"CUDA_VISIBLE_DEVICES": "5,GPU-x,2,GPU-y"}
     assert place_servers(engine(1, 3, num_servers=2), 2, environment) == (("GPU-x",), ("GPU-y",))
     assert environment == {"CUDA_VISIBLE_DEVICES": "5,2"}
@@ -90,23 +90,27 @@ def test_the_learner_sees_what_the_servers_leave_of_what_the_user_left():
 @pytest.mark.parametrize(
     "config", [EngineConfig(), EngineConfig("sglang", urls=["http://a"]), EngineConfig(device="cpu")]
 )
-def test_a_run_that_starts_no_server_on_a_gpu_leaves_everything_visible(config):
+def test_without_servers_on_gpus_all_gpus_stay_visible(config):
     environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert place_servers(config, 8, environment) == () and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_jax_may_take_what_a_plan_counts_on_unless_the_user_said_otherwise():
-    said: list[dict[str, str]] = [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}]
-    for environment in said:
+def test_jax_preallocates_the_planned_memory_unless_the_user_sets_it():
+    environments: list[dict[str, str]] = [
+        {},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+    ]
+    for environment in environments:
         claim_memory(environment)
-    assert said == [
+    assert environments == [
         {"XLA_CLIENT_MEM_FRACTION": "0.90"},
         {"XLA_CLIENT_MEM_FRACTION": "0.5"},
         {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
     ]
 
 
-def test_a_run_whose_servers_have_no_gpus_is_refused_before_anything_starts(tmp_path, monkeypatch):
+def test_servers_without_gpus_are_rejected_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     settings = ("engine.kind=sglang", "engine.device=cuda", "engine.gpus=[2]", f"run_dir={tmp_path / 'run'}")
     with pytest.raises(ValueError, match=r"engine\.gpus=\[2\]: there is no GPU 2"):

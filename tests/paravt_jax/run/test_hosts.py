@@ -1,4 +1,4 @@
-"""Hosts connect, exchange what must be equal, and none of them outlives another."""
+"""Hosts connect, compare values, share a mesh, and all end when one fails."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.hosts import ALONE
 
 pytestmark = pytest.mark.slow
-ONE = np.ones(1, np.float32)
+UNIT = np.ones(1, np.float32)
 
 
 def exchange(hosts):
@@ -45,11 +45,11 @@ def share_a_mesh(hosts):
     with pytest.raises(ValueError, match="must equal the 4 devices of all 2 hosts"):
         make_mesh(fsdp=2)
     split = NamedSharding(make_mesh(fsdp=2, tensor=2), PartitionSpec(("fsdp", "tensor")))
-    array = jax.make_array_from_callback((4,), split, lambda index: ONE * index[0].start)
+    array = jax.make_array_from_callback((4,), split, lambda index: UNIT * index[0].start)
     assert on_host(array).tolist() == [0, 1, 2, 3]
     compiles = Compiles()
     assert on_host(array).tolist() == [0, 1, 2, 3]
-    assert compiles.taken()["perf/num_compiles"] == 0
+    assert compiles.pop_metrics()["perf/num_compiles"] == 0
 
 
 def differ(hosts):
@@ -57,7 +57,7 @@ def differ(hosts):
 
 
 def started_by_slurm(rank, job):
-    """As srun starts a task: jax reads the environment."""
+    """Sets the environment of a task that srun starts, which jax reads."""
     os.environ |= {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_NODELIST": "localhost,node[002-004]",
@@ -78,23 +78,23 @@ def _all(hosts):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """How two hosts ended that did all this in turn: starting them takes longer."""
+    """How two hosts ended after all this work in turn, because starting hosts takes longest."""
     each = [(rank, os.getpid()) for rank in range(2)]  # jax derives the port from the job
     return several.Started(tmp_path_factory.mktemp("all"), 2, 2, started_by_slurm, each).ended(120)
 
 
 @pytest.mark.parametrize("work", [exchange, share_a_mesh])
 def test_hosts_that_slurm_starts_exchange_values_and_share_a_mesh(work, ended):
-    assert all(f"done: {work.__name__}" in one.said for one in ended), [one.said[-2000:] for one in ended]
+    assert all(f"done: {work.__name__}" in host.said for host in ended), [host.said[-2000:] for host in ended]
 
 
-def test_what_two_hosts_have_otherwise_ends_both_with_one_sentence(ended):
-    for one in ended:
-        assert one.code == 1 and one.said.count("error:") == 1, one.said
-        assert "host 1 (" in one.said and "train.num_steps is 6 there and 5 here; start all with the same" in one.said
+def test_different_values_end_both_hosts_with_one_error(ended):
+    for host in ended:
+        assert host.code == 1 and host.said.count("error:") == 1, host.said
+        assert "host 1 (" in host.said and "train.num_steps is 6, not 5; start all with the same" in host.said
 
 
-def test_one_host_gets_back_what_it_gives():
+def test_a_single_host_gets_its_own_values():
     assert ALONE.gather("anything", {"a": 1}) == [{"a": 1}] and ALONE.leads
     assert ALONE.host_0_first(lambda: 5) == 5
     ALONE.check_same(lambda: 1 / 0, "")
@@ -106,7 +106,7 @@ def late_at_a_sum(hosts):
     mesh = make_mesh(fsdp=2, tensor=2)
     policy.meet(hosts, mesh)
     time.sleep(32 * hosts.index)
-    ones = jax.make_array_from_callback((4,), NamedSharding(mesh, PartitionSpec(("fsdp", "tensor"))), lambda _: ONE)
+    ones = jax.make_array_from_callback((4,), NamedSharding(mesh, PartitionSpec(("fsdp", "tensor"))), lambda _: UNIT)
     print(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(ones).addressable_data(0))
     time.sleep(32 * hosts.index)
     hosts.gather("late", None)
@@ -114,8 +114,8 @@ def late_at_a_sum(hosts):
 
 @pytest.mark.nightly
 def test_a_host_may_be_half_a_minute_late(tmp_path):
-    """Gloo, which connects the CPUs of several hosts, waits 30 s for one that it does not know yet."""
-    assert [said.split()[-1] for said in several.run_work(tmp_path, late_at_a_sum, devices=2)] == ["4.0", "4.0"]
+    """Gloo connects the CPUs of several hosts, and waits 30 s for a host's first connection."""
+    assert [output.split()[-1] for output in several.run_work(tmp_path, late_at_a_sum, devices=2)] == ["4.0", "4.0"]
 
 
 def in_another_order(hosts):
@@ -128,10 +128,10 @@ def fail_alone(hosts):
     hosts.gather("never", None)
 
 
-def killed(hosts, victim, how):
-    hosts.gather("there", None)
+def killed(hosts, victim, signal_number):
+    hosts.gather("start", None)
     if hosts.index == victim:
-        os.kill(os.getpid(), how)
+        os.kill(os.getpid(), signal_number)
     hosts.gather("never", None)
 
 
@@ -153,7 +153,7 @@ def test_a_killed_host_ends_the_other(victim, tmp_path):
 
 
 def test_a_host_that_hangs_ends_the_other(tmp_path):
-    """A machine that is cut off sends no heartbeats."""
+    """A disconnected machine sends no heartbeats."""
     started = several.start_work(tmp_path, killed, 2, 0, signal.SIGSTOP)
     started.processes[1].join(100)
     assert started.processes[1].exitcode not in (0, None)
@@ -165,9 +165,9 @@ def _alone(config, join_s):
     several._joined(exchange, config)
 
 
-def test_a_missing_host_or_coordinator_and_a_taken_port_are_errors_that_say_what_to_do(tmp_path):
-    with socket.create_server(("", 0)) as taken:
-        configs = [several.settings(2)[0], several.settings(2)[1], several.settings(2, taken.getsockname()[1])[0]]
+def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        configs = [several.settings(2)[0], several.settings(2)[1], several.settings(2, server.getsockname()[1])[0]]
         for ended in several.Started(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).ended(100):
             assert ended.code not in (0, None), ended.said
 
@@ -176,17 +176,17 @@ def uneven(hosts):
     hosts.gather("devices", None)
 
 
-def test_hosts_with_different_numbers_of_devices_are_refused(tmp_path):
-    each = [(uneven, one) for one in several.settings(2)]
+def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
+    each = [(uneven, settings) for settings in several.settings(2)]
     started = [
         several.Started(tmp_path / f"{count}", 1, count, several._joined, [arguments])
         for count, arguments in zip((2, 1), each, strict=True)
     ]
-    for (ended,) in (one.ended(100) for one in started):
-        assert ended.code == 1 and "and they have: host 0 2, host 1 1" in ended.said
+    for (ended,) in (hosts.ended(100) for hosts in started):
+        assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.said
 
 
-def test_auto_is_refused_where_nothing_describes_the_hosts(tmp_path):
+def test_auto_is_rejected_without_a_cluster(tmp_path):
     (ended,) = several.Started(tmp_path, 1, 1, _alone, [(HostsConfig("auto"), 3)]).ended(100)
     assert ended.code == 1 and "neither Slurm nor a TPU pod nor Kubernetes describes the hosts" in ended.said
 
@@ -200,6 +200,6 @@ def test_auto_is_refused_where_nothing_describes_the_hosts(tmp_path):
         (dict(coordinator="a:1", num=2, index=2), "hosts.index=2 is none of hosts.num=2"),
     ],
 )
-def test_settings_of_hosts_that_mean_nothing_are_refused(settings, message):
+def test_settings_of_hosts_without_effect_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         HostsConfig(**settings)

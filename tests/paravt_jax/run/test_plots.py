@@ -48,14 +48,14 @@ def make_run(tmp_path):
 def test_every_section_is_a_picture_for_any_number_of_steps(num_steps, make_run):
     run_dir = make_run(num_steps)
     write_rows(run_dir / "validation.jsonl", [{"step": n, "validation/accuracy_mean": 0.5} for n in range(num_steps)])
-    before = dict(matplotlib.rcParams)
+    parameters = dict(matplotlib.rcParams)
     written = make_plots(run_dir)
     assert [path.stem for path in written] == list(SECTIONS)
     assert sorted(written) == sorted((run_dir / "plots").iterdir())  # no partial files
     for path in written:
         with Image.open(path) as picture:
             assert len(np.unique(np.asarray(picture.convert("L")))) > 10  # something is drawn
-    assert dict(matplotlib.rcParams) == before
+    assert dict(matplotlib.rcParams) == parameters
 
 
 @pytest.mark.parametrize(

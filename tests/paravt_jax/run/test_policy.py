@@ -1,4 +1,4 @@
-"""A run that opens its policy keeps what others put into its directory."""
+"""Opening a run's policy: its files, attention and adapters."""
 
 import shutil
 from dataclasses import replace
@@ -22,21 +22,21 @@ from paravt_jax.run.recipe import Recipe
 RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
 
 
-def opened(model_path, run_dir, recipe=RECIPE, lora=None):
+def open_tiny(model_path, run_dir, recipe=RECIPE, lora=None):
     return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), recipe, lora, seed=0, run_dir=run_dir)
 
 
-def test_a_model_that_lies_in_the_run_directory_is_read_and_stays(tiny_hf, tmp_path):
+def test_a_model_in_the_run_directory_is_not_changed(tiny_hf, tmp_path):
     for name in ("hf", "policy", "model"):
         shutil.copytree(tiny_hf, tmp_path / name)
         (tmp_path / name / "notes.txt").write_text("mine")
-        opened(tmp_path / name, tmp_path).load()
+        open_tiny(tmp_path / name, tmp_path).load()
         assert (tmp_path / name / "model.safetensors").read_bytes() == (tiny_hf / "model.safetensors").read_bytes()
         assert (tmp_path / name / "notes.txt").exists()
 
 
-def test_what_computes_attention_is_known_before_anything_is_trained(tiny_hf, tmp_path):
-    policy = opened(tiny_hf, tmp_path)
+def test_the_attention_line_names_the_form_for_the_row_length(tiny_hf, tmp_path):
+    policy = open_tiny(tiny_hf, tmp_path)
     assert policy.attention(4096) == "attention: blocked (cpu, rows of 4096 tokens)"
     assert policy.attention(16_384) == "attention: scanned (cpu, rows of 16384 tokens)"
     kernel = replace(policy, compute=replace(policy.compute, attention="kernel"))
@@ -45,7 +45,7 @@ def test_what_computes_attention_is_known_before_anything_is_trained(tiny_hf, tm
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_auto_takes_the_accelerators_kernel_only_if_it_agrees_there(tiny_hf, tmp_path, monkeypatch, works):
+def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, monkeypatch, works):
     def kernel(q, k, v, layout, causal):
         branches = layout.branch_ids if works else 0 * layout.branch_ids  # broken: branches see each other
         return blocked_attention(q, k, v, *[layout._replace(branch_ids=branches)] * 2, causal)
@@ -55,54 +55,58 @@ def test_auto_takes_the_accelerators_kernel_only_if_it_agrees_there(tiny_hf, tmp
 
     for name, value in {"platform": lambda: "gpu", "kernel_of": lambda _: kernel, "check_kernel": check}.items():
         monkeypatch.setattr(policy_module, name, value)
-    policy = with_checked_kernel(opened(tiny_hf, tmp_path))
+    policy = with_checked_kernel(open_tiny(tiny_hf, tmp_path))
     assert policy.compute.attention == ("auto_kernel" if works else "auto")
     expected = "kernel, max error 0.0" if works else "scanned, because the kernel is wrong: max error "
     assert policy.attention(4096).startswith(f"attention: {expected}")
 
 
-def test_a_model_at_the_place_of_our_own_files_is_refused_and_stays(tiny_hf, tmp_path):
+def test_a_model_in_the_directory_of_our_files_is_rejected(tiny_hf, tmp_path):
     model = shutil.copytree(tiny_hf, tmp_path / HF_FILES_DIR)
     with pytest.raises(ValueError, match=r"is in .*hf_files, which would be replaced"):
-        opened(model, tmp_path)
+        open_tiny(model, tmp_path)
     with pytest.raises(ValueError, match="was written as tiny and moved here"):
-        opened(tiny_hf, tmp_path)
+        open_tiny(tiny_hf, tmp_path)
     assert (model / "model.safetensors").exists()
 
 
-def test_our_own_files_follow_the_settings_and_a_copied_run_may_keep_them(tiny_hf, tmp_path):
-    opened(tiny_hf, tmp_path / "run")
-    moved = shutil.copytree(tmp_path / "run", tmp_path / "moved", copy_function=shutil.copyfile)  # with other times
+def test_our_files_follow_the_settings_and_a_copied_run_keeps_them(tiny_hf, tmp_path):
+    open_tiny(tiny_hf, tmp_path / "run")
+    moved = shutil.copytree(tmp_path / "run", tmp_path / "moved", copy_function=shutil.copyfile)  # with new times
     (moved / HF_FILES_DIR / "notes.txt").write_text("mine")
-    opened(tiny_hf, moved)
+    open_tiny(tiny_hf, moved)
     assert (moved / HF_FILES_DIR / "notes.txt").exists()
-    wider = opened(tiny_hf, tmp_path / "run", Recipe(min_pixels=1024, max_pixels=100_352))
+    wider = open_tiny(tiny_hf, tmp_path / "run", Recipe(min_pixels=1024, max_pixels=100_352))
     assert "100352" in (wider.hf_files / "preprocessor_config.json").read_text()
 
 
 @pytest.mark.slow
-def test_an_adapter_trains_in_float32_beside_weights_in_the_dtype_of_activations(tiny_hf, tmp_path):
+def test_an_adapter_is_float32_and_its_base_has_the_activations_dtype(tiny_hf, tmp_path):
     lora = LoraConfig(rank=3, alpha=6.0)
-    policy = opened(tiny_hf, tmp_path, lora=lora)
+    policy = open_tiny(tiny_hf, tmp_path, lora=lora)
     model = policy.load()
     dtypes = {path: leaf.dtype for path, leaf in flat_params(nnx.state(model, nnx.Param)).items()}
     assert {dtype for path, dtype in dtypes.items() if "_lora." in path} == {jnp.dtype("float32")}
     assert {dtype for path, dtype in dtypes.items() if "_lora." not in path} == {jnp.dtype("bfloat16")}
-    again, info = opened(tiny_hf, tmp_path, lora=lora).load(), policy.adapter_info(model)
+    again, info = open_tiny(tiny_hf, tmp_path, lora=lora).load(), policy.adapter_info(model)
     assert info.base.name == str(tiny_hf) and info == policy.adapter_info(again)
-    begun, again = (flat_params(nnx.state(one, nnx.LoRAParam)) for one in (model, again))
-    assert all(np.array_equal(value, again[path]) for path, value in begun.items())
+    first, second = (flat_params(nnx.state(each, nnx.LoRAParam)) for each in (model, again))
+    assert all(np.array_equal(value, second[path]) for path, value in first.items())
 
 
 @pytest.mark.slow
-def test_an_adapter_as_the_model_trains_on_with_its_own_settings_only(tiny_hf, tmp_path):
+def test_training_resumes_an_adapter_only_with_its_own_settings(tiny_hf, tmp_path):
     lora, config = LoraConfig(rank=3, alpha=6.0), model_port.load(tiny_hf).config
-    policy, params, path = opened(tiny_hf, tmp_path, lora=lora), new_adapter(config, lora, seed=5), tmp_path / "adapter"
+    policy, params, path = (
+        open_tiny(tiny_hf, tmp_path, lora=lora),
+        new_adapter(config, lora, seed=5),
+        tmp_path / "adapter",
+    )
     path.mkdir()
     write_adapter(path, config, policy.adapter_info(policy.load()), params)
-    found = flat_params(nnx.state(opened(path, tmp_path, lora=lora).load(), nnx.LoRAParam))
-    assert all(np.array_equal(found[name], value) for name, value in params.items())
-    assert opened(path, tmp_path).load().lora == lora  # as an evaluation opens it
+    trained = flat_params(nnx.state(open_tiny(path, tmp_path, lora=lora).load(), nnx.LoRAParam))
+    assert all(np.array_equal(trained[name], value) for name, value in params.items())
+    assert open_tiny(path, tmp_path).load().lora == lora  # as an evaluation opens it
     for other in (LoraConfig(), LoraConfig(rank=3)):
         with pytest.raises(ValueError, match=r"has rank 3 and alpha 6, .*set lora\.rank=3 lora\.alpha=6"):
-            opened(path, tmp_path, lora=other)
+            open_tiny(path, tmp_path, lora=other)

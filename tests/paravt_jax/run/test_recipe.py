@@ -1,4 +1,4 @@
-"""A model carries how it is asked; what a stranger's says is checked, and a run that differs says so."""
+"""A model's files have its recipe. Untrusted recipes are checked, and a run with other settings logs them."""
 
 import asyncio
 import json
@@ -24,29 +24,29 @@ def write(model, **record):
     (model / RECIPE_FILE).write_text(json.dumps(record))
 
 
-def opened(model, run_dir, *settings):
+def open_model(model, run_dir, *settings):
     config = load_config(None, f"model.path={model}", f"run_dir={run_dir}", *SETTINGS, *settings, schema=EvalConfig)
     return asyncio.run(policy_of(config, run_dir))
 
 
-def test_a_run_writes_how_its_model_is_asked_and_it_reads_back_the_same(model, tmp_path):
-    policy = opened(model, tmp_path / "run", "rollout.prompts.system=You {{see}}.", "rollout.temperature=0.7")
+def test_a_runs_recipe_is_written_and_read(model, tmp_path):
+    policy = open_model(model, tmp_path / "run", "rollout.prompts.system=You {{see}}.", "rollout.temperature=0.7")
     recipe = read_recipe(policy.hf_files)
     assert recipe is not None and recipe.rollout.prompts.system == "You {{see}}."
     assert (recipe.rollout.max_parallel, recipe.max_pixels, recipe.num_frames) == (3, 4096, 64)
-    assert RECIPE_FILE in read_side_files(policy.hf_files)  # which checkpoints and exports carry
+    assert RECIPE_FILE in read_side_files(policy.hf_files)  # checkpoints and exports include these
 
 
-def test_a_model_without_one_has_none(model):
+def test_a_model_without_a_recipe_has_none(model):
     assert read_recipe(model) is None
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
-        ({"rollout": {"tools": ["evil.py:Tool"]}}, "no code is loaded that a model names"),
+        ({"rollout": {"tools": ["evil.py:Tool"]}}, "a model's files must not load code"),
         ({"rollout": {"prompts_file": "/etc/passwd"}}, "prompts_file is not a setting"),
-        ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "nothing there may stand for something else"),
+        ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "contains \\$\\{…\\}, which this file must not"),
         ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
         ({"rollout": {"max_parallel": 0}}, "must be at least 1"),
         ({"rollout": {"max_context_tokens": 8}}, "leaves no room for a turn"),
@@ -78,49 +78,48 @@ def test_a_model_without_one_has_none(model):
         ({"colour": "red"}, "colour is not a setting"),
     ],
 )
-def test_what_a_strangers_model_says_is_refused_in_one_sentence(model, record, said):
+def test_invalid_recipes_are_rejected_with_one_error(model, record, message):
     write(model, **record)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as error:
         read_recipe(model)
-    assert str(refused.value).startswith(str(model / RECIPE_FILE)) and "\n" not in str(refused.value)
+    assert str(error.value).startswith(str(model / RECIPE_FILE)) and "\n" not in str(error.value)
 
 
-def test_no_file_of_a_model_is_run(model, tmp_path):
+def test_code_in_a_models_files_never_runs(model, tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass Tool: pass\n")
     write(model, rollout={"tools": [f"{tmp_path / 'evil.py'}:Tool"]})
-    with pytest.raises(ValueError, match="no code is loaded"):
+    with pytest.raises(ValueError, match="must not load code"):
         read_recipe(model)
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_broken_file_is_named(model):
-    for text, said in (
+def test_invalid_json_is_reported_with_its_file(model):
+    for text, message in (
         ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
         ("[" * 10**5, "is not valid JSON"),
     ):
         (model / RECIPE_FILE).write_text(text)
-        with pytest.raises(ValueError, match=rf"paravt\.json {said}"):
+        with pytest.raises(ValueError, match=rf"paravt\.json {message}"):
             read_recipe(model)
 
 
-def test_a_run_that_asks_otherwise_than_the_model_was_asked_says_so(model, tmp_path, capsys):
+def test_settings_that_differ_from_the_recipe_are_logged(model, tmp_path, capsys):
     write(model, **Recipe(num_frames=8, rollout=EpisodeConfig(forced_prefix="", dispatch="none")).to_record())
-    opened(model, tmp_path / "run")
-    said = capsys.readouterr().err
-    assert (
-        "rollout.forced_prefix='', here it is '<think>\\n'" in said and "rollout.max_parallel=5, here it is 3" in said
-    )
-    assert "dispatch" not in said and "num_frames" not in said  # which evaluations vary on purpose
+    open_model(model, tmp_path / "run")
+    log = capsys.readouterr().err
+    assert "rollout.forced_prefix='', this run uses '<think>\\n'" in log
+    assert "rollout.max_parallel=5, this run uses 3" in log
+    assert "dispatch" not in log and "num_frames" not in log  # evaluations vary these on purpose
 
 
-def test_an_evaluation_in_another_mode_than_the_model_was_trained_in_says_so(model, tmp_path, capsys):
+def test_an_evaluation_in_another_mode_logs_the_difference(model, tmp_path, capsys):
     write(model, **Recipe().to_record())
-    opened(model, tmp_path / "run", "eval.mode=direct", "eval.dispatches=[none]")
-    assert "mode='agentic', here it is 'direct'" in capsys.readouterr().err
+    open_model(model, tmp_path / "run", "eval.mode=direct", "eval.dispatches=[none]")
+    assert "mode='agentic', this run uses 'direct'" in capsys.readouterr().err
 
 
-def test_a_run_that_asks_as_the_model_was_asked_says_nothing(model):
+def test_equal_settings_are_not_logged(model):
     config = load_config(None, *SETTINGS, schema=EvalConfig)
     (model / RECIPE_FILE).write_bytes(recipe_of(config).to_bytes())
     assert list(differences(model, recipe_of(config))) == []

@@ -1,4 +1,4 @@
-"""A start says where it computes, and no large model trains on a CPU by mistake."""
+"""The start line has the devices, and no large model trains on a CPU by mistake."""
 
 import asyncio
 import json
@@ -20,14 +20,14 @@ from paravt_jax.run.policy import policy_of
 
 
 @pytest.fixture
-def nobody_asked(monkeypatch):
-    """There is only a CPU, and JAX_PLATFORMS does not say so."""
+def cpu_by_mistake(monkeypatch):
+    """Only a CPU is available, and JAX_PLATFORMS does not ask for it."""
     monkeypatch.delenv("JAX_PLATFORMS")
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A 2B by its config.json; it has no weights, so whatever would load them fails."""
+    """A 2B model by its config.json, without weights, so that loading them fails."""
     directory = tmp_path_factory.mktemp("large") / "hf"
     make_tiny(directory)
     (directory / "config.json").write_text(json.dumps(config_to_hf(preset("2b"))))
@@ -40,14 +40,14 @@ def policy(schema, model, run_dir, *settings):
     return asyncio.run(policy_of(config, run_dir))
 
 
-@pytest.mark.usefixtures("nobody_asked")
-def test_a_large_model_on_a_cpu_is_refused_before_its_mesh_and_weights(large, tmp_path):
-    said = r"has 2\.13 billion parameters, and jax would train it on 8 x cpu.* or set JAX_PLATFORMS=cpu to train it"
-    with pytest.raises(RuntimeError, match=said):
+@pytest.mark.usefixtures("cpu_by_mistake")
+def test_a_large_model_on_a_cpu_is_rejected_before_its_mesh_and_weights(large, tmp_path):
+    message = r"has 2\.13 billion parameters, and jax would train it on 8 x cpu.* or set JAX_PLATFORMS=cpu to train it"
+    with pytest.raises(RuntimeError, match=message):
         policy(SftConfig, large, tmp_path, "data.train=t.jsonl", "mesh.fsdp=8", "mesh.tensor=64", "pack.num_rows=8")
 
 
-def test_jax_platforms_allows_to_train_it_and_an_evaluation_needs_no_leave(large, tmp_path, monkeypatch):
+def test_jax_platforms_allows_training_on_a_cpu_and_evaluations_always_run(large, tmp_path, monkeypatch):
     policy(SftConfig, large, tmp_path, "data.train=traces.jsonl")
     for platforms in ("", "cuda,cpu"):
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -58,7 +58,7 @@ def test_jax_platforms_allows_to_train_it_and_an_evaluation_needs_no_leave(large
 
 
 @pytest.mark.parametrize(
-    ("installed", "visible", "said"),
+    ("installed", "visible", "reason"),
     [
         (False, False, None),
         (False, True, "an NVIDIA GPU is visible, and jax's CUDA plugin is not installed (`bash scripts/setup.sh "),
@@ -66,28 +66,28 @@ def test_jax_platforms_allows_to_train_it_and_an_evaluation_needs_no_leave(large
         (True, True, "an NVIDIA GPU is visible, but jax's CUDA plugin cannot use it"),
     ],
 )
-def test_a_gpu_that_jax_cannot_use_is_named_unless_a_cpu_was_asked_for(installed, visible, said, monkeypatch):
+def test_an_unusable_gpu_is_reported_unless_a_cpu_is_requested(installed, visible, reason, monkeypatch):
     monkeypatch.setattr(start, "CUDA_PLUGINS", ("json",) if installed else ())
     monkeypatch.setattr(start, "NVIDIA_FILES", ("null",) if visible else ())
-    assert start.said_devices(jax.devices()) == "8 x cpu"
+    assert start.describe_devices(jax.devices()) == "8 x cpu"
     monkeypatch.delenv("JAX_PLATFORMS")
-    found = start.said_devices(jax.devices())
-    assert found == "8 x cpu" if said is None else said in found
+    devices = start.describe_devices(jax.devices())
+    assert devices == "8 x cpu" if reason is None else reason in devices
 
 
 @pytest.mark.slow
-def test_a_platform_without_devices_is_one_sentence_with_the_ways_out(tmp_path):
+def test_a_platform_without_devices_is_one_error_with_fixes(tmp_path):
     settings = ["--config", "configs/smoke_cpu.yaml", f"run_dir={tmp_path}/run"]
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "paravt_jax.train", *settings]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: JAX_PLATFORMS=cuda, and jax finds no such device: ")
+    assert done.stderr.startswith("error: JAX_PLATFORMS=cuda, but jax finds no such device: ")
     assert "unset JAX_PLATFORMS" in done.stderr and "set JAX_PLATFORMS=cpu" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_says_devices_mesh_parameters_data_and_directory_in_one_line(tmp_path, capsys):
+def test_the_start_line_has_devices_mesh_parameters_data_and_directory(tmp_path, capsys):
     config = load_config(None, "model.path=tiny", f"run_dir={tmp_path}", "mesh.fsdp=4", "pack.num_rows=4")
     asyncio.run(policy_of(config, tmp_path, data="18 prompts, 4 held out"))
     (line,) = capsys.readouterr().err.splitlines()
@@ -97,42 +97,42 @@ def test_a_start_says_devices_mesh_parameters_data_and_directory_in_one_line(tmp
     )
 
 
-def test_the_line_leaves_out_what_there_is_not():
+def test_the_start_line_omits_empty_items():
     line = start.start_line("8 x NVIDIA H100", 8_767_123_696, "bfloat16", "bfloat16", mesh=MeshConfig(), data="")
     assert line == "devices: 8 x NVIDIA H100 | mesh: one device | parameters: 8.77 billion in bfloat16"
 
 
 @pytest.mark.slow
-def test_a_cpu_computes_in_float32_says_so_and_the_run_records_it(tmp_path, capsys, monkeypatch):
+def test_a_cpu_computes_in_float32_and_the_run_logs_and_records_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KEEP", "3")
     settings = ["model.dtype=bfloat16", f"run_dir={tmp_path}", "checkpoint.keep=${oc.decode:${oc.env:KEEP}}"]
     config = load_config("configs/smoke_cpu.yaml", *settings)
-    found = []
+    dtypes = []
 
     async def open_it():
         async with open_run(config) as run:
-            found.append(run.training.learner.model.compute.dtype)
-            raise KeyError  # or it would save and draw
+            dtypes.append(run.training.learner.model.compute.dtype)
+            raise KeyError  # skips saving and plots
 
     with pytest.raises(KeyError):
         asyncio.run(open_it())
     record = json.loads((tmp_path / "config.json").read_text())["config"]
-    assert [*found, record["model"]["dtype"]] == ["float32"] * 2
+    assert [*dtypes, record["model"]["dtype"]] == ["float32"] * 2
     assert "KEEP" in record["checkpoint"]["keep"]  # a ${…} stays unresolved
-    said = capsys.readouterr().err
-    assert "1.04 million in float32 (model.dtype=bfloat16 is slower and takes more memory on a CPU)" in said
+    log = capsys.readouterr().err
+    assert "1.04 million in float32 (model.dtype=bfloat16 is slower and takes more memory on a CPU)" in log
 
 
 @pytest.mark.parametrize(
     ("engine", "dtype"),
     [
         ([], "float32"),
-        (["engine.kind=sglang", "engine.urls=[http://127.0.0.1:1]"], "bfloat16"),  # whatever jax has here
+        (["engine.kind=sglang", "engine.urls=[http://127.0.0.1:1]"], "bfloat16"),  # for any local device
         (["engine.kind=sglang", "engine.device=cpu"], "float32"),
     ],
 )
-def test_an_evaluation_computes_as_its_engine_does_and_records_what_was_set(engine, dtype, tmp_path, monkeypatch):
-    """Its shards may be of other machines than the one that puts them together."""
+def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(engine, dtype, tmp_path, monkeypatch):
+    """Shards may run on other machines than the merge."""
 
     async def computing_in(config, *_, **__):
         raise KeyError(config.model.dtype)

@@ -1,4 +1,4 @@
-"""What any run that trains does at which step."""
+"""The steps at which a run validates."""
 
 from pathlib import Path
 
@@ -11,23 +11,23 @@ from paravt_jax.run.training import Training
 
 @pytest.fixture
 def training_at(tmp_path):
-    """A run of five steps that has done some of them, with a log and nothing else."""
+    """Makes a run of five steps that has done `step`, with only a log."""
 
     logs: list[RunLog] = []
 
     def training(step: int, directory: Path = tmp_path) -> Training:
-        made = object.__new__(Training)
-        made.step, made.num_steps = step, 5
-        made.log = RunLog(directory, LogConfig(), num_steps=5, first_step=step, settings={})
-        logs.append(made.log)
-        return made
+        run = object.__new__(Training)
+        run.step, run.num_steps = step, 5
+        run.log = RunLog(directory, LogConfig(), num_steps=5, first_step=step, settings={})
+        logs.append(run.log)
+        return run
 
     yield training
     for log in logs:
         log.close()
 
 
-def test_validation_is_due_before_the_first_step_every_so_many_and_after_the_last(training_at):
+def test_validation_is_due_at_the_start_periodically_and_at_the_end(training_at):
     settings = ValidationConfig(every_steps=2)
     due = [step for step in range(6) if training_at(step).validation_due(settings)]
     assert due == [0, 2, 4, 5]
@@ -35,10 +35,10 @@ def test_validation_is_due_before_the_first_step_every_so_many_and_after_the_las
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_validation_that_is_logged_is_not_repeated_after_a_restart(step, training_at):
+def test_a_logged_validation_is_not_repeated_after_a_restart(step, training_at):
     settings = ValidationConfig(every_steps=2)
-    before = training_at(step)
-    assert before.validation_due(settings)
-    before.log.validation(step, {"validation/loss": 1.0})
+    first = training_at(step)
+    assert first.validation_due(settings)
+    first.log.validation(step, {"validation/loss": 1.0})
     assert not training_at(step).validation_due(settings)
-    assert training_at(0).validation_due(settings) == (step != 0)  # begun anew, what came later is put aside
+    assert training_at(0).validation_due(settings) == (step != 0)  # a new start moves later steps aside

@@ -34,11 +34,11 @@ def test_overviews_and_crops_have_pictures_and_share_equal_frames(video):
 
 def test_the_longest_strips_are_omitted_first_and_counted(video, monkeypatch):
     episodes = [episode(video, ((1.5, 1.6), None))]
-    whole = make_album(episodes)
-    monkeypatch.setattr(pictures, "MAX_BYTES", whole.num_bytes - 1)
+    complete = make_album(episodes)
+    monkeypatch.setattr(pictures, "MAX_BYTES", complete.num_bytes - 1)
     album = make_album(episodes)
     assert episodes[0]["videos"][0]["pictures"] is None and len(episodes[0]["turns"][0]["calls"][0]["pictures"]) == 2
-    assert (len(album.pictures), album.num_left_out) == (2, 3) and album.num_bytes < whole.num_bytes
+    assert (len(album.pictures), album.num_left_out) == (2, 3) and album.num_bytes < complete.num_bytes
 
 
 def test_missing_and_changed_videos_are_reported(video, tmp_path):
