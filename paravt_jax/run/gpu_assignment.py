@@ -7,7 +7,6 @@ to this process, under any naming scheme: 0, 5, GPU-4f2c…, a MIG instance.
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from paravt_jax.config import EngineConfig
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 Gpus = tuple[str, ...]  # in the format of CUDA_VISIBLE_DEVICES
-
-
-@dataclass(frozen=True)
-class Placement:
-    servers: tuple[Gpus, ...]
-    learner: Gpus
 
 
 def place_servers(
@@ -33,13 +26,13 @@ def place_servers(
     """
     if engine.kind != "sglang" or engine.connects or engine.device != "cuda":
         return ()
-    placed = placement(engine, num_learner, visible_gpus(environment, _num_gpus()))
-    environment[VISIBLE] = ",".join(placed.learner)
-    return placed.servers
+    servers, learner = split_gpus(engine, num_learner, visible_gpus(environment, _num_gpus()))
+    environment[VISIBLE] = ",".join(learner)
+    return servers
 
 
-def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -> Placement:
-    """Splits `engine.gpus` evenly over the servers, in order. The learner gets all other GPUs."""
+def split_gpus(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -> tuple[tuple[Gpus, ...], Gpus]:
+    """The servers' and the learner's GPUs: splits `engine.gpus` evenly over the servers, the learner gets the rest."""
     if not engine.gpus:
         raise ValueError(
             f"engine.gpus is empty, but the {engine.num_servers} servers that this run starts need GPUs: give the "
@@ -58,7 +51,7 @@ def placement(engine: EngineConfig, num_learner: int, visible: Sequence[str]) ->
         )
     each = len(engine.gpus) // engine.num_servers
     starts = range(0, len(engine.gpus), each)
-    return Placement(tuple(tuple(visible[n] for n in engine.gpus[at : at + each]) for at in starts), learner)
+    return tuple(tuple(visible[n] for n in engine.gpus[at : at + each]) for at in starts), learner
 
 
 def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:

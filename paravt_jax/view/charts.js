@@ -180,7 +180,7 @@ class Chart {
 
   show(step) {
     const at = step ?? allSteps.at(-1);
-    const value = (line) => line.values[lastAtOrBefore(runs[line.run].figures.steps, at)];
+    const value = (line) => line.points.findLast(([other]) => other <= at)?.[1];
     const entry = (line, mark, name, shown) => h("span", { class: `c-${line.color} of-run-${line.run}` }, name ? [h("i", { class: mark }), name] : null, h("b", {}, number(shown)));
     const latest = (line) => line.validation.findLast(([other]) => other <= at);
     this.legend.replaceChildren(h("span", {}, `step ${at.toLocaleString("en")}`),

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from paravt_jax.config import EngineConfig, load_config
-from paravt_jax.run.gpu_assignment import Placement, place_servers, placement, visible_gpus
+from paravt_jax.run.gpu_assignment import place_servers, split_gpus, visible_gpus
 from paravt_jax.run.process import claim_memory
 from paravt_jax.train import train
 
@@ -17,21 +17,22 @@ def engine(*gpus: int, num_servers: int = 1) -> EngineConfig:
 
 
 def test_servers_get_the_listed_gpus_and_the_learner_all_others():
-    placed = placement(engine(6, 7, 1, 0, num_servers=2), 4, BOX)
-    assert placed == Placement((("GPU-g", "GPU-h"), ("GPU-b", "GPU-a")), ("GPU-c", "GPU-d", "GPU-e", "GPU-f"))
+    servers, learner = split_gpus(engine(6, 7, 1, 0, num_servers=2), 4, BOX)
+    assert servers == (("GPU-g", "GPU-h"), ("GPU-b", "GPU-a"))
+    assert learner == ("GPU-c", "GPU-d", "GPU-e", "GPU-f")
 
 
 def test_every_gpu_is_assigned_once():
     for num_servers in (1, 2, 3, 6):
-        placed = placement(engine(0, 2, 3, 4, 5, 7, num_servers=num_servers), 2, BOX)
-        assert sorted([*placed.learner, *(gpu for server in placed.servers for gpu in server)]) == BOX
-        assert len(placed.servers) == num_servers
+        servers, learner = split_gpus(engine(0, 2, 3, 4, 5, 7, num_servers=num_servers), 2, BOX)
+        assert sorted([*learner, *(gpu for server in servers for gpu in server)]) == BOX
+        assert len(servers) == num_servers
 
 
 @pytest.mark.parametrize(
     ("config", "num_learner", "message"),
     [
-        (engine(), 8, r"engine\.gpus is empty, and the 1 servers .* some of the 8 visible GPUs"),
+        (engine(), 8, r"engine\.gpus is empty, but the 1 servers .* some of the 8 visible GPUs"),
         (engine(7, 8, num_servers=2), 6, r"engine\.gpus=\[7, 8\]: there is no GPU 8; 8 GPUs are visible"),
         (
             engine(4, 5, 6, 7),
@@ -43,7 +44,7 @@ def test_every_gpu_is_assigned_once():
 )
 def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learner, message):
     with pytest.raises(ValueError, match=message):
-        placement(config, num_learner, BOX)
+        split_gpus(config, num_learner, BOX)
 
 
 @pytest.mark.parametrize(
