@@ -511,10 +511,10 @@ class EvaluationConfig:
     def episode(self, rollout: EpisodeConfig, dispatch: Dispatch) -> EpisodeConfig:
         """The settings of an episode with this dispatch."""
         if self.mode in ("agentic_release", "direct"):
-            rollout = replace(rollout, forced_prefix="", prompts_file="")
+            rollout = replace(rollout, forced_prefix="")
         if self.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
             rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
-        return replace(rollout, dispatch=dispatch, prompts_file="")
+        return replace(rollout, dispatch=dispatch)
 
 
 def _greedy() -> EpisodeConfig:
