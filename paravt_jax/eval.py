@@ -25,9 +25,7 @@ from paravt_jax.run.process import claim_memory
 
 async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]:
     """Runs all cells, or one shard of them, and returns them in the order of dispatches and budgets."""
-    from paravt_jax.evaluation.evaluation import (
-        open_evaluation,
-    )  # imported late: --help and wrong settings need not wait for jax
+    from paravt_jax.evaluation.evaluation import open_evaluation  # imported late: --help does not wait for jax
 
     async with open_evaluation(config, shard) as evaluation:
         for cell in config.eval.cells:

@@ -1,4 +1,4 @@
-"""The cold start: imitation of traces, the loop.
+"""The cold start: trains a policy on traces.
 
 python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
 """
@@ -15,7 +15,7 @@ from paravt_jax.run.process import claim_memory
 
 async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> int:
     """Trains a run until its last step or a signal. Returns the exit code of the command."""
-    from paravt_jax.imitation.run import open_sft_run  # late: --help and wrong settings need not wait for jax
+    from paravt_jax.imitation.run import open_sft_run  # imported late: --help does not wait for jax
 
     async with open_sft_run(config, allow_changes=allow_changes, hosts=hosts) as run:
         await run.validate_if_due()
@@ -29,7 +29,7 @@ async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = 
 
 def main() -> None:
     parser = config_parser(
-        "paravt_jax.sft", "Trains a policy on traces. Started again with the same run_dir, a run goes on where it was."
+        "paravt_jax.sft", "Train a policy on traces. Re-running with the same run_dir resumes the run."
     )
     add_plan_flags(parser)
     add_changes_flag(parser)

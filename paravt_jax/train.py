@@ -1,4 +1,4 @@
-"""PARA-GRPO, the loop.
+"""Trains a policy with PARA-GRPO.
 
 python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
 python -m paravt_jax.train --replay RUN_DIR [a.b=c …]
@@ -28,7 +28,7 @@ async def train(
 
     Returns the exit code of the command.
     """
-    from paravt_jax.rl.setup import open_run  # late: --help and wrong settings need not wait for jax
+    from paravt_jax.rl.setup import open_run  # imported late: --help does not wait for jax
 
     async with open_run(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
         await run.validate_if_due()
@@ -44,23 +44,22 @@ async def train(
 def main() -> None:
     parser = config_parser(
         "paravt_jax.train",
-        "Trains a policy with PARA-GRPO. Started again with the same run_dir, a run goes on where it was.",
+        "Train a policy with PARA-GRPO. Re-running with the same run_dir resumes the run.",
     )
     add_plan_flags(parser)
     add_changes_flag(parser)
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="publish to the servers of engine.urls also where another run does, without asking whether it is alive; "
-        "that run then ends",
+        help="take the servers of engine.urls over from another run, even if it is alive; that run then ends",
     )
     parser.add_argument(
         "--replay",
         type=Path,
         metavar="RUN_DIR",
-        help="learn from the episodes that this run has logged, without an engine, and say which steps have other "
-        "metrics than there. Without --config the settings are those of RUN_DIR, with run_dir=RUN_DIR/replay; a.b=c "
-        "changes loss, advantage, reward, optim and so on",
+        help="train on the logged episodes of this run, without an engine, and report steps with different metrics. "
+        "Without --config, the settings are those of RUN_DIR with run_dir=RUN_DIR/replay; change loss, advantage, "
+        "reward, optim and so on with a.b=c",
     )
     args = parser.parse_intermixed_args()
     if args.replay is not None and args.config is None:
@@ -70,7 +69,7 @@ def main() -> None:
     if config is None:
         return
     if args.take_over and (args.replay is not None or not config.engine.connects):
-        parser.error("--take-over is for servers that run already: give engine.urls, or leave it out")
+        parser.error("--take-over needs running servers; set engine.urls, or leave it out")
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 

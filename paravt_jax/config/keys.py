@@ -12,7 +12,7 @@ MIN_LIKENESS = 0.7  # difflib similarity for a suggested key
 
 def section_of(kind: Any) -> type | None:
     """The dataclass in a field's type, which may be optional; None if there is none."""
-    return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
+    return next((part for part in (kind, *get_args(kind)) if isinstance(part, type) and is_dataclass(part)), None)
 
 
 @cache
@@ -33,30 +33,30 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
     """The settings that are mappings, each with its predefined entries. Users may add others."""
-    found: dict[str, list[str]] = {}
+    mappings: dict[str, list[str]] = {}
     for field in fields(schema):
         key, section = prefix + field.name, section_of(types_of(schema)[field.name])
         if "entries" in field.metadata:
-            found[key] = [f"{key}.{name}" for name in field.metadata["entries"]]
-        found |= mappings_of(section, f"{key}.") if section is not None else {}
-    return found
+            mappings[key] = [f"{key}.{name}" for name in field.metadata["entries"]]
+        mappings |= mappings_of(section, f"{key}.") if section is not None else {}
+    return mappings
 
 
 def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings to dotted keys."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in layer.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
 
 
-def unknown_key(key: str, known: list[str]) -> str:
+def unknown_key(key: str, valid_keys: list[str]) -> str:
     """The error for an unknown key. It suggests the same name in another section before a similar name in this one."""
-    settings = [one for one in known if one.startswith(f"{key}.")]
+    settings = [valid for valid in valid_keys if valid.startswith(f"{key}.")]
     if settings:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
-    meant = _meant(key, known)
-    hint = f"did you mean {' or '.join(meant[:MAX_HINTS])}?" if meant else "--show lists all"
+    suggestions = _suggestions(key, valid_keys)
+    hint = f"did you mean {' or '.join(suggestions[:MAX_HINTS])}?" if suggestions else "--show lists all"
     return f"{key} is not a setting ({hint})"
 
 
@@ -64,14 +64,14 @@ def _name(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _meant(key: str, known: list[str]) -> list[str]:
-    """Suggests keys with the same name or a prefix of it, else with it as word or initials, else with similar names."""
+def _suggestions(key: str, valid_keys: list[str]) -> list[str]:
+    """Keys with the same name or a prefix of it, else with it as word or initials, else with a similar name."""
     section, name = key.removesuffix(_name(key)), _name(key)
-    same = [one for one in known if _name(one) == name or key.startswith(f"{one}.")]
-    word = [one for one in known if one.startswith(section) and name in _words(_name(one))]
-    similar = get_close_matches(name, dict.fromkeys(map(_name, known)), 1, MIN_LIKENESS)
-    meant = same or word or [one for one in known if _name(one) in similar]
-    return sorted(meant, key=lambda one: not one.startswith(section))
+    same = [valid for valid in valid_keys if _name(valid) == name or key.startswith(f"{valid}.")]
+    word = [valid for valid in valid_keys if valid.startswith(section) and name in _words(_name(valid))]
+    close = get_close_matches(name, dict.fromkeys(map(_name, valid_keys)), 1, MIN_LIKENESS)
+    similar = [valid for valid in valid_keys if _name(valid) in close]
+    return sorted(same or word or similar, key=lambda valid: not valid.startswith(section))
 
 
 def _words(name: str) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,20 +36,20 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     for override in overrides:
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
-    layers = [] if path is None else [(str(path), _told(str(path), lambda: _read(Path(path))))]
-    layers += [(one, _told(one, partial(OmegaConf.from_dotlist, [_with_value(one)]))) for one in overrides]
-    problems = [list(_unknown_keys(place, layer, schema)) for place, layer in layers]
+    layers = [] if path is None else [(str(path), _in_one_line(str(path), lambda: _read(Path(path))))]
+    layers += [(text, _in_one_line(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides]
+    problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
         raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
     if any(problems):
-        raise ValueError("; ".join(problem for told in problems for problem in told))
+        raise ValueError("; ".join(chain.from_iterable(problems)))
     if path is not None:
         _drop_params_of_another_loss(layers)
     config = deepcopy(_defaults(schema))
-    for place, layer in layers:
-        config = _told(place, partial(OmegaConf.unsafe_merge, config, layer))
+    for source, layer in layers:
+        config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
-    settings: Any = _told("", partial(OmegaConf.to_object, config))
+    settings: Any = _in_one_line("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
     # Kept beside the settings for `to_record`, because a ${…} may resolve to a secret.
@@ -60,8 +61,8 @@ def _with_prompts_file(config: Any) -> Any:
     """Puts the texts of rollout.prompts_file into rollout.prompts."""
     if not (file := OmegaConf.select(config, "rollout.prompts_file")):
         return config
-    beside = Prompts(**cast(dict[str, Any], OmegaConf.to_container(config.rollout.prompts, resolve=True)))
-    texts = asdict(prompts_of(file, beside))
+    prompts = Prompts(**cast(dict[str, Any], OmegaConf.to_container(config.rollout.prompts, resolve=True)))
+    texts = asdict(prompts_of(file, prompts))
     escaped = {key: text.replace("${", "\\${") if isinstance(text, str) else text for key, text in texts.items()}
     return OmegaConf.unsafe_merge(config, {"rollout": {"prompts": escaped}})
 
@@ -80,21 +81,21 @@ def _read(path: Path) -> Any:
     return OmegaConf.create(updated_record(settings) if isinstance(settings, dict) else settings)
 
 
-def _told(place: str, work: Callable[[], Any]) -> Any:
-    """Runs `work` and turns errors of OmegaConf and YAML into one line that starts with the place."""
+def _in_one_line(source: str, work: Callable[[], Any]) -> Any:
+    """Runs `work` and turns errors of OmegaConf and YAML into one line. `source` is a file or an override."""
     try:
         return work()
     except OmegaConfBaseException as problem:
-        key, said = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
-        names = [f"{place}{_line_of(place, key)}", "" if key in place or key in said else key]
-        raise ValueError(": ".join([*filter(None, names), said])) from None
+        key, message = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        names = [f"{source}{_line_of(source, key)}", "" if key in source or key in message else key]
+        raise ValueError(": ".join([*filter(None, names), message])) from None
     except MarkedYAMLError as problem:
         mark = problem.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark and Path(mark.name).is_file() else ""
-        said = " ".join(filter(None, [problem.problem, problem.context]))
-        raise ValueError(f"{place}{where} is no YAML: {said}") from None
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and Path(mark.name).is_file() else ""
+        message = " ".join(filter(None, [problem.problem, problem.context]))
+        raise ValueError(f"{source}{line}: invalid YAML: {message}") from None
     except (YAMLError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise ValueError(f"{place} is no YAML: {' '.join(str(problem).split())}") from None
+        raise ValueError(f"{source}: invalid YAML: {' '.join(str(problem).split())}") from None
 
 
 def _drop_params_of_another_loss(layers: list[tuple[str, Any]]) -> None:
@@ -105,42 +106,41 @@ def _drop_params_of_another_loss(layers: list[tuple[str, Any]]) -> None:
         file.loss.params = {}
 
 
-def _unknown_keys(place: str, layer: Any, schema: type) -> Iterable[str]:
+def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
     if not isinstance(layer, DictConfig):
-        raise ValueError(f"{place} is a list, expected settings such as train: {{num_steps: 10}}")
-    given = cast(dict[Any, Any], OmegaConf.to_container(layer))
-    known, mappings = _known(schema)
-    for key in flat(given):
-        if key not in known and key.rpartition(".")[0] not in mappings:
-            error = change_of(key) or unknown_key(
-                key, [*known, *(entry for names in mappings.values() for entry in names)]
-            )
-            yield ("" if place.startswith(f"{key}=") else f"{place}{_line_of(place, key)}: ") + error
+        raise ValueError(f"{source} is a list, expected settings such as train: {{num_steps: 10}}")
+    settings = cast(dict[Any, Any], OmegaConf.to_container(layer))
+    keys, mappings = _keys(schema)
+    for key in flat(settings):
+        if key not in keys and key.rpartition(".")[0] not in mappings:
+            error = change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
+            yield ("" if source.startswith(f"{key}=") else f"{source}{_line_of(source, key)}: ") + error
 
 
 def _command_of(layer: Any) -> str:
     """The command with a schema that has every key of a file; empty if none or several do."""
     schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
-    knowing = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
-    return f"python -m paravt_jax.{knowing[0]}" if len(knowing) == 1 else ""
+    commands = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
+    return f"python -m paravt_jax.{commands[0]}" if len(commands) == 1 else ""
 
 
-def _line_of(place: str, key: str) -> str:
+def _line_of(source: str, key: str) -> str:
     """A key's line in a YAML file, as a suffix of the file name; empty for an override."""
-    if Path(place).suffix not in (".yaml", ".yml") or not Path(place).is_file():
+    if Path(source).suffix not in (".yaml", ".yml") or not Path(source).is_file():
         return ""
-    node, line = compose(Path(place).read_text()), ""
+    node, line = compose(Path(source).read_text()), ""
     for name in key.split("."):
-        pairs = {at.value: (at, value) for at, value in node.value} if isinstance(node, MappingNode) else {}
-        if name not in pairs:
+        pairs = node.value if isinstance(node, MappingNode) else []
+        nodes = {key_node.value: (key_node, value_node) for key_node, value_node in pairs}
+        if name not in nodes:
             break
-        at, node = pairs[name]
-        line = f", line {at.start_mark.line + 1}"
+        key_node, node = nodes[name]
+        line = f", line {key_node.start_mark.line + 1}"
     return line
 
 
 @cache
-def _known(schema: type) -> tuple[list[str], dict[str, list[str]]]:
+def _keys(schema: type) -> tuple[list[str], dict[str, list[str]]]:
     return list(keys_of(schema)), mappings_of(schema)
 
 

@@ -29,16 +29,18 @@ class PolicyConfig:
         "adapter, or tiny for a random one",
     )
     dtype: Literal["float32", "bfloat16"] = setting(
-        "bfloat16", "of activations and frozen weights; trained weights are float32. A CPU always computes in float32"
+        "bfloat16",
+        "dtype of activations and frozen weights; trained weights are float32. A CPU always computes in float32",
     )
     attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = setting(
         "auto",
-        "auto picks the fastest one that works on the device; set another only to compare. xla is the plain reference",
+        "implementation of attention; auto picks the fastest that works on the device. Set another only to compare; "
+        "xla is the plain reference",
     )
     remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
         "full",
-        "activations recomputed in the backward pass: full saves most memory, none is fastest, offload "
-        "moves them to the host",
+        "activations to recompute in the backward pass: full saves the most memory, none is the fastest, offload moves "
+        "them to host memory. Lower it from full if memory allows",
     )
 
 
@@ -46,9 +48,13 @@ class PolicyConfig:
 class MeshConfig:
     """Devices along each axis. A 1 x 1 x 1 mesh uses a single device."""
 
-    data: int = setting(1, "data-parallel replicas: each holds all parameters")
-    fsdp: int = setting(1, "devices that share the parameters, each with its own rows; raise it if memory is short")
-    tensor: int = setting(1, "devices that split each layer for the same rows; raise it if fsdp is not enough")
+    data: int = setting(
+        1, "data-parallel replicas, each with all parameters; raise it for more rows per step if memory allows"
+    )
+    fsdp: int = setting(
+        1, "devices that split the parameters, each with its own rows; raise it if the run does not fit"
+    )
+    tensor: int = setting(1, "devices that split each layer for the same rows; raise it if fsdp alone does not fit")
 
     def __post_init__(self) -> None:
         _at_least_1("mesh", self, "data", "fsdp", "tensor")
@@ -79,31 +85,31 @@ class HostsConfig:
     def __post_init__(self) -> None:
         _at_least_1("hosts", self, "num")
         if not 0 <= self.index < self.num:
-            raise ValueError(f"hosts.index={self.index} is none of hosts.num={self.num}, counted from 0")
+            raise ValueError(f"hosts.index={self.index} must be from 0 to hosts.num-1={self.num - 1}")
         if self.coordinator in ("", AUTO):
             if self.num > 1:
                 raise ValueError(
-                    f"hosts.num={self.num} does nothing with hosts.coordinator={self.coordinator!r}; give the "
-                    f"ADDRESS:PORT of host 0, or leave the number to what auto finds"
+                    f"hosts.num={self.num} has no effect with hosts.coordinator={self.coordinator!r}; set it to the "
+                    f"ADDRESS:PORT of host 0, or leave hosts.num out, because auto detects it"
                 )
         elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdecimal():
-            raise ValueError(f"hosts.coordinator={self.coordinator} is no ADDRESS:PORT, such as 10.0.0.1:8476")
+            raise ValueError(f"hosts.coordinator={self.coordinator} is not ADDRESS:PORT, for example 10.0.0.1:8476")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     train: str = setting(
         SYNTHETIC,
-        "prompts to train on: a parquet or JSON-lines file, a directory with parquet files, a data set on"
-        " the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
+        "training prompts: a parquet or JSON-lines file, a directory with parquet files, a dataset on the hub as "
+        "OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
     )
-    validation: str = setting("", "held-out prompts, given like data.train; empty: no validation")
-    video_root: str = setting("", "directory for relative video paths; empty: the directory of the prompt file")
+    validation: str = setting("", "held-out prompts, in the same forms as data.train; empty: no validation")
+    video_root: str = setting("", "directory that relative video paths start from; empty: the prompt file's directory")
     allow_outside: bool = setting(
-        False, "allow rows to name files outside data.video_root, also through links; otherwise such rows are bad"
+        False, "accept rows with files outside data.video_root, also through links; set it if you trust the rows"
     )
     max_bad_frac: float = setting(
-        0.01, "fraction of unusable rows to skip with a warning; with more, the run does not start"
+        0.01, "largest fraction of unusable rows to skip with a warning; above it, the run does not start"
     )
 
     def __post_init__(self) -> None:
@@ -111,7 +117,7 @@ class DataConfig:
         if not 0 <= self.max_bad_frac <= 1:
             raise ValueError(f"data.max_bad_frac={self.max_bad_frac} must be between 0 and 1")
         if self.allow_outside and not self.video_root:
-            raise ValueError("data.allow_outside=true does nothing without data.video_root; set that too, or neither")
+            raise ValueError("data.allow_outside=true has no effect without data.video_root; set both or neither")
 
 
 MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a model's own files also set them
@@ -119,27 +125,33 @@ MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a mode
 
 @dataclass(frozen=True)
 class VideoConfig:
-    gating: bool = setting(True, "draw the number of frames per prompt from frame_budgets; off: always overview_frames")
-    frame_budgets: list[int] = setting([4, 8, 16, 32, 64], "frames to draw from; published")
-    overview_frames: int = setting(64, "frames without gating, and in validation")
-    min_pixels: int = setting(784, "smallest area of a frame; published")
-    max_pixels: int = setting(50_176, "largest area of a frame; published. Lower it to save context")
+    gating: bool = setting(
+        True, "draw each prompt's number of frames from frame_budgets at random; false: always use overview_frames"
+    )
+    frame_budgets: list[int] = setting([4, 8, 16, 32, 64], "numbers of frames to draw from; the published values")
+    overview_frames: int = setting(64, "frames per prompt without gating, and in validation")
+    min_pixels: int = setting(784, "smallest area of a frame, in pixels; the published value")
+    max_pixels: int = setting(
+        50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
+    )
     decoder: Literal["pyav"] = setting("pyav", "PyAV; decord, which the paper used, gives wrong frames for some files")
-    num_workers: int = setting(0, "processes that decode; 0: one per core")
-    disk_cache: str = setting("", "directory for decoded frames, which runs can share; empty: none")
+    num_workers: int = setting(0, "decoder processes; 0: one per core. Lower it if other programs need the CPU")
+    disk_cache: str = setting(
+        "", "directory that keeps decoded frames for later runs; set it if decoding is slow. Empty: none"
+    )
 
     def __post_init__(self) -> None:
         _local("video", self, "disk_cache")
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         _at_least_1("video", self, "overview_frames", "min_pixels", "max_pixels")
-        for name, found, most in (
+        for name, value, limit in (
             ("frame_budgets", max(self.frame_budgets), MAX_FRAMES),
             ("overview_frames", self.overview_frames, MAX_FRAMES),
             ("max_pixels", self.max_pixels, MAX_PIXELS),
         ):
-            if found > most:
-                raise ValueError(f"video.{name}={found} must be at most {most}")
+            if value > limit:
+                raise ValueError(f"video.{name}={value} must be at most {limit}")
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"video.min_pixels={self.min_pixels} is more than video.max_pixels={self.max_pixels}")
 
@@ -160,25 +172,27 @@ class EngineConfig:
     )
     urls: list[str] = setting(
         [],
-        "sglang: servers that already run, or one file with a URL per line, which is read again during "
-        "the run; empty: start num_servers on this machine",
+        "sglang: URLs of running servers, or one file with a URL per line, which is reread during the run; empty: "
+        "start num_servers on this machine",
     )
-    num_servers: int = setting(1, "sglang: servers to start on this machine")
+    num_servers: int = setting(
+        1, "sglang: number of servers to start on this machine; raise it if rollouts are the bottleneck"
+    )
     gpus: list[int] = setting(
         [],
-        "sglang on cuda: GPU numbers for the started servers, split evenly, such as [4, 5, 6, 7]; the "
-        "learner gets the others",
+        "sglang on cuda: GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others",
     )
-    device: Literal["cpu", "cuda"] = setting("cuda", "sglang: where the started servers compute")
+    device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
     route: Literal["disk", "tensors"] = setting(
-        "disk", "sglang: how new weights reach the servers; tensors works on one GPU only"
+        "disk",
+        "sglang: how new weights reach the servers: as files, or as tensors, which is faster but works on one GPU only",
     )
     weights_dir: str = setting(
         "",
-        "disk: directory for weights that all servers can read; needed if servers are on other machines. "
-        "Empty: this host's memory",
+        "disk: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
+        "host's memory",
     )
-    max_rows: int = setting(16, "jax: requests that are sampled at once; raise it if memory allows")
+    max_rows: int = setting(16, "jax: requests in a sampling batch; raise it for faster rollouts if memory allows")
 
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows")
@@ -186,12 +200,12 @@ class EngineConfig:
         if self.kind not in ("jax", "sglang") and not self.is_own:
             raise ValueError(f"engine.kind={self.kind} is unknown; expected jax, sglang or path/to/file.py:function")
         if self.kind == "jax" and self.urls:
-            raise ValueError(f"engine.urls={self.urls} does nothing with engine.kind=jax; set engine.kind=sglang")
+            raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
         if self.weights_dir and (self.kind == "jax" or self.route == "tensors"):
             raise ValueError(
-                f"engine.weights_dir={self.weights_dir} does nothing without engine.kind=sglang and engine.route=disk"
+                f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang and engine.route=disk"
             )
         if self.gpus:
             self._check_gpus()
@@ -214,20 +228,22 @@ class EngineConfig:
     def _check_gpus(self) -> None:
         if self.kind == "jax" or self.connects or self.device == "cpu":
             raise ValueError(
-                f"engine.gpus={self.gpus} is for servers that the run starts: it does nothing without "
-                f"engine.kind=sglang and engine.device=cuda, nor with engine.urls"
+                f"engine.gpus={self.gpus} is for servers that the run starts: it needs engine.kind=sglang and "
+                f"engine.device=cuda, without engine.urls"
             )
         if min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus):
-            raise ValueError(f"engine.gpus={self.gpus} must be numbers from 0 on, each once: servers share no GPU")
+            raise ValueError(
+                f"engine.gpus={self.gpus} must be different GPU numbers, starting at 0: servers cannot share a GPU"
+            )
         if len(self.gpus) % self.num_servers:
             raise ValueError(
-                f"engine.gpus={self.gpus} cannot be dealt out to engine.num_servers={self.num_servers}: each has as "
-                f"many; name a multiple of it"
+                f"engine.gpus={self.gpus} does not split evenly over engine.num_servers={self.num_servers}; list a "
+                f"multiple of it"
             )
         if self.num_servers > 1 and self.route == "tensors":
             raise ValueError(
-                f"engine.route=tensors hands over memory of one GPU, which engine.num_servers={self.num_servers} with "
-                f"GPUs of their own do not see; set engine.route=disk"
+                f"engine.route=tensors works on one GPU only, and engine.num_servers={self.num_servers} use several; "
+                f"set engine.route=disk"
             )
 
 
@@ -236,8 +252,12 @@ SIZES_PER_DOUBLING, SHORT_ROW_TOKENS = 4, 4096
 
 @dataclass(frozen=True)
 class PackConfig:
-    row_tokens: int = setting(32_768, "tokens per packed row, at least rollout.max_context_tokens")
-    num_rows: int = setting(1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if memory is short")
+    row_tokens: int = setting(
+        32_768, "tokens per packed row, at least rollout.max_context_tokens; raise it so that a group fits one row"
+    )
+    num_rows: int = setting(
+        1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if the update does not fit"
+    )
 
     def __post_init__(self) -> None:
         _at_least_1("pack", self, "row_tokens", "num_rows")
@@ -252,49 +272,57 @@ class PackConfig:
 class TrainConfig:
     """The data and the updates of a step."""
 
-    num_steps: int = setting(500, "steps; each collects episodes, updates and publishes")
-    prompts_per_step: int = setting(7, "prompts per step; published")
-    group_size: int = setting(8, "episodes per prompt; published")
-    updates_per_step: int = setting(1, "optimizer steps per step, each on its own part of the groups")
-    max_staleness: int = setting(0, "how many versions old a trained token may be; 0: rollouts and updates alternate")
+    num_steps: int = setting(
+        500, "training steps; each collects episodes, updates the policy and publishes its weights"
+    )
+    prompts_per_step: int = setting(7, "prompts per step; the published value")
+    group_size: int = setting(8, "episodes per prompt; the published value")
+    updates_per_step: int = setting(1, "optimizer steps per training step, each on its own part of the groups")
+    max_staleness: int = setting(
+        0,
+        "maximum age of a trained token in policy versions; 0: rollouts and updates alternate; higher: they overlap",
+    )
     max_resamples: int = setting(
-        2, "rounds of new prompts that replace zero-variance groups (DAPO); 0: train on fewer groups"
+        2, "rounds of new prompts to replace zero-variance groups (DAPO); 0: train on fewer groups"
     )
     oversample: int = setting(
-        0, "extra groups to start, so that the slowest can be aborted; their prompts return later"
+        0, "extra groups to start, so that the slowest can be aborted; their prompts return in the next step"
     )
     max_missing_frac: float = setting(
-        0.5, "fraction of a step's episodes that may fail in the engine, a video or the judge; with more, the run stops"
+        0.5,
+        "largest fraction of a step's episodes that may fail (engine, video, judge); above it, the run stops",
     )
-    subagent_loss: bool = setting(False, "train on sub-agents' tokens too, with their episode's advantage")
+    subagent_loss: bool = setting(False, "also train on sub-agents' tokens, with their episode's advantage")
     truncated: Truncated = setting(
         "learn",
-        "episodes cut off by the token limit: learn from them, leave_out: only count them in their group,"
-        " soft: subtract up to 1 from the reward",
+        "episodes at the token limit. learn: train on them; leave_out: use them only in their group's statistics; "
+        "soft: subtract up to 1 from the reward",
     )
 
     def __post_init__(self) -> None:
         _at_least_1("train", self, "num_steps", "prompts_per_step", "updates_per_step")
         if self.group_size < 2:
-            raise ValueError(f"train.group_size={self.group_size} must be at least 2: an advantage is against a group")
+            raise ValueError(
+                f"train.group_size={self.group_size} must be at least 2: advantages compare the episodes of a group"
+            )
         for name in ("max_staleness", "max_resamples", "oversample"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
-                f"train.updates_per_step={self.updates_per_step} would leave updates without anything to learn from: "
-                f"a group is in one of them, and there are train.prompts_per_step={self.prompts_per_step}"
+                f"train.updates_per_step={self.updates_per_step} would leave updates without a group: there are only "
+                f"train.prompts_per_step={self.prompts_per_step}; lower it"
             )
         if self.oversample > self.prompts_per_step:
             raise ValueError(
                 f"train.oversample={self.oversample} is more than train.prompts_per_step={self.prompts_per_step}: the "
-                f"next step has no place for so many prompts that were given back; lower it"
+                f"next step could not repeat so many aborted prompts; lower it"
             )
         if self.max_staleness and not self.steps_ahead:
             raise ValueError(
-                f"train.max_staleness={self.max_staleness} allows nothing with train.updates_per_step="
+                f"train.max_staleness={self.max_staleness} is too low for train.updates_per_step="
                 f"{self.updates_per_step}: rollouts one step ahead become {2 * self.updates_per_step - 1} versions "
-                f"old; allow so many, or set 0"
+                f"old; set it to that, or to 0"
             )
         if not 0 <= self.max_missing_frac < 1:
             raise ValueError(f"train.max_missing_frac={self.max_missing_frac} must be 0 or more and below 1")
@@ -307,9 +335,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    at_start: bool = setting(True, "validate before the first step, as the baseline")
-    every_steps: int = setting(50, "steps between validations; there is one after the last step too")
-    max_prompts: int = setting(256, "use the first prompts of the file only")
+    at_start: bool = setting(True, "validate before the first step too, for a baseline")
+    every_steps: int = setting(50, "steps between validations; the last step is always validated")
+    max_prompts: int = setting(256, "number of prompts to use, from the start of the file")
 
     def __post_init__(self) -> None:
         _at_least_1("validation", self, "every_steps", "max_prompts")
@@ -317,8 +345,8 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = setting(20, "steps between checkpoints; there is one after the last step too")
-    keep: int = setting(3, "newest checkpoints to keep")
+    every_steps: int = setting(20, "steps between checkpoints; the last step is always saved")
+    keep: int = setting(3, "number of checkpoints to keep, the newest ones")
 
     def __post_init__(self) -> None:
         _at_least_1("checkpoint", self, "every_steps", "keep")
@@ -343,8 +371,8 @@ class RunConfig:
 
 
 TRAINING_RUN_DIR = (
-    "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of the logs go there, "
-    "other files to runs/"
+    "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of the logs go to the "
+    "bucket, other files to runs/"
 )
 
 
@@ -373,8 +401,8 @@ class TrainingConfig(RunConfig):
             )
         if self.lora.rank and self.optim.train_vision:
             yield (
-                f"lora.rank={self.lora.rank} trains adapters of the language layers only, which "
-                f"optim.train_vision=true contradicts; turn one of them off"
+                f"lora.rank={self.lora.rank} trains adapters of the language layers only, which conflicts with "
+                f"optim.train_vision=true; change one of them"
             )
 
 
@@ -399,14 +427,14 @@ class Config(TrainingConfig):
         yield from _lone_judge(self.reward, self.judge)
         if self.advantage.credit != "token" and not self.reward.anchor_weight:
             credit = self.advantage.credit
-            yield f"advantage.credit={credit} does nothing with reward.anchor_weight=0; leave it at token"
+            yield f"advantage.credit={credit} has no effect with reward.anchor_weight=0; leave it at token"
         if self.loss.name == "dr_grpo" and self.advantage.normalise in ("std", "batch"):
             yield (
-                f"loss.name=dr_grpo divides by no std of rewards, advantage.normalise={self.advantage.normalise} does: "
-                f"set advantage.normalise=none, or loss.name=para_grpo"
+                f"loss.name=dr_grpo does not divide by the std of rewards, but advantage.normalise="
+                f"{self.advantage.normalise} does; set advantage.normalise=none, or loss.name=para_grpo"
             )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
-            yield "loss.kl_in=reward does nothing with loss.kl_coef=0; raise the coefficient, or leave it at loss"
+            yield "loss.kl_in=reward has no effect with loss.kl_coef=0; raise the coefficient, or leave kl_in at loss"
         if self.pack.row_tokens < self.rollout.max_context_tokens:
             yield (
                 f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="
@@ -418,20 +446,23 @@ class Config(TrainingConfig):
                 f"sampler's must be too; set it to 1"
             )
         if not self.rollout.temperature > 0:
-            yield f"rollout.temperature={self.rollout.temperature} must be above 0: a group of equal episodes is dead"
+            temperature = self.rollout.temperature
+            yield f"rollout.temperature={temperature} must be above 0: equal episodes of a group have no signal"
         if self.rollout.dispatch == "none" and self.reward.tool_reward:
-            yield "rollout.dispatch=none leaves reward.tool_reward=true nothing to reward; set it to false"
+            yield "reward.tool_reward=true has no effect with rollout.dispatch=none; set it to false"
 
 
 def _lone_judge(reward: RewardConfig, judge: JudgeConfig) -> Iterable[str]:
     if (reward.oe_mode == "llm") != judge.is_set:
-        yield "reward.oe_mode=llm and judge.url, judge.model belong together; set both or neither"
+        yield "reward.oe_mode=llm needs judge.url and judge.model, and they need it; set all or none"
 
 
 @dataclass(frozen=True)
 class ImitationConfig:
-    num_steps: int = setting(500, "optimizer steps; 500 in the model card, 1500 in the released file")
-    rows_per_step: int = setting(8, "packed rows per step, a multiple of pack.num_rows")
+    num_steps: int = setting(500, "optimizer steps; the model card has 500, the released file 1500")
+    rows_per_step: int = setting(
+        8, "packed rows per step, a multiple of pack.num_rows; more rows give smoother updates"
+    )
 
     def __post_init__(self) -> None:
         _at_least_1("sft", self, "num_steps", "rows_per_step")
@@ -464,7 +495,7 @@ class SftConfig(TrainingConfig):
         if self.sft.rows_per_step % self.pack.num_rows:
             yield f"sft.rows_per_step={self.sft.rows_per_step} must be a multiple of pack.num_rows={self.pack.num_rows}"
         if SYNTHETIC in (self.data.train, self.data.validation):
-            yield f"data.train={SYNTHETIC} has questions but no traces; give a file of traces"
+            yield f"data.train={SYNTHETIC} has questions but no traces; set it to a file of traces"
 
 
 @dataclass(frozen=True)
@@ -484,13 +515,15 @@ DIRECT = "Give the answer between <answer> and </answer>."
 class EvaluationConfig:
     mode: Mode = setting(
         "agentic",
-        "agentic: as in training; agentic_release: the released prompts, no forced prefix; reasoning and "
-        "direct: no tools, with and without thinking",
+        "agentic: as in training; agentic_release: the released prompts without a forced prefix; reasoning, direct: no "
+        "tools, with and without thinking",
     )
-    frame_budgets: list[int] = setting([64], "overview frames; each value is evaluated separately")
-    dispatches: list[Dispatch] = setting(["parallel"], "how calls are made; each value is evaluated separately")
-    max_prompts: int = setting(1_000_000, "use the first prompts of data.validation only")
-    num_samples: int = setting(1, "episodes per prompt")
+    frame_budgets: list[int] = setting([64], "numbers of overview frames; each is evaluated separately")
+    dispatches: list[Dispatch] = setting(
+        ["parallel"], "how calls are dispatched, as in rollout.dispatch; each is evaluated separately"
+    )
+    max_prompts: int = setting(1_000_000, "number of prompts to use, from the start of data.validation")
+    num_samples: int = setting(1, "episodes per prompt; above 1, results include pass@k")
 
     def __post_init__(self) -> None:
         _at_least_1("eval", self, "max_prompts", "num_samples")
@@ -500,7 +533,7 @@ class EvaluationConfig:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
         if self.mode in ("reasoning", "direct") and self.dispatches != ["none"]:
             raise ValueError(
-                f"eval.mode={self.mode} offers no tool, eval.dispatches={self.dispatches} does; set "
+                f"eval.mode={self.mode} has no tools, which conflicts with eval.dispatches={self.dispatches}; set "
                 f"eval.dispatches=[none]"
             )
 
@@ -538,7 +571,7 @@ class EvalConfig(RunConfig):
         for problem in _lone_judge(self.reward, self.judge):
             raise ValueError(problem)
         if not self.data.validation and not self.data.split:
-            raise ValueError("data.validation is empty; give the prompts to evaluate on, or a public one as data.split")
+            raise ValueError("data.validation is empty; set it to prompts, or set data.split to a public split")
         if self.eval.mode == "agentic_release" and not self.rollout.prompts.system_has_tools:
             raise ValueError(
                 "eval.mode=agentic_release needs the release's prompts: `python -m paravt_jax.prompts import-release "
@@ -548,8 +581,8 @@ class EvalConfig(RunConfig):
             self.eval.episode(self.rollout, dispatch)  # raises if the dispatch conflicts with other settings
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
-                f"eval.num_samples={self.eval.num_samples} repeats one answer at rollout.temperature=0; raise one, or "
-                f"lower the other"
+                f"eval.num_samples={self.eval.num_samples} would repeat the same answer at rollout.temperature=0; "
+                f"raise the temperature, or set eval.num_samples=1"
             )
 
 

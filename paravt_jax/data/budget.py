@@ -1,7 +1,7 @@
-"""The number of video frames in a prompt: nFrames gating, K ~ Uniform(frame_budgets).
+"""The number of frames for each prompt sample: nFrames gating, K ~ Uniform(frame_budgets).
 
-Each draw is a hash of its key, without state. So it is the same in a re-run, on every host and after a resume, and does
-not depend on other draws. With 64 bits of hash the modulus favors no budget by more than one part in 2^61.
+A draw is a hash of the seed, the epoch and the prompt, so it needs no state: it is the same after a resume, on every
+host, and in any order. With 64 bits of hash, the modulus favors no budget by more than one part in 2^61.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,8 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
 
 
 def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
-    """The frame budget of each sample of a step; their order does not matter."""
+    """The frame budget of each prompt sample, with at least one frame per video."""
+    budgets = [video.overview_frames] * len(samples)
     if video.gating:
-        budgets = [frame_budget(seed, each.epoch, each.item.id, video.frame_budgets) for each in samples]
-    else:
-        budgets = [video.overview_frames] * len(samples)
-    # An overview has at least one frame of every video. Rejecting the prompt would end the run at a random step.
-    return [max(budget, len(each.item.videos)) for budget, each in zip(budgets, samples, strict=True)]
+        budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]
+    return [max(budget, len(sample.item.videos)) for budget, sample in zip(budgets, samples, strict=True)]

@@ -53,6 +53,9 @@ class _Packed:
     dialogues: Sequence[Dialogue]
     first: int
 
+    def with_old_log_probs(self, learner: Learner) -> "_Packed":
+        return replace(self, part=replace(self.part, old=list(map(learner.old_log_probs, self.part.batches))))
+
 
 class PolicyUpdate:
     """Updates the learner from the groups of a step."""
@@ -102,11 +105,8 @@ class PolicyUpdate:
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if kl_in_reward or len(parts) > 1:
             with self.own_time.waiting():
-                parts = [
-                    replace(one, part=replace(one.part, old=[learner.old_log_probs(b) for b in one.part.batches]))
-                    for one in parts
-                ]
-        return [self._penalized(one, groups) if kl_in_reward else one.part for one in parts]
+                parts = [packed.with_old_log_probs(learner) for packed in parts]
+        return [self._penalized(packed, groups) if kl_in_reward else packed.part for packed in parts]
 
     def _packed(self, groups: Sequence[Group]) -> list[_Packed]:
         train, rollout = self._train, self._rollout

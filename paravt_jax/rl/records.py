@@ -37,7 +37,7 @@ def _advantage_spans(group: Group, number: int, chat: Chat) -> list[list[float |
         return []
     structural = struct_mask(rollout.episode, rollout.terms.tags, chat)
     advantage = main_advantages(rollout.episode, group.advantages.of(number), rollout.terms, structural, chat)
-    return [[*place, value] for place, value in advantage_places(rollout.episode, advantage, chat)]
+    return [[*span, value] for span, value in advantage_places(rollout.episode, advantage, chat)]
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:

@@ -56,20 +56,22 @@ class LoggedSteps:
         if Path(replay_dir).resolve() == run_dir.resolve():
             raise ValueError(f"run_dir={replay_dir} is the run to replay; choose another run_dir")
         if not (run_dir / METRICS_FILE).exists():
-            raise ValueError(f"{run_dir} is not a run: it has no {METRICS_FILE}; give a run's run_dir")
+            raise ValueError(f"{run_dir} is not a run, because it has no {METRICS_FILE}; choose a run's run_dir")
         last = last_step(run_dir)
         paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
         steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
         if not steps or "sft" in settings_of(run_dir):  # a cold start logs samples there
-            raise ValueError(f"{run_dir} has no episodes of its steps; give a run of paravt_jax.train")
+            raise ValueError(f"{run_dir} has no RL episodes; choose a run of paravt_jax.train")
         first = min(steps)
         if lost := sorted({*range(first, last + 1)} - steps):
             raise ValueError(
-                f"{run_dir / EPISODES_DIR} has no episodes of step {', '.join(map(str, lost))}, but has earlier and "
-                f"later steps; put the files back"
+                f"{run_dir / EPISODES_DIR} lacks the episodes of step {', '.join(map(str, lost))}, but has earlier and "
+                f"later steps; restore the files"
             )
         if needs_verdicts and not (settings_of(run_dir).get("judge") or {}).get("model"):
-            raise ValueError(f"reward.oe_mode=llm needs verdicts, and {run_dir} had no judge; leave oe_mode as it was")
+            raise ValueError(
+                f"reward.oe_mode=llm needs a judge's verdicts, and {run_dir} had no judge; do not change it"
+            )
         return cls(run_dir.absolute(), first, last, _checkpoint_of(run_dir, first - 1) if first > 1 else None)
 
     def episodes(self, step: int) -> Iterator[dict[str, Any]]:
@@ -82,8 +84,8 @@ class LoggedSteps:
         changes = changed_settings(settings, self.run_dir).items()
         return [
             f"replaying steps {self.first} to {self.last} of {self.run_dir}",
-            *(f"its settings changed after step {step}; the replay has the last ones" for step in later),
-            *(f"{key}: {logged} in the run, {now} here" for key, (logged, now) in changes if key != "run_dir"),
+            *(f"its settings changed after step {step}; the replay uses the last ones" for step in later),
+            *(f"{key}: {logged} in the run, {now} in the replay" for key, (logged, now) in changes if key != "run_dir"),
         ]
 
     def lend_checkpoint(self, directory: Path) -> None:
@@ -168,16 +170,16 @@ class Replay:
     async def _groups(self, step: int) -> list[Group]:
         """The groups of a step. With other rewards, more of them may have signal than the step needs."""
         try:
-            by_visit = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
-            rebuilt = [self._group(self.order[number], list(records)) for number, records in by_visit]
+            by_sample = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
+            rebuilt = [self._group(self.order[number], list(records)) for number, records in by_sample]
             groups = list(for_step(await asyncio.gather(*rebuilt), self._train.prompts_per_step))
         except KeyError as problem:
             raise ValueError(
-                f"{self.log.run_dir}: an episode of step {step} has no {problem}: another version logged it; "
+                f"{self.log.run_dir}: an episode of step {step} has no {problem}, because another version logged it; "
                 f"replay it with the git_commit of {self.log.run_dir / SETTINGS_FILE}"
             ) from None
         except VideoError as problem:
-            raise ValueError(f"a video of step {step} of {self.log.run_dir} cannot be read now: {problem}") from None
+            raise ValueError(f"a video of step {step} of {self.log.run_dir} can no longer be read: {problem}") from None
         self.cursor.take_these(group.sample.number for group in groups)
         return over_step(groups, self.worker.reward, self._advantage)
 
@@ -190,13 +192,13 @@ class Replay:
         logged = records[0]["id"].rpartition("/")[0]
         if task.id != logged:
             raise ValueError(
-                f"{self.log.run_dir} has {logged} as sample {sample.number}, the data now have {task.id}: "
-                f"data.train or seed differ from the run's"
+                f"{self.log.run_dir} has {logged} as sample {sample.number}, but data.train now has {task.id}; "
+                f"set data.train and seed as in the run"
             )
         if len(records) != self._train.group_size:
             raise ValueError(
-                f"train.group_size={self._train.group_size}, and {logged} has {len(records)} episodes in "
-                f"{self.log.run_dir}; leave it as it was"
+                f"train.group_size={self._train.group_size}, but {logged} has {len(records)} episodes in "
+                f"{self.log.run_dir}; set it to that"
             )
         overview = await self.worker.agent.overview(task) if any("segments" in record for record in records) else None
         rollouts = [await self._rollout(record, sample.item, overview) for record in records]
@@ -279,8 +281,8 @@ def _checkpoint_of(run_dir: Path, step: int) -> Path:
         if path.parent.name.isdecimal() and json.loads(path.read_bytes())["progress"]["step"] == step:
             return path.parent
     raise ValueError(
-        f"the episodes of {run_dir} start with step {step + 1}, and it has no checkpoint of step {step}; "
-        f"put the checkpoint or the episodes back"
+        f"the episodes of {run_dir} start with step {step + 1}, but it has no checkpoint of step {step}; "
+        f"restore the checkpoint or the episodes"
     )
 
 

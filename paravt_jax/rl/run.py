@@ -76,14 +76,14 @@ class Run:
         if remark := deadline_remark(metrics, self.greedy.agent.config.turn_deadline_s):
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
-        begun_s = time.monotonic()
-        found = await in_thread(lambda: self.policy_update.run(groups))
+        start_s = time.monotonic()
+        update_metrics = await in_thread(lambda: self.policy_update.run(groups))
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         await in_thread(lambda: self._share_episodes(groups))
-        (found, _), *_ = updates = await self.hosts.gather_async("update", (found, tokens))
-        metrics |= found  # all hosts decide on the same numbers
+        updates = await self.hosts.gather_async("update", (update_metrics, tokens))
+        metrics |= updates[0][0]  # all hosts decide on the same numbers
         self.num_tokens = sum(tokens for _, tokens in updates)
-        metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - begun_s}
+        metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - start_s}
         if self.hosts.num > 1:
             devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
             update_s = self.policy_update.own_time.seconds
@@ -96,19 +96,19 @@ class Run:
     async def publish(self) -> float:
         """Publishes the learner's weights to the engine; returns the seconds that took."""
         self.training.log.phase("publish")
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         if not isinstance(self.rollouts, Replay):
             await self._publish(await in_thread(self._weights), self.training.version)
-        return time.monotonic() - begun_s
+        return time.monotonic() - start_s
 
     async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
         """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
-        shares, leads, begun_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
+        shares, leads, start_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
         elif isinstance(weights, ModelWeights):
             await in_thread(lambda: deque(weights.tensors(), maxlen=0))
-        self.own_s["publish"] = time.monotonic() - begun_s
+        self.own_s["publish"] = time.monotonic() - start_s
         self.of_hosts = by_host(await self.hosts.gather_async("published", self.own_s))
         if isinstance(self.engine, SGLangEngine) and not leads and shares:
             await self.engine.adopt(version)
@@ -158,8 +158,8 @@ class Run:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
             rollouts = list(map(Rollout.from_message, interleave(messages)))
         types = [prompt.question_type for prompt in self.held_out]
-        found = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
-        metrics = {f"validation/{name}": value for name, value in found.items()}
+        values = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
+        metrics = {f"validation/{name}": value for name, value in values.items()}
         training.log.validation(training.step, metrics | {"policy_version": training.version})
 
     async def save_if_due(self) -> None:

@@ -215,8 +215,8 @@ class RolloutScheduler:
         if running:
             episodes = [episode.id for group in running for episode in group.episodes]
             aborting = asyncio.create_task(self._abort_on_engine(episodes))
-            _, late = await asyncio.wait([aborting, *(group.task for group in running)], timeout=ABORT_GRACE_S)
-            for task in late:
+            _, unfinished = await asyncio.wait([aborting, *(group.task for group in running)], timeout=ABORT_GRACE_S)
+            for task in unfinished:
                 task.cancel()
 
     async def _abort_on_engine(self, episodes: Sequence[str]) -> None:

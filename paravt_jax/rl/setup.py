@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from model_port.bucket import is_address
@@ -231,7 +232,7 @@ async def _rollouts(
 def _check_for_hosts(hosts: HostsConfig, train: TrainConfig, engine: EngineConfig, replay: Path | None) -> None:
     """Rejects settings that need a single host."""
     if replay is not None:
-        raise ValueError("--replay needs no engine, and runs on one host; leave hosts.coordinator empty")
+        raise ValueError("--replay runs on one host; leave hosts.coordinator empty")
     if train.oversample:
         raise ValueError(
             f"train.oversample={train.oversample} aborts the slowest groups, and no host knows all groups; set it to 0 "
@@ -253,13 +254,13 @@ def _check_for_hosts(hosts: HostsConfig, train: TrainConfig, engine: EngineConfi
 
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
     """Rejects a directory with steps from a normal run if this is a replay, the reverse, and replays of another run."""
-    path, now = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
-    before = path.read_text() if path.exists() else ""
-    if directory.num_logged and before != now:
-        held, wanted = (f"a replay of {one}" if one else "a run with episodes of its own" for one in (before, now))
-        raise ValueError(f"{directory.path} has steps of {held}, not of {wanted}; choose another run_dir")
-    if before != now:
-        path.write_text(now)
+    path, source = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
+    old_source = path.read_text() if path.exists() else ""
+    if directory.num_logged and old_source != source:
+        old, new = (f"a replay of {run_dir}" if run_dir else "a normal run" for run_dir in (old_source, source))
+        raise ValueError(f"{directory.path} has steps of {old}, which {new} cannot continue; choose another run_dir")
+    if old_source != source:
+        path.write_text(source)
 
 
 async def _check_parity(engine: SGLangEngine, run: Run) -> None:
@@ -279,24 +280,23 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
 
 async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run) -> str:
     """The reason to reject this host's servers, or an empty string."""
-    log, down, places = run.training.log, [], asyncio.Semaphore(SERVERS_AT_ONCE)
+    log, down, slots = run.training.log, [], asyncio.Semaphore(SERVERS_AT_ONCE)
 
-    async def compared(url: str) -> list[Parity]:
+    async def compare(url: str) -> list[Parity]:
         try:
-            async with places:
+            async with slots:
                 return await check([url], scorer, run.policy.chat, on_progress=log.phase)
         except EngineError as problem:
             down.append(f"{url} was not compared with the learner: {problem}")
             log.say(down[-1])
             return []
 
-    found = await asyncio.gather(*map(compared, engine.urls))
-    parities = [parity for of_one in found for parity in of_one]
+    parities = list(chain.from_iterable(await asyncio.gather(*map(compare, engine.urls))))
     if not parities:
-        return f"no server was compared with the learner, so nothing was trained: {'; '.join(down)}"
+        return f"no server could be compared with the learner, so the run did not start: {'; '.join(down)}"
     log.say(table(parities))
     problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
-    return f"engine and learner disagree, so nothing was trained: {'; '.join(problems)}" if problems else ""
+    return f"engine and learner disagree, so the run did not start: {'; '.join(problems)}" if problems else ""
 
 
 def _prompts(

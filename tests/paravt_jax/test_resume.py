@@ -194,14 +194,12 @@ def test_a_replay_with_another_loss_has_other_metrics_and_opens_no_engine(undist
     config = load_config(undisturbed / "config.json", *changed)
     asyncio.run(trainer.train(config, replay=undisturbed))
     log = capsys.readouterr().err
-    assert "loss.kl_coef: 0.01 in the run, 0.05 here" in log and "steps have other metrics than" in log
+    assert "loss.kl_coef: 0.01 in the run, 0.05 in the replay" in log and "steps have other metrics than" in log
     rows = [*metrics_of(undisturbed)[:2], *metrics_of(tmp_path)]
     of_rollouts = [{key: row[key] for key in row if key.startswith("rollout/")} for row in rows]
     assert of_rollouts[:2] == of_rollouts[2:]
     assert rows[3]["loss/total"] != pytest.approx(rows[1]["loss/total"], rel=1e-3)
-    with pytest.raises(
-        ValueError, match=f"has steps of a replay of {undisturbed}, not of a run with episodes of its own"
-    ):
+    with pytest.raises(ValueError, match=f"has steps of a replay of {undisturbed}, which a normal run cannot continue"):
         asyncio.run(trainer.train(config))
 
 

@@ -201,4 +201,4 @@ def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
 
 def test_take_over_needs_running_servers(tmp_path):
     done = forked.run("paravt_jax.train", *arguments(tmp_path / "run"), "--take-over")
-    assert done.returncode == 2 and "--take-over is for servers that run already: give engine.urls" in done.stderr
+    assert done.returncode == 2 and "--take-over needs running servers; set engine.urls" in done.stderr

@@ -141,7 +141,7 @@ def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, 
 
 def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
-    with pytest.raises(ValueError, match=r"has 00000\d-p\d as sample \d, the data now have 00000\d-p\d"):
+    with pytest.raises(ValueError, match=r"has 00000\d-p\d as sample \d, but data.train now has 00000\d-p\d"):
         replayed(run_dir, chat, prompts=PROMPTS[::-1])
     with pytest.raises(ValueError, match=r"train\.group_size=5, and 00000\d-p\d has 6 episodes in"):
         replayed(run_dir, chat, "train.group_size=5")
@@ -157,8 +157,8 @@ def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, 
     ("steps", "logged", "message"),
     [
         ([], 0, "is not a run: it has no metrics.jsonl"),
-        ([], 3, "has no episodes of its steps; give a run of paravt_jax.train"),
-        ([1, 2, 4, 5], 5, "has no episodes of step 3, but has earlier and later steps"),
+        ([], 3, "has no RL episodes; choose a run of paravt_jax.train"),
+        ([1, 2, 4, 5], 5, "lacks the episodes of step 3, but has earlier and later steps"),
         ([3, 4, 5], 5, "start with step 3, and it has no checkpoint of step 2"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played,
     with pytest.raises(ValueError, match="is the run to replay; choose another run_dir"):
         logged_steps(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": None}}))
-    with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs verdicts"):
+    with pytest.raises(ValueError, match=r"reward\.oe_mode=llm needs a judge's verdicts"):
         logged_steps(run_dir, load_config(None, *SETTINGS))
 
 
@@ -187,8 +187,8 @@ def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
     assert logged_steps(run_dir, config).remarks(to_record(config)) == [
         f"replaying steps 1 to 1 of {run_dir}",
-        "its settings changed after step 3; the replay has the last ones",
-        "seed: 0 in the run, 1 here",
+        "its settings changed after step 3; the replay uses the last ones",
+        "seed: 0 in the run, 1 in the replay",
     ]
 
 

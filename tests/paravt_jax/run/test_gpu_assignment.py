@@ -54,12 +54,12 @@ def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learne
         ({"gpus": [-1]}, r"engine\.gpus=\[-1\] must be numbers from 0 on"),
         (
             {"gpus": [1, 2, 3], "num_servers": 2},
-            r"gpus=\[1, 2, 3\] cannot be dealt out to engine\.num_servers=2",
+            r"gpus=\[1, 2, 3\] does not split evenly over engine\.num_servers=2",
         ),
         ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
-        ({"gpus": [1], "device": "cpu"}, r"does nothing without .* engine\.device=cuda"),
+        ({"gpus": [1], "device": "cpu"}, r"needs engine\.kind=sglang and engine\.device=cuda"),
         ({"gpus": [1], "urls": ["http://a"]}, r"nor with engine\.urls"),
-        ({"weights_dir": "/shared", "route": "tensors"}, r"engine\.weights_dir=/shared does nothing without"),
+        ({"weights_dir": "/shared", "route": "tensors"}, r"engine\.weights_dir=/shared has no effect without"),
         ({"gpus": [1, 2], "num_servers": 2, "route": "tensors"}, r"engine\.route=tensors .* set engine\.route=disk"),
     ],
 )

@@ -194,10 +194,10 @@ def test_auto_is_rejected_without_a_cluster(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num=2), "hosts.num=2 does nothing with hosts.coordinator=''"),
-        (dict(coordinator="auto", num=2), "leave the number to what auto finds"),
-        (dict(coordinator="somewhere", num=2), "hosts.coordinator=somewhere is no ADDRESS:PORT"),
-        (dict(coordinator="a:1", num=2, index=2), "hosts.index=2 is none of hosts.num=2"),
+        (dict(num=2), "hosts.num=2 has no effect with hosts.coordinator=''"),
+        (dict(coordinator="auto", num=2), "leave hosts.num out, because auto detects it"),
+        (dict(coordinator="somewhere", num=2), "hosts.coordinator=somewhere is not ADDRESS:PORT"),
+        (dict(coordinator="a:1", num=2, index=2), "hosts.index=2 must be from 0 to hosts.num-1=1"),
     ],
 )
 def test_settings_of_hosts_without_effect_are_rejected(settings, message):
