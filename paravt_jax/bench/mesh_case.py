@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.packing import TrainBatch
-    from paravt_jax.plan.update import PlannedUpdate
-    from paravt_jax.plan.workload import Step
+    from paravt_jax.plan.workload import PlannedUpdate, Step
 
 FRAMES_OF_A_ROW = 4
 SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}

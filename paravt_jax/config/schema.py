@@ -468,26 +468,17 @@ class ImitationConfig:
         _at_least_1("sft", self, "num_steps", "rows_per_step")
 
 
-def _imitation_optim() -> OptimConfig:
-    return OptimConfig(learning_rate=2e-5, schedule="cosine", warmup_frac=0.05)  # published
-
-
-def _imitation_pack() -> PackConfig:
-    return PackConfig(row_tokens=8192)  # published
-
-
-def _imitation_video() -> VideoConfig:
-    return VideoConfig(gating=False)  # published: 64 frames of every video
-
-
 @dataclass(frozen=True)
 class SftConfig(TrainingConfig):
-    """The SFT cold start. `rollout` is how videos, tools and turns are rendered; keep it as in the RL run to come."""
+    """The SFT cold start. `rollout` sets how videos, tools and turns are rendered; use the same in the later RL run."""
 
     run_dir: str = setting("runs/sft", TRAINING_RUN_DIR)
-    video: VideoConfig = field(default_factory=_imitation_video)
-    optim: OptimConfig = field(default_factory=_imitation_optim)
-    pack: PackConfig = field(default_factory=_imitation_pack)
+    # The published values.
+    video: VideoConfig = field(default_factory=lambda: VideoConfig(gating=False))
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(learning_rate=2e-5, schedule="cosine", warmup_frac=0.05)
+    )
+    pack: PackConfig = field(default_factory=lambda: PackConfig(row_tokens=8192))
     sft: ImitationConfig = field(default_factory=ImitationConfig)
 
     def _contradictions(self) -> Iterable[str]:
@@ -550,17 +541,13 @@ class EvaluationConfig:
         return replace(rollout, dispatch=dispatch)
 
 
-def _greedy() -> EpisodeConfig:
-    return EpisodeConfig(temperature=0.0)
-
-
 @dataclass(frozen=True)
 class EvalConfig(RunConfig):
     """An evaluation of a policy."""
 
     run_dir: str = setting("runs/eval", "output directory; an evaluation resumes if it exists")
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
-    rollout: EpisodeConfig = field(default_factory=_greedy)
+    rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

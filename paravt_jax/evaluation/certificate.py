@@ -16,7 +16,7 @@ from paravt_jax.data.splits import PublicSplit
 from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.evaluation.statistics import interval, mean_over, pass_at
 from paravt_jax.rewards.official import OFFICIAL, STRICT
-from paravt_jax.rl.metrics import QUANTILES
+from paravt_jax.rl.metrics import QUANTILES, by_part
 
 RIGHT = 0.5  # minimum score of a right episode, for pass@k
 SUMMED = ("num_", "calls_", "missing_")  # prefixes of counts
@@ -43,6 +43,7 @@ def certificate(
     }
     scorers = (STRICT,) if split is None else (STRICT, OFFICIAL)
     scores = {scorer: scored(split, results, counts, scorer) for scorer in scorers if complete}
+    by_type = by_part((result.question_type, result) for result in results)
     refused = why_refused(counts)
     return {
         **about,
@@ -55,7 +56,7 @@ def certificate(
         "headline": None if refused or split is None or not complete else scores[STRICT]["score"],
         "refused": refused,
         "metrics": pooled(results),
-        "by_type": {kind: pooled(of_kind) for kind, of_kind in _by_type(results).items()},
+        "by_type": {kind: pooled(of_kind) for kind, of_kind in by_type.items()},
     }
 
 
@@ -140,13 +141,6 @@ def _as_wrong(results: Sequence[SampleResult], scorer: str, name: str, counts: M
 
 def _strata(results: Sequence[SampleResult], name: str) -> list[str]:
     return ["".join(result.groups[name]) if name else "" for result in results]
-
-
-def _by_type(results: Iterable[SampleResult]) -> dict[str, list[SampleResult]]:
-    parts: dict[str, list[SampleResult]] = {}
-    for result in results:
-        parts.setdefault(result.question_type, []).append(result)
-    return parts
 
 
 def _spread(counts: Iterable[int]) -> dict[str, float | int]:

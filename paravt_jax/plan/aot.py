@@ -37,7 +37,7 @@ from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
 from paravt_jax.plan.flops import product_flops
-from paravt_jax.plan.update import PlannedUpdate
+from paravt_jax.plan.workload import PlannedUpdate
 
 
 class NoRoom(Exception):

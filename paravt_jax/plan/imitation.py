@@ -18,8 +18,7 @@ from paravt_jax.plan.plan import (
     update_seconds,
 )
 from paravt_jax.plan.run import PlannedSft
-from paravt_jax.plan.update import PlannedUpdate
-from paravt_jax.plan.workload import RESPONSE_TOKENS, Step, batch_flops
+from paravt_jax.plan.workload import RESPONSE_TOKENS, PlannedUpdate, Step, batch_flops
 
 ROWS_OF_STEPS = (0.5, 1, 2, 4)  # multiples of sft.rows_per_step to compare
 
@@ -42,7 +41,6 @@ class ImitationPlan:
     step: Step
     flops: dict[str, float]  # per batch, over all devices, by pass
     steps: tuple[ImitationStep, ...]  # fewest rows first
-    peaks: tuple[tuple[int, int], ...]  # (pack.num_rows, peak bytes per device), for divisors of the step, fewest first
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -60,7 +58,6 @@ def make_imitation_plan(run: PlannedSft, device: DeviceSpec) -> ImitationPlan:
         step=step,
         flops=batch_flops(update, model, step.shape, device.platform),
         steps=tuple(_steps(update, model, device, step)),
-        peaks=tuple(_peaks(run, device)),
         fit=fit_of(run, memory, device),
         assumptions=tuple(_assumptions(run, device, step)),
     )
@@ -74,13 +71,6 @@ def _steps(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: 
             seconds = update_seconds(update, model, device, resized)
             total_s = None if seconds is None else seconds.total
             yield ImitationStep(resized.num_batches * step.shape.num_rows, resized.num_batches, total_s)
-
-
-def _peaks(run: PlannedSft, device: DeviceSpec) -> Iterator[tuple[int, int]]:
-    num_rows = run.num_parts
-    while run.rows_per_step % num_rows == 0:
-        yield num_rows, planned_memory(run.resized(num_rows=num_rows), device).peak_bytes
-        num_rows *= 2
 
 
 def _assumptions(run: PlannedSft, device: DeviceSpec, step: Step) -> Iterator[str]:

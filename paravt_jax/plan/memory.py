@@ -27,8 +27,7 @@ from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.update import PlannedUpdate
-from paravt_jax.plan.workload import row_pairs
+from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # Adam's

@@ -23,8 +23,7 @@ from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import StepTime, step_time
-from paravt_jax.plan.update import PlannedUpdate
-from paravt_jax.plan.workload import Step, Workload, adapter_params, step_flops
+from paravt_jax.plan.workload import PlannedUpdate, Step, Workload, adapter_params, step_flops
 from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest

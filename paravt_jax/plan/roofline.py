@@ -23,8 +23,7 @@ from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, share_of, vision_residuals
-from paravt_jax.plan.update import PlannedUpdate
-from paravt_jax.plan.workload import Step, batch_flops, row_pairs
+from paravt_jax.plan.workload import PlannedUpdate, Step, batch_flops, row_pairs
 
 SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
 # From XLA's GPU programs of the scanned form. Forward: scores are written once and read three times in float32, weights

@@ -21,10 +21,10 @@ from paravt_jax.config import (
 )
 from paravt_jax.learner.packing import FRAME_ROW_STEP, stepped
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.update import PlannedUpdate
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
     RESPONSE_TOKENS,
+    PlannedUpdate,
     Step,
     Workload,
     row_patches,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
-from model_port.config import ModelConfig, VisionConfig
-from paravt_jax.config import PackConfig, TrainConfig, VideoConfig
+from model_port.config import LoraConfig, ModelConfig, VisionConfig
+from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.packing import TOKEN_STEP, stepped
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.batch import BatchShape
-from paravt_jax.plan.update import PlannedUpdate
 from rollout.episode_config import EpisodeConfig
 
 # A typical episode. Most turns end long before the config's bounds.
@@ -27,6 +27,23 @@ REPORT_TOKENS = 256  # per sub-agent
 # Recomputation in each attention form's backward pass, as a fraction of its forward pass: the scores once, and with
 # separate programs for keys and queries, the scores and their gradient once more.
 SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
+
+
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """The settings that an update's memory, FLOPs and traffic depend on."""
+
+    mesh: MeshConfig
+    policy: PolicyConfig
+    lora: LoraConfig
+    optim: OptimConfig
+    loss: LossConfig | None = None  # None: SFT
+    temperature: float = 1.0
+    scores_before: bool = False  # the policy's log-probs are computed before the update
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.loss is not None and self.loss.kl_coef > 0
 
 
 @dataclass(frozen=True)

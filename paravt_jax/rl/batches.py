@@ -37,7 +37,7 @@ from rollout.seeds import derived_seed
 Value = TypeVar("Value")
 
 
-def dealt_out(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
+def assign_parts(num_groups: int, num_parts: int, seed: int, version: int) -> np.ndarray:
     """Assigns each group to a part of the step at random, by seed and version; part sizes differ by at most one.
 
     Groups stay whole because their episodes share a row and its video.
@@ -112,7 +112,7 @@ class PolicyUpdate:
         train, rollout = self._train, self._rollout
         max_tokens = train.prompts_per_step * train.group_size * rollout.max_new_tokens * (rollout.tool_turns + 1)
         dialogues, frames, model = self._dialogues(groups), self._frames(groups), self._learner.model.config
-        part_of = dealt_out(len(groups), train.updates_per_step, self._seed, int(self._learner.state.step))
+        part_of = assign_parts(len(groups), train.updates_per_step, self._seed, int(self._learner.state.step))
         shape, parts = self._shape(dialogues), []
         for number in range(train.updates_per_step):
             own = [dialogue for dialogue in dialogues if part_of[dialogue.episode // train.group_size] == number]

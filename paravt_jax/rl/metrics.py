@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
 from rollout.ledger import Ledger
 
+Item = TypeVar("Item")
 IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also reported by question type and by frame budget
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; above it the run warns of a bias towards short episodes
@@ -38,16 +40,16 @@ def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float
     """Accuracy and kappa by part, such as `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
     return {
         f"{name}_{part}": metrics[name]
-        for part, of_part in parted(rollouts).items()
+        for part, of_part in by_part(rollouts).items()
         if (metrics := rollout_metrics(of_part))["num_episodes"]
         for name in IN_PARTS
     }
 
 
-def parted(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, list[Rollout]]:
-    parts: dict[str, list[Rollout]] = {}
-    for part, rollout in rollouts:
-        parts.setdefault(part, []).append(rollout)
+def by_part(items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
+    parts: dict[str, list[Item]] = {}
+    for part, item in items:
+        parts.setdefault(part, []).append(item)
     return parts
 
 

@@ -73,8 +73,8 @@ def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evalua
     config = config_of(split, tmp_path / split)
     (cell,) = evaluator(reply).run(config)
     scores = [line["episodes"][0]["scores"] for line in lines_of(config)]
-    assert [one["strict"] for one in scores] == pytest.approx(strict)
-    assert [one["official"] for one in scores] == pytest.approx(official)
+    assert [score["strict"] for score in scores] == pytest.approx(strict)
+    assert [score["official"] for score in scores] == pytest.approx(official)
     assert cell["scores"]["strict"]["micro"] == pytest.approx(sum(strict) / 3)
     assert cell["n"]["answered"] + cell["n"]["unanswered"] == 3 and cell["split"] == split
     assert f"3 of {SPLITS[split].num_samples} samples" in cell["refused"] and cell["headline"] is None
@@ -99,7 +99,7 @@ def test_a_certificate_has_counts_frames_data_hashes_and_scores(evaluator, tmp_p
     assert cell["metrics"]["format_reward"] > 0.5 and cell["by_type"]["mcq"]["num_episodes"] == 3
 
 
-def test_choice_and_open_questions_are_printed_apart(evaluator, tmp_path):
+def test_choice_and_open_questions_are_printed_separately(evaluator, tmp_path):
     (cell,) = evaluator("A").run(config_of("mmvu", tmp_path / "copy"))
     assert "| multiple-choice 100.0 of 2, open-ended 0.0 of 1 |" in score_table([cell]).splitlines()[2]
 
@@ -115,14 +115,14 @@ def test_the_official_score_of_mlvu_is_the_mean_over_tasks(evaluator, tmp_path):
     )
 
 
-def test_charades_has_the_shares_above_each_threshold(evaluator, tmp_path):
+def test_charades_has_the_fraction_above_each_threshold(evaluator, tmp_path):
     (cell,) = evaluator("[24.3, 28.0]").run(config_of("charades", tmp_path / "copy"))
     scores = cell["scores"]["strict"]  # 3.7 of 6.1, 7.1 and 8.1 seconds
     assert scores["score"] == pytest.approx((3.7 / 6.1 + 3.7 / 7.1 + 3.7 / 8.1) / 3)
     assert (scores["R@0.3"], scores["R@0.5"], scores["R@0.7"]) == pytest.approx((1, 2 / 3, 0))
 
 
-def test_a_video_that_cannot_be_opened_is_neither_wrong_nor_right(evaluator, tmp_path, complete):
+def test_a_sample_with_an_unreadable_video_is_missing(evaluator, tmp_path, complete):
     root = make_copy("longvideobench", tmp_path / "copy")
     row = longvideobench_row(2, video_path="missing.mp4")
     write_rows("longvideobench", root, [*(longvideobench_row(n, correct_choice=0) for n in range(2)), row])
@@ -191,13 +191,13 @@ def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, ev
     def settings(name):
         return config_of("longvideobench", tmp_path / "copy", f"run_dir={tmp_path / name}")
 
-    whole = evaluator("A").run(settings("whole"))
+    expected = evaluator("A").run(settings("expected"))
     config = settings("killed")
     with monkeypatch.context() as patch:
         if moment == "before the certificate":
-            patch.setattr(evaluation, "certificate", lambda *given: sys.exit())
+            patch.setattr(evaluation, "certificate", lambda *_: sys.exit())
         if moment == "before the results":
-            patch.setattr(evaluation.Evaluation, "cell", lambda *given: sys.exit())
+            patch.setattr(evaluation.Evaluation, "cell", lambda *_: sys.exit())
         num_said = {"before a line": 0, "after a line": 1, "in a line": 2}.get(moment, 3)
         with pytest.raises(SystemExit):
             evaluator(dies_at(num_said)).run(config)
@@ -207,21 +207,21 @@ def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, ev
         path.write_bytes(path.read_bytes()[:-10])
         num_done = 1
     again = evaluator("A")
-    assert again.run(config) == whole
+    assert again.run(config) == expected
     assert len(again.episodes) == 3 - num_done
     assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
 
 
 def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     copy = tmp_path / "copy"
-    whole = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'whole'}"))
+    unsharded = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'unsharded'}"))
     config = config_of("longvideobench", copy, f"run_dir={tmp_path / 'shards'}")
     for shard, num_samples in (((1, 2), 2), ((2, 2), 1)):
         engine = evaluator("A")
         engine.run(config, shard)
         assert len(engine.episodes) == num_samples
     merged = evaluator("B")
-    assert merged.run(config) == whole and not merged.episodes
+    assert merged.run(config) == unsharded and not merged.episodes
 
 
 def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
@@ -245,7 +245,7 @@ def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
         evaluation._played_by(tmp_path)
 
 
-def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
+def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
     digests = []
     for middle in (b"0", b"1", b"0"):
         (tmp_path / "model.safetensors").write_bytes(b"0" * 200_000 + middle + b"0" * 200_000)
@@ -253,7 +253,7 @@ def test_a_model_is_known_by_what_is_in_the_middle_of_its_files(tmp_path):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_an_engine_of_servers_is_known_by_their_versions():
+def test_the_engine_record_has_server_versions():
     async def work():
         async with FakeServer() as server:
             engine = await SGLangEngine.connect([server.url], SGLangSettings())
@@ -266,14 +266,14 @@ def test_an_engine_of_servers_is_known_by_their_versions():
     assert record == {"kind": "sglang", "servers": {url: "0.5.23"}}
 
 
-def test_a_shard_is_written_as_such():
+def test_a_shard_is_parsed_as_k_of_n():
     assert shard_of("3/8") == (3, 8)
     for text in ("8", "0/8", "9/8", "a/b"):
         with pytest.raises(Exception, match="is not a shard, for example 3/8"):
             shard_of(text)
 
 
-def test_no_more_samples_are_in_flight_than_may_be(chat, monkeypatch, tmp_path):
+def test_the_number_of_samples_in_flight_is_bounded(chat, monkeypatch, tmp_path):
     class Counting(Evaluator):
         flying = most = 0
 
@@ -332,7 +332,7 @@ def test_a_cue_is_on_screen_between_its_times():
     assert on_screen(cues, [1.0, 4.0, 7.0]) == ["a", "c"]
 
 
-def test_a_mode_decides_the_prompt_the_forced_prefix_and_the_prompt_hash(evaluator, tmp_path):
+def test_a_mode_sets_the_prompt_the_forced_prefix_and_the_prompt_hash(evaluator, tmp_path):
     prompts, hashes = {}, {}
     for mode in ("reasoning", "direct"):
         engine = evaluator("A")
@@ -380,10 +380,10 @@ def test_progress_has_accuracy_and_rate(evaluator, tmp_path):
     assert tally.summary() == "longvideobench · 50.0 % of 2 right · 2.0 a minute"
 
 
-def test_the_command_fails_where_there_is_no_headline(evaluator, tmp_path, monkeypatch, capsys):
+def test_the_command_fails_without_a_headline(evaluator, tmp_path, monkeypatch, capsys):
     config = config_of("longvideobench", tmp_path / "copy")
     evaluator("A")
-    monkeypatch.setattr(command, "read_config", lambda *given: config)
+    monkeypatch.setattr(command, "read_config", lambda *_: config)
     monkeypatch.setattr(sys, "argv", ["eval", "--shard", "1/2"])
     command.main()
     assert "| none | 3 | strict | 50.0 |" in capsys.readouterr().out
@@ -393,7 +393,7 @@ def test_the_command_fails_where_there_is_no_headline(evaluator, tmp_path, monke
     assert "| none | 3 | strict | 33.3 |" in capsys.readouterr().out
 
 
-def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path):
+def test_only_an_incomplete_last_line_is_removed(tmp_path):
     path = tmp_path / "samples_none_3.jsonl"
     for content, remaining in ((b"{}\n{}\n", b"{}\n{}\n"), (b'{}\n{"key', b"{}\n"), (b'{"key', b""), (b"", b"")):
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What scores add up to, by hand."""
+"""Means, intervals and pass@k, by hand."""
 
 import pytest
 
@@ -22,14 +22,14 @@ def test_an_interval_is_over_videos_and_not_over_questions():
 
 def test_an_interval_of_strata_keeps_the_mean_of_means():
     low, high = interval([1.0] * 90 + [0.0] * 10, range(100), ["large"] * 90 + ["small"] * 10)
-    assert low == high == 0.5  # no draw changes 1 and 0; one without the small stratum would be 1, and is rare
+    assert low == high == 0.5  # no draw changes 1 and 0; a draw without the small stratum would be 1, but is rare
 
 
 def test_the_same_scores_have_the_same_interval():
-    asked = [n % 7 / 7 for n in range(50)], range(50), [""] * 50
-    assert interval(*asked) == interval(*asked) != interval(*asked, seed="another")
+    scores = [n % 7 / 7 for n in range(50)], range(50), [""] * 50
+    assert interval(*scores) == interval(*scores) != interval(*scores, seed="another")
 
 
 def test_pass_at_k_counts_draws_without_replacement():
     assert pass_at(4, 1, 1) == 0.25 and pass_at(4, 1, 4) == 1 and pass_at(4, 0, 4) == 0
-    assert pass_at(4, 2, 2) == pytest.approx(5 / 6)  # all but the one pair of wrong ones
+    assert pass_at(4, 2, 2) == pytest.approx(5 / 6)  # all pairs but the wrong one

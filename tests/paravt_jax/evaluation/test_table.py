@@ -1,4 +1,4 @@
-"""Published tables with our runs beside them: what was not measured says so."""
+"""The published tables with our runs next to them."""
 
 import json
 
@@ -32,30 +32,30 @@ def test_every_published_row_has_a_number_for_every_split_of_its_table():
         assert set(table.splits) <= set(SPLITS)
     assert TABLES[0].rows["ParaVT-8B"] == (62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1)
     averages = [round(sum(TABLES[0].rows[name]) / 7, 1) for name in ("ParaVT-8B", "Qwen3-VL-8B")]
-    assert averages == [59.3, 55.6]  # as the page says
+    assert averages == [59.3, 55.6]  # on the paper's page
 
 
-def test_runs_on_several_splits_are_one_row_and_what_was_not_measured_says_so(tmp_path):
+def test_runs_on_several_splits_make_one_row_with_not_measured_for_the_rest(tmp_path):
     rows = read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", "lvbench", "11 of 1549 samples: …")])
     (row,) = rows
-    shown = markdown(rows).splitlines()
-    (ours,) = [line for line in shown if "strict" in line and "not measured" in line and line.count("|") == 9]
+    lines = markdown(rows).splitlines()
+    (ours,) = [line for line in lines if "strict" in line and "not measured" in line and line.count("|") == 9]
     assert ours == (
         f"| ours: {row.name}, strict | not measured | not measured | not measured | incomplete, 11 of 2174 "
         f"| 50.0 (49.0 to 52.0) | not measured | not measured |"
     )
-    assert sum(line.startswith("| ours") for line in shown) == 2 * len(TABLES)
-    assert "| GPT-4o | 71.9 | 77.2 | 66.7 | 34.7 | 64.6 | 66.7 | — |" in shown
+    assert sum(line.startswith("| ours") for line in lines) == 2 * len(TABLES)
+    assert "| GPT-4o | 71.9 | 77.2 | 66.7 | 34.7 | 64.6 | 66.7 | — |" in lines
 
 
-def test_ways_of_playing_are_rows_of_their_own(tmp_path):
+def test_each_dispatch_has_its_own_row(tmp_path):
     runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in ("parallel", "none")]
     assert [row.name for row in read_rows(runs)] == [
         f"trained.hf, agentic, {dispatch}, 64 frames" for dispatch in ("parallel", "none")
     ]
 
 
-def test_two_runs_that_say_different_things_are_refused(tmp_path):
+def test_contradictory_runs_are_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
     ):

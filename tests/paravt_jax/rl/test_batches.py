@@ -1,4 +1,4 @@
-"""Groups become an update: who counts, with which advantage, over how many tokens."""
+"""Packing groups into an update: the tokens that count, their advantages and denominators."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
-from paravt_jax.rl.batches import dealt_out
+from paravt_jax.rl.batches import assign_parts
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -50,7 +50,7 @@ def updated(update, groups):
     return update.run(groups)
 
 
-def taught(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
+def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
     """The learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
@@ -74,8 +74,8 @@ def num_sampled(tiny_hf, episodes=range(8)):
 
 
 @pytest.mark.slow
-def test_every_sampled_token_counts_once_and_the_missing_do_not(tiny_hf):
-    _, (metrics,) = taught(tiny_hf)
+def test_every_sampled_token_of_an_episode_that_is_not_missing_counts_once(tiny_hf):
+    _, (metrics,) = trained(tiny_hf)
     assert metrics["loss/num_tokens"] == num_sampled(tiny_hf)
     assert set(metrics) >= {f"mismatch/behavior_kl_{name}" for name in CLASSES}
 
@@ -84,42 +84,44 @@ def test_every_sampled_token_counts_once_and_the_missing_do_not(tiny_hf):
             raise EngineError("gone")
         return half_right(episode)
 
-    _, (metrics,) = taught(tiny_hf, say=one_lost)
+    _, (metrics,) = trained(tiny_hf, say=one_lost)
     assert metrics["loss/num_tokens"] == num_sampled(tiny_hf) - 2 * num_sampled(tiny_hf, [2])
 
 
 @pytest.mark.slow
-def test_a_step_without_spread_moves_the_version_and_nothing_else(tiny_hf):
-    learner, found = taught(tiny_hf, "train.updates_per_step=2", say=lambda episode: half_right("1"), steps=2)
+def test_a_step_without_spread_only_changes_the_version(tiny_hf):
+    learner, metrics = trained(tiny_hf, "train.updates_per_step=2", say=lambda episode: half_right("1"), steps=2)
     assert int(learner.state.step) == 4
-    assert all("loss/policy" not in metrics for metrics in found)
-    untouched = model_port.load(tiny_hf)
-    before, after = (np.asarray(model.text.embed.table_vd[...]) for model in (untouched, learner.model))
-    assert np.array_equal(before, after)
+    assert all("loss/policy" not in of_step for of_step in metrics)
+    tables = [np.asarray(model.text.embed.table_vd[...]) for model in (model_port.load(tiny_hf), learner.model)]
+    assert np.array_equal(*tables)
 
 
 @pytest.mark.slow
 def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
-    common = ("advantage.normalise=none", "optim.learning_rate=1e-3")  # two kinds of episodes are ±1 whatever they earn
-    in_reward = taught(tiny_hf, *common, "loss.kl_coef=1", "loss.kl_in=reward", steps=2)[1]
-    nowhere = taught(tiny_hf, *common, "loss.kl_coef=0", steps=2)[1]
+    common = (
+        "advantage.normalise=none",
+        "optim.learning_rate=1e-3",
+    )  # normalised, two kinds of episodes would always be ±1
+    in_reward = trained(tiny_hf, *common, "loss.kl_coef=1", "loss.kl_in=reward", steps=2)[1]
+    nowhere = trained(tiny_hf, *common, "loss.kl_coef=0", steps=2)[1]
     assert in_reward[0]["loss/policy"] == pytest.approx(nowhere[0]["loss/policy"], abs=1e-6)
     assert in_reward[1]["loss/policy"] != pytest.approx(nowhere[1]["loss/policy"], abs=1e-3)
     assert in_reward[1]["loss/kl_ref"] > 0
 
 
 @pytest.mark.slow
-def test_kl_in_the_reward_is_never_measured_by_a_std_of_its_own(tiny_hf):
+def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
     """Equal rewards, texts of different lengths and so of different KL: an advantage is minus the KL, not ±1."""
 
-    def away_from_the_reference(update, groups):
+    def move_from_the_reference(update, groups):
         state = update._learner.state
         further = jax.tree.map(lambda leaf: 1.001 * leaf, state.trainable)
         update._learner.state = replace(state, trainable=further)
         return update.parts(groups)
 
     settings = ("loss.kl_in=reward", "loss.kl_coef=1", "advantage.filter_zero_variance=false", "loss.kl_estimator=k3")
-    ((part,),) = taught(tiny_hf, *settings, say=right_at_length, do=away_from_the_reference)[1]
+    ((part,),) = trained(tiny_hf, *settings, say=right_at_length, do=move_from_the_reference)[1]
     for batch, old in zip(part.batches, part.old, strict=True):
         to_ref = np.asarray(old.ref_logp - old.prox_logp)
         kl = np.exp(to_ref) - 1 - to_ref
@@ -130,46 +132,46 @@ def test_kl_in_the_reward_is_never_measured_by_a_std_of_its_own(tiny_hf):
 
 
 @pytest.mark.slow
-def test_what_a_token_of_dr_grpo_weighs_does_not_depend_on_the_lengths(tiny_hf):
+def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
     common = ("loss.kl_coef=0", "advantage.normalise=none", "rollout.max_new_tokens=64")
     published, dr_grpo = (
-        taught(tiny_hf, *common, f"loss.name={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
+        trained(tiny_hf, *common, f"loss.name={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
     )
     turns = load_config(None).rollout.tool_turns + 1
     assert dr_grpo == pytest.approx(published * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
 
 
 def parts_of(tiny_hf, *overrides):
-    """What the updates of a step would learn from."""
-    return taught(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups))[1][0]
+    """The data of a step's updates."""
+    return trained(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups))[1][0]
 
 
 def targets(parts):
-    return sorted(int(one) for part in parts for batch in part.batches for one in batch.target[batch.loss_mask])
+    return sorted(int(token) for part in parts for batch in part.batches for token in batch.target[batch.loss_mask])
 
 
 @pytest.mark.slow
-def test_every_sampled_token_is_in_one_part_of_its_step_and_every_part_has_its_own_n(tiny_hf):
-    (whole,) = parts_of(tiny_hf)
+def test_the_parts_of_a_step_split_its_tokens_and_have_their_own_counts(tiny_hf):
+    (undivided,) = parts_of(tiny_hf)
     parts = parts_of(tiny_hf, "train.updates_per_step=2", "loss.kl_coef=0")
-    assert targets(parts) == targets([whole])
+    assert targets(parts) == targets([undivided])
     for part in parts:
         assert part.counts.num_tokens == sum(batch.loss_mask.sum() for batch in part.batches) > 0
-        assert (part.counts.num_sequences, part.counts.max_tokens) == (4, whole.counts.max_tokens / 2)
+        assert (part.counts.num_sequences, part.counts.max_tokens) == (4, undivided.counts.max_tokens / 2)
         assert all(np.isfinite(old.prox_logp).all() for old in part.old)
     assert len({part.batches[0].text.tokens.shape for part in parts}) == 1  # one program
-    assert whole.old is None
+    assert undivided.old is None
 
 
-def test_groups_are_dealt_out_evenly_by_seed_and_version():
-    parts = [dealt_out(8, 3, seed, version).tolist() for seed, version in ((0, 5), (0, 5), (1, 5), (0, 8))]
-    assert all(sorted(one) == [0, 0, 0, 1, 1, 1, 2, 2] for one in parts)
+def test_groups_are_assigned_to_parts_evenly_by_seed_and_version():
+    parts = [assign_parts(8, 3, seed, version).tolist() for seed, version in ((0, 5), (0, 5), (1, 5), (0, 8))]
+    assert all(sorted(part) == [0, 0, 0, 1, 1, 1, 2, 2] for part in parts)
     assert parts[0] == parts[1]
     assert parts[0] != parts[2] and parts[0] != parts[3]
-    assert dealt_out(4, 1, 0, 5).tolist() == [0] * 4
+    assert assign_parts(4, 1, 0, 5).tolist() == [0] * 4
 
 
-def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
+def test_pixel_bounds_can_differ_from_the_models(tiny_hf, tmp_path):
     from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
 
     contract = VisionContract.from_hf(tiny_hf)
@@ -181,7 +183,7 @@ def test_pixels_may_be_bounded_otherwise_than_the_model_says(tiny_hf, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_detail_larger_than_any_frame_has_room_in_a_batch(tiny_hf):
+def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
     zoom = f"I look.</think>{call_of('zoom_frame', time=3, box=[0, 0, 1, 1])}<|im_end|>"
     settings = ["rollout.tools=[zoom_frame]", "rollout.subagent_max_frames=4", "video.max_pixels=1024"]
     config = load_config(None, *COMMON, *settings, "train.subagent_loss=true")

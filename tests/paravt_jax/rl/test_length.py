@@ -1,4 +1,4 @@
-"""What the length of an episode costs, by hand."""
+"""The length penalty, by hand."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rollout.records import Episode, Turn
 
 
 def episode(*lengths, finish="done") -> Episode:
-    """Turns of so many sampled tokens, each after three forced ones and in the words of two versions."""
+    """Turns with these numbers of sampled tokens, each after three forced ones and from two policy versions."""
     ledger, turns = Ledger([]), []
     for length in lengths:
         begin = len(ledger.ids)
@@ -26,10 +26,10 @@ def episode(*lengths, finish="done") -> Episode:
     ("lengths", "penalty"),
     [((10,), 0), ((80,), 0), ((90,), -0.5), ((100,), -1), ((70, 95, 30), -0.75), ((60, 60), 0)],
 )
-def test_the_last_fifth_of_what_a_turn_may_have_costs_up_to_1(lengths, penalty):
+def test_the_last_fifth_of_a_turns_tokens_costs_up_to_1(lengths, penalty):
     assert length_penalty(episode(*lengths), 100) == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize("finish", ["length", "context"])
-def test_an_episode_that_was_cut_off_costs_1_however_short(finish):
+def test_a_cut_off_episode_costs_1(finish):
     assert length_penalty(episode(5, finish=finish), 100) == -1

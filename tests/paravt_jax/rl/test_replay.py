@@ -1,4 +1,4 @@
-"""A log gives the groups that were logged, to the last number; and says what it lacks."""
+"""A replay rebuilds a run's groups exactly from its log, and rejects logs that do not suffice."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp
 
 
 class Counting(Judge):
-    """Every verdict is another, and now and then there is none."""
+    """Verdicts that differ; one is missing."""
 
     def __init__(self):
         super().__init__(JudgeConfig("http://judge/v1", "m"))
@@ -51,7 +51,7 @@ def chat(tiny_hf):
 
 @pytest.fixture(scope="module")
 def played(chat):
-    """Groups with calls in one of two videos, verdicts and none, a deadline in the second turn, a lost video."""
+    """Groups with calls in one of two videos, a missing verdict, a timeout in the second turn, a missing video."""
     config = load_config(None, *SETTINGS)
     turns = {}
 
@@ -96,7 +96,7 @@ def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
     return asyncio.run(replay.next_groups(1)), replay
 
 
-def test_groups_made_again_from_their_log_are_those_that_were_logged(played, chat, tmp_path):
+def test_groups_rebuilt_from_a_log_equal_the_logged_groups(played, chat, tmp_path):
     groups, replay = replayed(write_log(tmp_path, played, chat), chat)
     metrics = group_metrics(played)
     assert metrics["rollout/calls_ok"] == 4 and metrics["rollout/missing_deadline"] == 1
@@ -105,22 +105,23 @@ def test_groups_made_again_from_their_log_are_those_that_were_logged(played, cha
     assert group_metrics(groups) == metrics
     assert staleness_mean(groups, 7) == staleness_mean(played, 7)
     assert num_tokens(groups, chat, 32) == num_tokens(played, chat, 32)
-    assert replay.cursor.to_record() == {"next": 3, "again": [0, 1, 2]}  # open until they are learnt from
+    assert replay.cursor.to_record() == {"next": 3, "again": [0, 1, 2]}  # open until the update
 
 
-def test_a_log_from_before_times_were_kept_is_replayed(played, chat, tmp_path):
+def test_a_log_without_the_newer_fields_is_replayed(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     path = run_dir / "episodes" / "000001.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        for told in (row, *row.get("turns", ()), *(one for turn in row.get("turns", ()) for one in turn["calls"])):
+        turns = row.get("turns", ())
+        for record in (row, *turns, *(tool_call for turn in turns for tool_call in turn["calls"])):
             for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
-                told.pop(name, None)
+                record.pop(name, None)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert group_metrics(replayed(run_dir, chat)[0]) == group_metrics(played)
 
 
-def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
+def test_a_replay_recomputes_rewards_with_its_settings(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     rewards = [
         group_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
@@ -129,40 +130,42 @@ def test_other_rewards_are_computed_from_what_was_said(played, chat, tmp_path):
     assert rewards[0] != rewards[1]
 
 
-def test_no_more_groups_are_learnt_from_than_a_step_has_place_for(played, chat, tmp_path):
+def test_a_replayed_step_trains_on_no_more_groups_than_prompts_per_step(played, chat, tmp_path):
     assert sum(group.has_signal for group in played) == 2
     groups, replay = replayed(write_log(tmp_path, played, chat), chat, "train.prompts_per_step=1")
     assert [group.has_signal for group in groups].count(True) == 1
-    assert len(groups) == 2  # and the one that teaches nothing
-    (left,) = {0, 1, 2} - {group.sample.number for group in groups}
+    assert len(groups) == 2  # and the group without signal
+    (remaining,) = {0, 1, 2} - {group.sample.number for group in groups}
     replay.cursor.done([group.sample.number for group in groups])
-    assert replay.cursor.take(1) == [left]
+    assert replay.cursor.take(1) == [remaining]
 
 
-def test_a_log_of_other_data_other_videos_or_another_version_is_refused(played, chat, tmp_path):
+def test_a_log_of_other_data_videos_or_versions_is_rejected(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     with pytest.raises(ValueError, match=r"has 00000\d-p\d as sample \d, but data.train now has 00000\d-p\d"):
         replayed(run_dir, chat, prompts=PROMPTS[::-1])
-    with pytest.raises(ValueError, match=r"train\.group_size=5, and 00000\d-p\d has 6 episodes in"):
+    with pytest.raises(ValueError, match=r"train\.group_size=5, but 00000\d-p\d has 6 episodes in"):
         replayed(run_dir, chat, "train.group_size=5")
     with pytest.raises(ValueError, match="frames differ from the run"):
         replayed(run_dir, chat, frames=FakeFrames(duration_s=32))
     path = run_dir / "episodes" / "000001.jsonl"
     path.write_text(path.read_text().replace('"reason"', '"why"'))
-    with pytest.raises(ValueError, match="of step 1 has no 'reason': another version logged it; replay it with"):
+    with pytest.raises(
+        ValueError, match="of step 1 has no 'reason', because another version logged it; replay it with"
+    ):
         replayed(run_dir, chat)
 
 
 @pytest.mark.parametrize(
     ("steps", "logged", "message"),
     [
-        ([], 0, "is not a run: it has no metrics.jsonl"),
+        ([], 0, "is not a run, because it has no metrics.jsonl"),
         ([], 3, "has no RL episodes; choose a run of paravt_jax.train"),
         ([1, 2, 4, 5], 5, "lacks the episodes of step 3, but has earlier and later steps"),
-        ([3, 4, 5], 5, "start with step 3, and it has no checkpoint of step 2"),
+        ([3, 4, 5], 5, "start with step 3, but it has no checkpoint of step 2"),
     ],
 )
-def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, message, tmp_path):
+def test_an_incomplete_log_is_rejected(steps, logged, message, tmp_path):
     (tmp_path / "episodes").mkdir()
     for step in steps:
         (tmp_path / "episodes" / f"{step:06d}.jsonl").touch()
@@ -172,7 +175,7 @@ def test_a_log_that_is_not_enough_is_refused_in_a_sentence(steps, logged, messag
         logged_steps(tmp_path, Config())
 
 
-def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played, chat, tmp_path):
+def test_a_replay_needs_its_own_directory_and_logged_verdicts(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     with pytest.raises(ValueError, match="is the run to replay; choose another run_dir"):
         logged_steps(run_dir, Config(run_dir=str(run_dir / ".." / run_dir.name)))
@@ -181,7 +184,7 @@ def test_a_run_is_not_replayed_onto_itself_nor_judged_for_the_first_time(played,
         logged_steps(run_dir, load_config(None, *SETTINGS))
 
 
-def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_path):
+def test_changed_settings_are_reported(played, chat, tmp_path):
     run_dir, config = write_log(tmp_path, played, chat), Config(seed=1)
     (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
@@ -192,19 +195,19 @@ def test_settings_that_are_others_now_or_were_before_are_told(played, chat, tmp_
     ]
 
 
-def test_steps_after_the_last_metrics_are_none_of_the_run(played, chat, tmp_path):
+def test_steps_without_metrics_are_not_replayed(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
     (run_dir / "episodes" / "000002.jsonl").touch()  # a kill between episodes and metrics
     assert logged_steps(run_dir, Config()).last == 1
 
 
-def test_metrics_of_the_machine_are_not_compared_and_infinity_is_null():
+def test_times_are_not_compared_and_nan_is_null():
     logged = {"loss/total": 0.5, "loss/kl_ref": None, "time/step_s": 1.0, "perf/rows": 3.0}
     assert differing(logged, {"loss/total": 0.5, "loss/kl_ref": float("nan"), "time/step_s": 9.0}) == []
     assert differing(logged, {"loss/total": 0.5000001, "loss/new": 1.0}) == ["loss/total", "loss/new"]
 
 
-def test_the_first_steps_with_other_metrics_are_named(tmp_path):
+def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     def write(name: str, losses: list[float]) -> Path:
         (tmp_path / name).mkdir()
         rows = [{"step": n + 1, "loss/total": loss, "time/step_s": n} for n, loss in enumerate(losses)]
@@ -213,6 +216,6 @@ def test_the_first_steps_with_other_metrics_are_named(tmp_path):
 
     log = LoggedSteps(write("run", [1.0, 2.0, 3.0]), 1, 3, None)
     assert log.compared(write("same", [1.0, 2.0])).startswith("all 2 steps have the same metrics as in ")
-    said = log.compared(write("other", [1.0, 2.5, 3.5]))
-    assert said.startswith("2 of 3 steps have other metrics than ")
-    assert said.endswith("first step 2: loss/total is 2.5 and was 2.0")
+    message = log.compared(write("other", [1.0, 2.5, 3.5]))
+    assert message.startswith("2 of 3 steps have other metrics than ")
+    assert message.endswith("first step 2: loss/total is 2.5 and was 2.0")

@@ -1,4 +1,4 @@
-"""Samples become groups; a failure makes an episode missing; groups without signal are replaced."""
+"""Collecting groups: failures make episodes missing, and groups without signal are replaced."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ def chat(tiny_hf):
 
 
 class GivenScores(Judge):
-    """None is no verdict."""
+    """Returns these scores; None is a missing verdict."""
 
     def __init__(self, *scores):
         super().__init__(JudgeConfig("http://judge/v1", "m"))
@@ -71,7 +71,7 @@ def half_right(episode, request):
     return RIGHT if int(episode[-1]) % 2 else WRONG
 
 
-def test_a_step_has_its_prompts_with_their_groups_scored(chat):
+def test_a_step_has_a_scored_group_per_prompt(chat):
     (groups,) = collect(chat, half_right)
     assert [len(group.rollouts) for group in groups] == [4, 4]
     assert len({group.sample.item.id for group in groups}) == 2
@@ -81,7 +81,7 @@ def test_a_step_has_its_prompts_with_their_groups_scored(chat):
         assert group.has_signal
 
 
-def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
+def test_an_episode_that_fails_in_the_engine_is_missing(chat):
     def say(episode, request):
         if episode.endswith("/2"):
             raise EngineError("the server is gone")
@@ -97,7 +97,7 @@ def test_what_the_engine_fails_at_is_missing_and_not_zero(chat):
     assert metrics["rollout/accuracy_mean"] == pytest.approx(2 / 3)
 
 
-def test_a_video_that_cannot_be_read_makes_its_group_missing(chat):
+def test_an_unreadable_video_makes_its_group_missing(chat):
     prompts = [replace(PROMPTS[0], videos=("/missing.mp4",)), PROMPTS[1]]
     (groups,) = collect(chat, half_right, prompts=prompts)
     assert sorted(group.has_signal for group in groups) == [False, True]
@@ -112,7 +112,7 @@ def test_a_video_that_cannot_be_read_makes_its_group_missing(chat):
         *(("video", OSError), ("judge", TimeoutError), ("scoring", ValueError)),
     ],
 )
-def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, chat, monkeypatch):
+def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypatch):
     async def broken(*_, **__):
         raise kind("broken")
 
@@ -124,8 +124,8 @@ def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, 
     prompts = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") for name in ("one", "two")]
     judge = GivenScores(*[1.0, 0.5] * 4)
     if where == "judge":
-        said = iter([judge.judge] * 7)
-        monkeypatch.setattr(judge, "judge", lambda *asked: next(said, broken)(*asked))
+        judges = iter([judge.judge] * 7)
+        monkeypatch.setattr(judge, "judge", lambda *args: next(judges, broken)(*args))
     elif where == "video":
         info = FakeFrames.info
         monkeypatch.setattr(
@@ -140,7 +140,7 @@ def test_an_exception_of_any_kind_is_one_episodes_and_not_the_runs(where, kind, 
     assert all(kind.__name__ in problem or where == "scoring" for problem in problems)
 
 
-def test_a_step_that_lost_most_of_its_episodes_ends_the_run_with_a_reason(chat):
+def test_too_many_missing_episodes_end_the_run(chat):
     def say(episode, request):
         raise EngineError("no server is left")
 
@@ -158,7 +158,7 @@ def test_an_answer_without_a_verdict_is_missing(chat):
 
 
 @pytest.mark.slow
-def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
+def test_groups_without_spread_are_replaced_up_to_max_resamples(chat):
     def same(episode, request):
         return RIGHT
 
@@ -170,9 +170,9 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(chat):
 
 
 def oversampled(chat, say, *overrides, steps=1):
-    """The groups, metrics and versions asked for of each step, and the cursor. `say` may wait."""
+    """The groups and metrics of each step, and the cursor. `say` may wait."""
     config = load_config(None, *COMMON, "train.oversample=2", *overrides)
-    cursor, found = Cursor(), []
+    cursor, collected = Cursor(), []
 
     async def reply(request):
         return chat.encode(await say(request.episode)).tolist()
@@ -182,14 +182,14 @@ def oversampled(chat, say, *overrides, steps=1):
         rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), cursor, config)
         for step in range(1, steps + 1):
             groups = await rollouts.next_groups(step)
-            found.append((groups, rollouts.metrics()))
+            collected.append((groups, rollouts.metrics()))
             cursor.done([group.sample.number for group in groups])
 
     asyncio.run(work())
-    return found, cursor
+    return collected, cursor
 
 
-def test_when_enough_groups_teach_the_rest_is_aborted_and_given_back(chat):
+def test_groups_are_aborted_and_given_back_once_enough_have_signal(chat):
     slow = {"000000", "000002"}  # samples
 
     async def say(episode):
@@ -200,13 +200,11 @@ def test_when_enough_groups_teach_the_rest_is_aborted_and_given_back(chat):
     ((groups, metrics),), cursor = oversampled(chat, say)
     assert [group.sample.number for group in groups] == [1, 3]
     assert cursor.to_record() == {"next": 4, "again": [0, 2]}
-    whole = sum(rollout.episode.num_sampled for group in groups for rollout in group.rollouts)
     assert metrics["rollout/num_groups_aborted"] == 2
     assert metrics["rollout/aborted_tokens_frac"] == pytest.approx(2 / (2 + 8), abs=0.02)  # their first rollouts
-    assert whole > 0
 
 
-def test_a_prompt_that_was_given_back_is_waited_for_the_next_time(chat):
+def test_the_next_step_waits_for_an_aborted_prompt(chat):
     tries = {}
 
     async def say(episode):
@@ -215,29 +213,29 @@ def test_a_prompt_that_was_given_back_is_waited_for_the_next_time(chat):
         await asyncio.sleep((60 if tries[episode] == 1 else 0.2) if slow else 0)
         return half_right(episode, None)
 
-    found, cursor = oversampled(chat, say, steps=2)
-    assert [[group.sample.number for group in groups] for groups, _ in found] == [[2, 3], [0, 1]]
+    steps, cursor = oversampled(chat, say, steps=2)
+    assert [[group.sample.number for group in groups] for groups, _ in steps] == [[2, 3], [0, 1]]
     assert cursor.to_record() == {"next": 6, "again": [4, 5]}
-    assert all(group.has_signal for groups, _ in found for group in groups)
+    assert all(group.has_signal for groups, _ in steps for group in groups)
 
 
 @pytest.mark.slow
-def test_oversampling_loses_no_visit_and_makes_none_twice_however_long_each_takes(chat):
+def test_oversampling_runs_every_sample_once(chat):
     chance = random.Random(0)
 
     async def say(episode):
         await asyncio.sleep(chance.choice([0, 0.01, 0.03]))
-        return RIGHT if "p3" in episode else half_right(episode, None)  # that group teaches nothing
+        return RIGHT if "p3" in episode else half_right(episode, None)  # a group without signal
 
-    found, cursor = oversampled(chat, say, "train.max_resamples=1", steps=6)
-    numbers = [group.sample.number for groups, _ in found for group in groups]
+    steps, cursor = oversampled(chat, say, "train.max_resamples=1", steps=6)
+    numbers = [group.sample.number for groups, _ in steps for group in groups]
     record = cursor.to_record()
     assert sorted([*numbers, *record["again"]]) == list(range(record["next"]))
-    assert all(sum(group.has_signal for group in groups) <= 2 for groups, _ in found)
-    assert sum(metrics["rollout/num_groups_aborted"] for _, metrics in found) > 0
+    assert all(sum(group.has_signal for group in groups) <= 2 for groups, _ in steps)
+    assert sum(metrics["rollout/num_groups_aborted"] for _, metrics in steps) > 0
 
 
-def test_without_oversampling_nothing_is_said_of_it(chat):
+def test_without_oversampling_there_are_no_metrics_of_it(chat):
     async def say(episode):
         return half_right(episode, None)
 
@@ -246,7 +244,7 @@ def test_without_oversampling_nothing_is_said_of_it(chat):
 
 
 @pytest.mark.slow
-def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
+def test_every_sample_runs_once_over_several_steps(chat):
     for ahead in (0, 2):
         cursor = Cursor()
         steps = collect(chat, half_right, "train.num_steps=4", f"train.max_staleness={ahead}", steps=4, cursor=cursor)
@@ -258,7 +256,7 @@ def test_no_visit_is_skipped_or_made_twice_over_steps(chat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "stale"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 3), (2, 6), (3, 0), (3, 5), (3, 8)])
-def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat):
+def test_no_trained_token_is_older_than_max_staleness(updates, stale, chat):
     settings = ["train.prompts_per_step=3", f"train.updates_per_step={updates}", f"train.max_staleness={stale}"]
     config = load_config(None, *COMMON, *settings)
     ages = []
@@ -279,17 +277,17 @@ def test_no_token_that_is_learnt_from_is_older_than_allowed(updates, stale, chat
         await rollouts.close()
 
     asyncio.run(work())
-    allowed = stale or updates - 1  # without rollouts ahead only a step's own updates make its tokens older
+    allowed = stale or updates - 1  # without rollouts ahead, only the step's own updates age its tokens
     assert allowed - updates < max(ages) <= allowed
 
 
-def test_steps_are_begun_ahead_only_as_far_as_allowed(chat):
+def test_rollouts_start_ahead_only_as_far_as_staleness_allows(chat):
     cursor = Cursor()
     collect(chat, half_right, "train.num_steps=9", "train.max_staleness=2", cursor=cursor)
     assert cursor.to_record()["next"] == 2 * (1 + 2)
 
 
-def test_episodes_are_recorded_with_what_they_earned(chat):
+def test_episode_records_have_rewards_and_problems(chat):
     def say(episode, request):
         if episode.endswith("/3"):
             raise EngineError("gone")
@@ -306,24 +304,24 @@ def test_episodes_are_recorded_with_what_they_earned(chat):
     assert lost["id"] == groups[0].rollouts[3].id
 
 
-def test_an_episode_is_recorded_with_the_advantage_of_every_character(chat):
+def test_an_episode_record_has_the_advantage_of_every_character(chat):
     def say(episode, request):
         return RIGHT if episode.endswith("/0") else WRONG.replace("</think>", "") if episode.endswith("/1") else WRONG
 
     ((group, _),) = collect(chat, say)
     row, thoughtless = records([group], 1, chat)[:2]
-    of_all, more = row["advantage"]["sequence"], row["advantage"]["anchor"]
+    sequence, anchor = row["advantage"]["sequence"], row["advantage"]["anchor"]
     text, places = row["turns"][0]["text"], row["advantage"]["places"]
-    sampled = {(turn, text[start:end], round(value - of_all, 6)) for turn, start, end, value in places}
-    assert more > 0.1 and {(0, "</think><answer>", round(more, 6)), (0, "A", 0)} <= sampled
+    sampled = {(turn, text[start:end], round(value - sequence, 6)) for turn, start, end, value in places}
+    assert anchor > 0.1 and {(0, "</think><answer>", round(anchor, 6)), (0, "A", 0)} <= sampled
     assert places[-1][1:3] == [len(text)] * 2  # the token that ended the turn
-    assert "<think>" not in "".join(text[start:end] for _, start, end, _ in places)  # given, not sampled
+    assert "<think>" not in "".join(text[start:end] for _, start, end, _ in places)  # forced, not sampled
     assert thoughtless["advantage"]["anchor"] < 0
     left_out = replace(group, rollouts=[replace(rollout, left_out=True) for rollout in group.rollouts])
     assert [record["advantage"]["places"] for record in records([left_out], 1, chat)] == [[]] * 4
 
 
-def test_the_numbers_of_a_step_by_hand(chat):
+def test_the_metrics_of_a_step_by_hand(chat):
     def say(episode, request):
         return (
             CALL
@@ -345,7 +343,7 @@ def test_the_numbers_of_a_step_by_hand(chat):
     assert rollout_metrics([])["num_episodes"] == 0
 
 
-def test_numbers_are_also_those_of_each_budget_and_question_type(chat):
+def test_metrics_by_frame_budget_and_question_type(chat):
     prompts = [PROMPTS[0], Prompt("oe", "What is it?", ("/a.mp4", "/b.mp4", "/c.mp4", "/d.mp4"), "a dog", "oe")]
 
     def say(episode, request):
@@ -363,7 +361,7 @@ def before_calls(chat, request):
     return "A report" not in chat.decode(request.ids)
 
 
-def test_shares_and_quantiles_of_a_step_by_hand(chat):
+def test_the_taught_fraction_and_quantiles_by_hand(chat):
     def say(episode, request):
         return RIGHT if "p0" in episode else half_right(episode, request)
 
@@ -376,7 +374,7 @@ def test_shares_and_quantiles_of_a_step_by_hand(chat):
     assert untaught["rollout/taught_frac"] == 0 and "rollout/advantage_p50" not in untaught
 
 
-def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
+def test_episodes_that_time_out_are_counted_and_reported(chat):
     def say(episode, request):
         if before_calls(chat, request):
             return CALL
@@ -389,20 +387,20 @@ def test_episodes_that_a_deadline_cuts_are_counted_and_told_of(chat):
     assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
     assert records(groups, 1, chat)[1]["reason"] == "deadline"
-    said = deadline_remark(metrics, 600.0)
-    assert said is not None and said.startswith(
+    remark = deadline_remark(metrics, 600.0)
+    assert remark is not None and remark.startswith(
         "2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had"
     )
-    assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not told
+    assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not reported
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
 
 
 @pytest.mark.slow
-def test_f_tau_does_not_depend_on_the_rewards_of_an_arm(chat):
+def test_the_format_reward_does_not_depend_on_reward_settings(chat):
     arms = [["reward.anchor_weight=0", "reward.unclosed_penalty=0"], ["reward.format_weight=0.1"], []]
-    found = [group_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
-    assert len({metrics["rollout/format_reward"] for metrics in found}) == 1
-    assert len({metrics["rollout/reward_mean"] for metrics in found}) == 3
+    results = [group_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
+    assert len({metrics["rollout/format_reward"] for metrics in results}) == 1
+    assert len({metrics["rollout/reward_mean"] for metrics in results}) == 3
 
 
 OWN_REWARD = """
@@ -421,7 +419,7 @@ def own_reward(tmp_path):
     return f"reward.plugin={tmp_path}/mine.py:reward"
 
 
-def test_terms_of_a_plugin_are_in_r_in_the_log_and_in_the_metrics(chat, own_reward):
+def test_plugin_terms_are_in_the_reward_the_log_and_the_metrics(chat, own_reward):
     def say(episode, request):
         begins = "A report" not in chat.decode(request.ids)
         return CALL if begins and episode.endswith(("/0", "/1")) else RIGHT
@@ -435,7 +433,7 @@ def test_terms_of_a_plugin_are_in_r_in_the_log_and_in_the_metrics(chat, own_rewa
     assert group_metrics(groups)["rollout/reward_looked_mean"] == 0.5
 
 
-def test_an_episode_whose_plugin_fails_is_missing_and_stays_in_the_log(chat, own_reward):
+def test_a_failing_plugin_makes_its_episode_missing(chat, own_reward):
     (groups,) = collect(chat, half_right, own_reward)
     for group in groups:
         assert [rollout.missing for rollout in group.rollouts] == [True, False, True, False]
@@ -445,7 +443,7 @@ def test_an_episode_whose_plugin_fails_is_missing_and_stays_in_the_log(chat, own
 
 
 class BrokenJudge(GivenScores):
-    """Raises what an HTTP client or a script may raise."""
+    """Raises exceptions that an HTTP client or a script may raise."""
 
     async def judge(self, question, answer, prediction):
         if kind := self.scores.pop(0):
@@ -453,7 +451,7 @@ class BrokenJudge(GivenScores):
         return 1.0
 
 
-def test_an_episode_whose_judge_is_cancelled_or_exits_is_missing_and_the_run_goes_on(chat):
+def test_a_judge_that_is_cancelled_or_exits_only_invalidates_its_episode(chat):
     judge = BrokenJudge(None, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
     prompts = [Prompt("p", "What is it?", ("/v.mp4",), "a dog", "oe")]
     settings = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m", "train.prompts_per_step=1")
@@ -463,18 +461,18 @@ def test_an_episode_whose_judge_is_cancelled_or_exits_is_missing_and_the_run_goe
     assert group_metrics(groups)["rollout/missing_other"] == 3
 
 
-def test_a_step_that_is_cancelled_ends_at_once(chat):
+def test_a_cancelled_step_ends_at_once(chat):
     async def work():
-        asked = asyncio.Event()
+        requested = asyncio.Event()
 
         async def reply(request):
-            asked.set()
+            requested.set()
             await asyncio.sleep(60)
 
         config = load_config(None, *COMMON)
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
         step = asyncio.create_task(rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)._collect(1))
-        await asked.wait()
+        await requested.wait()
         step.cancel()
         async with asyncio.timeout(5):
             await asyncio.wait([step])
@@ -483,7 +481,7 @@ def test_a_step_that_is_cancelled_ends_at_once(chat):
     assert asyncio.run(work())
 
 
-def test_needed_calls_are_paid_within_their_group(chat):
+def test_needed_calls_are_rewarded_by_their_group(chat):
     def say(episode, request):
         begins = "A report" not in chat.decode(request.ids)
         return CALL if begins and episode.endswith("/0") else RIGHT if episode.endswith(("/0", "/1")) else WRONG
@@ -496,7 +494,7 @@ def test_needed_calls_are_paid_within_their_group(chat):
     assert tools("needed") == pytest.approx([0.3 + 0.5 * 2 / 3, 0, 0, 0])
 
 
-def test_the_advantages_of_a_step_have_one_unit_where_that_is_asked_for(chat):
+def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
     def say(episode, request):
         return half_right(episode, request) if "p1" in episode else RIGHT if episode.endswith("/0") else WRONG
 
@@ -510,7 +508,7 @@ def test_the_advantages_of_a_step_have_one_unit_where_that_is_asked_for(chat):
     assert sorted(spread[1]) == pytest.approx([0.9258, 1.0690], abs=1e-3)  # √0.75 and 1 over √0.875
 
 
-def test_validation_plays_every_prompt_once(chat):
+def test_validation_runs_every_prompt_once(chat):
     config = load_config(None, *COMMON)
 
     async def reply(request):
@@ -532,26 +530,26 @@ LONG = "I have looked. " * 40 + "</think><answer>A</answer><|im_end|>"
 
 
 def one_cut_off(episode, request):
-    """Members 0 and 1 are wrong and right; of the others one is cut off, and would have been right."""
+    """Rollouts 0 and 1 are wrong and right; rollout 3 is cut off before its right answer."""
     return LONG if episode.endswith("/3") else half_right(episode, request)
 
 
-def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
-    found = {
+def test_cut_off_episodes_are_trained_on_left_out_or_penalised(chat):
+    groups = {
         truncated: collect(chat, one_cut_off, "rollout.max_new_tokens=64", f"train.truncated={truncated}")[0][0]
         for truncated in ("learn", "leave_out", "soft")
     }
-    rewards = {truncated: [rollout.terms.total for rollout in group.rollouts] for truncated, group in found.items()}
-    assert found["learn"].rollouts[3].episode.finish == "length"
-    assert found["learn"].keep.all() and found["soft"].keep.all()
-    assert found["leave_out"].keep.tolist() == [True, True, True, False]
-    # It counts in the mean and std of its group all the same.
-    assert found["leave_out"].advantages.sequence.tolist() == found["learn"].advantages.sequence.tolist()
+    rewards = {truncated: [rollout.terms.total for rollout in group.rollouts] for truncated, group in groups.items()}
+    assert groups["learn"].rollouts[3].episode.finish == "length"
+    assert groups["learn"].keep.all() and groups["soft"].keep.all()
+    assert groups["leave_out"].keep.tolist() == [True, True, True, False]
+    # It still counts in its group's mean and std.
+    assert groups["leave_out"].advantages.sequence.tolist() == groups["learn"].advantages.sequence.tolist()
     assert rewards["leave_out"] == rewards["learn"]
     assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
-    assert group_metrics([found["soft"]])["rollout/reward_length_mean"] == -0.25
-    assert [record["reward"]["own"][0]["value"] for record in records([found["soft"]], 1, chat)] == [0, 0, 0, -1]
-    assert [record["advantage"]["keep"] for record in records([found["leave_out"]], 1, chat)] == [
+    assert group_metrics([groups["soft"]])["rollout/reward_length_mean"] == -0.25
+    assert [record["reward"]["own"][0]["value"] for record in records([groups["soft"]], 1, chat)] == [0, 0, 0, -1]
+    assert [record["advantage"]["keep"] for record in records([groups["leave_out"]], 1, chat)] == [
         True,
         True,
         True,
@@ -559,18 +557,18 @@ def test_cut_off_episodes_are_learnt_from_left_out_or_made_dearer(chat):
     ]
 
 
-def test_a_group_of_which_all_is_left_out_teaches_nothing(chat):
+def test_a_group_with_all_episodes_left_out_has_no_signal(chat):
     (groups,) = collect(chat, lambda *_: LONG, "rollout.max_new_tokens=64", "train.truncated=leave_out",
                         "advantage.filter_zero_variance=false")  # fmt: skip
     assert not any(group.has_signal for group in groups)
 
 
 @pytest.mark.parametrize(("tools", "earned"), [("crop_video,zoom_frame", 0.1), ("crop_video", 0.0)])
-def test_the_tools_of_a_run_are_those_its_reward_knows(chat, tools, earned):
-    late = f"I look closer.</think>{call_of('zoom_frame', time=99, box=[0, 0, 1, 1])}<|im_end|>"
+def test_the_reward_knows_the_tools_of_the_run(chat, tools, earned):
+    late_zoom = f"I look closer.</think>{call_of('zoom_frame', time=99, box=[0, 0, 1, 1])}<|im_end|>"
 
     def say(episode, request):
-        return WRONG if "Error: " in chat.decode(request.ids) else late
+        return WRONG if "Error: " in chat.decode(request.ids) else late_zoom
 
     (groups,) = collect(chat, say, f"rollout.tools=[{tools}]")
     terms = [rollout.terms for group in groups for rollout in group.rollouts]
@@ -578,7 +576,7 @@ def test_the_tools_of_a_run_are_those_its_reward_knows(chat, tools, earned):
     assert all(term.parseable for term in terms)
 
 
-def test_subtitles_of_a_row_are_searched_in_its_episodes(chat, tmp_path):
+def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
     (tmp_path / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nA heron.\n")
     prompts = [replace(prompt, subtitles=(str(tmp_path / "a.srt"),)) for prompt in PROMPTS]
     search = f"I search.</think>{call_of('search_subtitles', query='heron')}<|im_end|>"

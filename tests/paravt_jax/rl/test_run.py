@@ -1,4 +1,4 @@
-"""What a run of RL asks of its parts: validation, by what it logs of it."""
+"""The validation of an RL run."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ HELD_OUT = [
 
 
 def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> list[dict]:
-    """What is logged of a validation before the first step."""
+    """The log of a validation before the first step."""
     config, chat = load_config(None), Chat.from_hf(tiny_hf)
 
     async def reply(request):
@@ -52,12 +52,12 @@ def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> lis
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_validation_is_logged_with_its_question_types(tiny_hf, tmp_path):
+def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
     (row,) = validated(tiny_hf, tmp_path, Stopping())
     assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
     assert (row["validation/accuracy_mean_mcq"], row["validation/accuracy_mean_oe"]) == (1.0, 0.0)
 
 
 @pytest.mark.timeout(30)
-def test_validation_that_is_stopped_is_not_logged(tiny_hf, tmp_path):
+def test_a_stopped_validation_is_not_logged(tiny_hf, tmp_path):
     assert validated(tiny_hf, tmp_path, Stopping(), reply_s=60.0) == []

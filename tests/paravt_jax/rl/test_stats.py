@@ -1,4 +1,4 @@
-"""What hosts play and pack by parts is one step: the same groups, the same sums, the same update as on one host."""
+"""Several hosts sample and pack a step in parts: same groups, sums and update as on a single host."""
 
 import asyncio
 import json
@@ -59,10 +59,12 @@ SETTINGS = [
 ]
 
 
-def said(episode):
-    letter, much = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
-    dull = episode.startswith("000001")  # a group without spread, which is played again
-    return f"{'I have looked. ' * (1 if dull else much)}</think><answer>{'A' if dull else letter}</answer><|im_end|>"
+def reply_text(episode):
+    letter, repeats = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
+    equal = episode.startswith("000001")  # a group without spread, which is replaced
+    return (
+        f"{'I have looked. ' * (1 if equal else repeats)}</think><answer>{'A' if equal else letter}</answer><|im_end|>"
+    )
 
 
 def slow(work):
@@ -74,7 +76,7 @@ def slow(work):
 
 
 def find_slow_hosts(hosts, rollouts, update, groups, learner):
-    """Host 0 packs slowly, host 1 has slow devices; nobody plays slowly."""
+    """Host 0 packs slowly and host 1 has slow devices; sampling is not slow."""
     probe = DeviceProbe(hosts)
     probe.seconds(learner.state)  # compiles
     if hosts.index == 0:
@@ -87,33 +89,33 @@ def find_slow_hosts(hosts, rollouts, update, groups, learner):
         "update": update.own_time.seconds,
         "devices": probe.seconds(learner.state),
     }
-    found = by_host(hosts.gather("times", own))
-    assert (found["perf/hosts/update_slowest"], found["perf/hosts/devices_slowest"]) == (0, 1)
-    for what in ("update", "devices"):
-        assert found[f"time/hosts/{what}_max_s"] > SLOW_S > found[f"time/hosts/{what}_min_s"]
-    assert 0 < found["time/hosts/rollout_min_s"] <= found["time/hosts/rollout_max_s"]
+    times = by_host(hosts.gather("times", own))
+    assert (times["perf/hosts/update_slowest"], times["perf/hosts/devices_slowest"]) == (0, 1)
+    for name in ("update", "devices"):
+        assert times[f"time/hosts/{name}_max_s"] > SLOW_S > times[f"time/hosts/{name}_min_s"]
+    assert 0 < times["time/hosts/rollout_min_s"] <= times["time/hosts/rollout_max_s"]
 
 
 def two_steps(hosts, tiny_hf, file):
-    """Two steps on the mesh of all hosts; host 0 leaves parameters and metrics in a file."""
+    """Runs two steps on the mesh of all hosts; host 0 writes parameters and metrics to a file."""
     config = load_config(None, *SETTINGS)
     chat, contract, mesh = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), make_mesh(fsdp=2)
     learner = Learner(model_port.load(tiny_hf, mesh=mesh), config.optim, config.loss, temperature=0.7, mesh=mesh)
     update = update_of(learner, chat, contract, config, hosts)
 
     async def reply(request):
-        return chat.encode(said(request.episode)).tolist()
+        return chat.encode(reply_text(request.episode)).tolist()
 
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config, hosts=hosts)
-        found = []
+        metrics = []
         for step in (1, 2):
             groups = await rollouts.next_groups(step)
             rollouts.cursor.done([group.sample.number for group in groups])
             tokens = sum(hosts.gather("tokens", num_tokens(groups, chat, contract.unit_px)))
-            found.append(group_metrics(groups) | update.run(groups) | {"tokens": tokens})
-        return found, rollouts, groups
+            metrics.append(group_metrics(groups) | update.run(groups) | {"tokens": tokens})
+        return metrics, rollouts, groups
 
     metrics, rollouts, groups = asyncio.run(work())
     cursor = rollouts.cursor.to_record()
@@ -124,26 +126,26 @@ def two_steps(hosts, tiny_hf, file):
         file.write_bytes(pickle.dumps((weights, metrics, cursor)))
 
 
-def largest_difference(one, other):
-    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(one, other, strict=True))
+def largest_difference(leaves, reference):
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(leaves, reference, strict=True))
 
 
 @pytest.mark.slow
-def test_two_hosts_learn_what_one_learns_from_the_same_episodes(tiny_hf, tmp_path):
-    found = []
+def test_two_hosts_compute_the_same_update_as_one(tiny_hf, tmp_path):
+    results = []
     for num in (1, 2):
         several.run_work(tmp_path, two_steps, num, tiny_hf, tmp_path / f"of{num}", devices=2 // num)
-        found.append(pickle.loads((tmp_path / f"of{num}").read_bytes()))
-    (one, metrics, cursor), (two, theirs, their_cursor) = found
-    assert cursor == their_cursor and [row["rollout/num_groups"] for row in metrics] == [4, 3]
-    begun = jax.tree.leaves(nnx.split(model_port.load(tiny_hf), LANGUAGE, ...)[1])
-    assert largest_difference(one, two) < 1e-6 < 1e-3 * largest_difference(one, begun)
-    for ours, others in zip(metrics, theirs, strict=True):
-        same = {key for key in ours if not key.startswith("perf/")}
-        assert {key: others[key] for key in same} == pytest.approx({key: ours[key] for key in same}, rel=1e-4, abs=1e-6)
+        results.append(pickle.loads((tmp_path / f"of{num}").read_bytes()))
+    (single, metrics, cursor), (double, double_metrics, double_cursor) = results
+    assert cursor == double_cursor and [row["rollout/num_groups"] for row in metrics] == [4, 3]
+    initial = jax.tree.leaves(nnx.split(model_port.load(tiny_hf), LANGUAGE, ...)[1])
+    assert largest_difference(single, double) < 1e-6 < 1e-3 * largest_difference(single, initial)
+    for expected, step in zip(metrics, double_metrics, strict=True):
+        expected = {key: value for key, value in expected.items() if not key.startswith("perf/")}
+        assert {key: step[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
+def test_host_times_have_maximum_minimum_and_the_slowest_host():
     assert by_host([{"rollout": 3.0, "publish": 1.0}, {"rollout": 2.0, "publish": 5.0}]) == {
         "time/hosts/rollout_max_s": 3.0,
         "time/hosts/rollout_min_s": 2.0,
@@ -154,16 +156,16 @@ def test_of_what_hosts_took_the_most_the_least_and_whose_the_most_is():
     }
 
 
-def test_groups_arrive_on_another_host_with_all_their_numbers(tiny_hf):
-    """One of them is missing, and calls have arguments that are not JSON."""
+def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
+    """An episode of each is missing, and calls have arguments that are not JSON."""
     odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
     config, chat = load_config(None, *SETTINGS[1:]), Chat.from_hf(tiny_hf)
 
     async def reply(request):
         if request.episode.endswith("/3"):
             raise EngineError("down")
-        said = f"Look.{odd}<|im_end|>" if "tool_response>\n" not in chat.decode(request.ids) else ANSWER
-        return chat.encode(said).tolist()
+        text = f"Look.{odd}<|im_end|>" if "tool_response>\n" not in chat.decode(request.ids) else ANSWER
+        return chat.encode(text).tolist()
 
     async def run():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
@@ -172,7 +174,7 @@ def test_groups_arrive_on_another_host_with_all_their_numbers(tiny_hf):
 
     groups, order = asyncio.run(run())
     calls = groups[0].rollouts[0].episode.calls
-    assert [one.outcome for one in calls] == ["invalid", "ok"] and calls[0].call.arguments
+    assert [done.outcome for done in calls] == ["invalid", "ok"] and calls[0].call.arguments
     advantage = replace(config.advantage, normalise="batch")
     rewards = [rewards_of(group.rollouts, RewardConfig(), advantage) for group in groups]
     sent = json.dumps([group.to_message(own) for group, own in zip(groups, rewards, strict=True)])
@@ -182,11 +184,12 @@ def test_groups_arrive_on_another_host_with_all_their_numbers(tiny_hf):
     metrics = group_metrics(groups)
     assert metrics["rollout/missing_engine"] == 6 and metrics["rollout/calls_ok"] > 0
     assert group_metrics(remote) == metrics and staleness_mean(remote, 7) == staleness_mean(groups, 7) == 7
-    for one, other in zip(*(over_step(each, RewardConfig(), advantage) for each in (groups, remote)), strict=True):
-        assert one.advantages.sequence.tolist() == other.advantages.sequence.tolist()
+    normalised = [over_step(each, RewardConfig(), advantage) for each in (groups, remote)]
+    sequences = [[group.advantages.sequence.tolist() for group in each] for each in normalised]
+    assert sequences[0] == sequences[1]
 
 
-def test_scattered_items_are_interleaved_in_their_order():
+def test_interleave_restores_the_order_of_scattered_items():
     items = list(range(7))
     parts = [scatter(items, Hosts(host, 3)) for host in range(3)]
     assert parts == [[0, 3, 6], [1, 4], [2, 5]] and interleave(parts) == items
