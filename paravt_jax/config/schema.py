@@ -40,7 +40,7 @@ class PolicyConfig:
     remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
         "full",
         "activations to recompute in the backward pass: full saves the most memory, none is the fastest, offload moves "
-        "them to host memory. Lower it from full if memory allows",
+        "them to host memory. Try none or dots if memory allows",
     )
 
 
@@ -134,7 +134,9 @@ class VideoConfig:
     max_pixels: int = setting(
         50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
     )
-    decoder: Literal["pyav"] = setting("pyav", "PyAV; decord, which the paper used, gives wrong frames for some files")
+    decoder: Literal["pyav"] = setting(
+        "pyav", "the only decoder; decord, which the paper used, gives wrong frames for some files"
+    )
     num_workers: int = setting(0, "decoder processes; 0: one per core. Lower it if other programs need the CPU")
     disk_cache: str = setting(
         "", "directory that keeps decoded frames for later runs; set it if decoding is slow. Empty: none"

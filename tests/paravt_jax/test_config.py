@@ -1,4 +1,4 @@
-"""A run's settings are read, merged and refused before anything else happens."""
+"""Reading, merging and checking a run's settings."""
 
 import json
 import re
@@ -23,7 +23,7 @@ RUNS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "l
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_config_loads_and_says_how_to_run_it(path):
+def test_every_config_loads_and_its_header_has_command_hardware_time_and_result(path):
     load_config(path, schema=schema_of(path))
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert f"--config configs/{path.relative_to(CONFIGS)}" in "\n".join(head)
@@ -34,12 +34,12 @@ def listed(readme: str) -> set[str]:
     return set(re.findall(r"^\| \[`(.+?)`\]\(\1\) \|", readme, re.MULTILINE))
 
 
-def test_the_readme_of_the_configs_lists_the_files_that_are_there():
-    there = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
-    assert listed((CONFIGS / "README.md").read_text()) == there
+def test_the_readme_of_the_configs_lists_every_file():
+    files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert listed((CONFIGS / "README.md").read_text()) == files
 
 
-def test_a_config_that_the_readme_forgets_is_noticed():
+def test_a_config_missing_from_the_readme_is_detected():
     readme = (CONFIGS / "README.md").read_text()
     lines = [line for line in readme.splitlines() if "sft_8b.yaml" not in line]
     assert listed(readme) - listed("\n".join(lines)) == {"sft_8b.yaml"}
@@ -79,7 +79,7 @@ ARMS = {
     "no_tool_reward": "ablations/no_tool_reward",
     "no_penalty": "ablations/no_penalty",
 }
-# Where a run lies, what it is shown, how large it is and on which machine; a tiny model takes larger steps.
+# Paths, data, sizes and the machine; a tiny model has a higher learning rate.
 SIZES = (
     *("run_dir", "model.", "mesh.", "data.", "engine.", "pack.", "validation.", "checkpoint.", "log."),
     *("video.max_pixels", "video.num_workers", "optim.learning_rate"),
@@ -107,12 +107,12 @@ ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_p
         ("no_penalty", {"reward.unclosed_penalty"}),
     ],
 )
-def test_an_ablation_differs_from_the_full_method_in_what_it_leaves_out(file, differs):
+def test_an_ablation_differs_from_the_full_method_in_the_ablated_settings_only(file, differs):
     full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
     assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
 
 
-def test_the_recommended_file_differs_from_the_published_one_in_what_its_header_says():
+def test_the_recommended_file_differs_from_the_published_one_as_its_header_lists():
     full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
     differ = {key for key, value in full.items() if other[key] != value}
     rewards = {"reward.tool_right", "reward.tool_call_weight", "advantage.terms"}
@@ -133,12 +133,12 @@ def test_the_recommended_file_differs_from_the_published_one_in_what_its_header_
         ("sequence_credit", {"advantage.credit"}),
     ],
 )
-def test_an_arm_of_the_miniature_differs_in_what_it_is_named_after(file, differs):
+def test_an_arm_of_the_miniature_differs_in_the_settings_of_its_name_only(file, differs):
     full, arm = (dict(flat(CONFIGS / "miniature" / f"{name}.yaml")) for name in ("para_grpo", file))
     assert {key for key, value in full.items() if arm[key] != value} == differs | {"run_dir"}
 
 
-def test_the_stages_of_the_miniature_show_everything_alike():
+def test_the_stages_of_the_miniature_have_the_same_prompts_and_pixels():
     sft, rl, held_out = (
         load_config(CONFIGS / "miniature" / f"{name}.yaml", schema=schema)
         for name, schema in (("sft", SftConfig), ("para_grpo", Config), ("eval", EvalConfig))
@@ -167,7 +167,7 @@ def flat(path):
     return walk(load_config(path), "")
 
 
-def test_the_record_of_a_run_is_a_config(tmp_path):
+def test_the_record_of_a_run_loads_as_a_config(tmp_path):
     config = load_config(
         CONFIGS / "smoke_cpu.yaml", "rollout.forced_prefix='<think>\U0001f600\n'", "optim.learning_rate=2e-6"
     )
@@ -188,7 +188,7 @@ def test_the_number_of_settings_is_bounded():
     assert len(settings) <= MAX_SETTINGS
 
 
-def test_a_renamed_or_removed_key_is_an_error_that_says_what_to_write(tmp_path):
+def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tmp_path):
     settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
     assert settings >= set(RENAMED.values()) and not settings & {*RENAMED, *REMOVED}
     for key, new in RENAMED.items():
@@ -209,11 +209,9 @@ def earlier_record(**values) -> dict:
     record = to_record(load_config(None))
     record["loss"]["kind"], record["loss"]["numbers"] = record["loss"].pop("name"), record["loss"].pop("params")
     record |= {"judge": None}
-    given = {
-        key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")
-    }
-    given |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
-    for key, value in given.items():
+    old = {key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")}
+    old |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
+    for key, value in old.items():
         *sections, name = key.split(".")
         section = record
         for part in sections:
@@ -231,11 +229,11 @@ def test_the_record_of_an_earlier_run_still_loads(tmp_path):
         load_config(tmp_path / "config.json")
 
 
-def test_a_setting_given_on_the_command_line_wins_over_the_file():
+def test_the_command_line_overrides_the_file():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "train.num_steps=11").train.num_steps == 11
 
 
-def test_a_text_can_be_emptied_on_the_command_line():
+def test_the_command_line_can_empty_a_text():
     assert load_config(CONFIGS / "smoke_cpu.yaml", "data.validation=").data.validation == ""
 
 
@@ -301,7 +299,7 @@ def test_a_text_can_be_emptied_on_the_command_line():
         (["checkpoint.keep=0"], r"checkpoint\.keep=0 must be at least 1"),
     ],
 )
-def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, message):
+def test_an_invalid_setting_is_rejected_with_its_key(overrides, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, *overrides)
 
@@ -324,7 +322,7 @@ def test_a_dead_wrong_or_contradictory_setting_is_refused_by_name(overrides, mes
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_path, monkeypatch, text, message):
+def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text)
     for path in ("run.yaml", tmp_path / "run.yaml"):
@@ -346,24 +344,24 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_file_and_place(tmp_pat
         ("train.bs", "--show lists all"),
     ],
 )
-def test_a_key_that_is_none_is_told_with_those_that_may_be_meant(key, hint):
+def test_an_unknown_key_gets_suggestions(key, hint):
     with pytest.raises(ValueError, match=re.escape(hint)):
         load_config(None, f"{key}=1")
 
 
-def test_a_key_is_looked_for_in_the_settings_of_the_command():
+def test_suggestions_are_settings_of_the_command():
     with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
 
 
-def test_two_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError, match=r"num_step is not .*; learning_rate is not .*optim\.learning_rate"):
         load_config(None, "train.num_step=3", "learning_rate=1")
     with pytest.raises(ValueError, match=r"mesh\.data x mesh\.fsdp = 2; .*rollout\.top_p"):
         load_config(None, "mesh.data=2", "rollout.top_p=0.5")
 
 
-def test_a_kind_of_loss_begins_with_its_own_numbers_whatever_the_file_says_of_another(tmp_path):
+def test_another_loss_starts_from_its_own_default_parameters(tmp_path):
     (tmp_path / "run.yaml").write_text("loss: {name: para_grpo, params: {clip_low: 0.1}}")
     assert load_config(tmp_path / "run.yaml").loss.params == {"clip_low": 0.1, "clip_high": 0.2}
     same = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=para_grpo")
@@ -372,15 +370,15 @@ def test_a_kind_of_loss_begins_with_its_own_numbers_whatever_the_file_says_of_an
     assert other.loss.params == {"clip_low": 0.2, "clip_high": 0.3}
 
 
-def test_the_record_of_a_run_has_every_number_of_its_loss():
+def test_the_record_of_a_run_has_every_parameter_of_its_loss():
     assert to_record(load_config(None, "loss.name=cispo"))["loss"]["params"] == {"max_ratio": 5.0}
 
 
-def test_a_function_of_ones_own_may_have_any_numbers():
+def test_a_loss_of_your_own_can_have_any_parameters():
     assert load_config(None, "loss.name=mine.py:loss", "loss.params.alpha=2").loss.params == {"alpha": 2.0}
 
 
-def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_path):
+def test_environment_variables_are_used_and_not_recorded(monkeypatch, tmp_path):
     monkeypatch.setenv("WHERE", "/secret/place")
     (tmp_path / "run.yaml").write_text("data: {train: '${oc.env:WHERE}/rows.jsonl'}\nrun_dir: runs/${seed}\n")
     urls = "engine.urls=['http://${oc.env:WHERE}']"
@@ -399,16 +397,16 @@ def test_what_a_variable_stands_for_is_used_and_not_recorded(monkeypatch, tmp_pa
         ["reward.oe_mode=llm", "judge.url=https://hunter2@host/v1", "judge.model=m"],
     ],
 )
-def test_a_password_in_a_url_is_refused_and_not_repeated(overrides):
+def test_a_password_in_a_url_is_rejected_and_not_printed(overrides):
     with pytest.raises(ValueError, match="contains a user name or password") as refused:
         load_config(None, *overrides)
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_cold_start_is_not_refused_for_settings_that_only_sampling_uses():
+def test_a_cold_start_ignores_checks_that_only_sampling_needs():
     config = load_config(CONFIGS / "sft_8b.yaml", "rollout.max_context_tokens=1024", schema=SftConfig)
     assert (config.rollout.max_context_tokens, config.rollout.max_new_tokens) == (1024, 2048)
-    asked = recipe_of(config).rollout  # what samples later can use what the cold start leaves
-    assert (asked.max_context_tokens, asked.max_new_tokens) == (1024, 1024)
+    recipe = recipe_of(config).rollout  # valid for later sampling
+    assert (recipe.max_context_tokens, recipe.max_new_tokens) == (1024, 1024)
     with pytest.raises(ValueError, match="leaves no room"):
         load_config(None, "data.validation=a", "rollout.max_context_tokens=1024", schema=EvalConfig)
