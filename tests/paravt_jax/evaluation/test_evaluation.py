@@ -354,7 +354,9 @@ def test_the_release_mode_needs_the_releases_prompts(evaluator, tmp_path):
     assert "Crop with crop_video." in engine.prompts[0] and not engine.prompts[0].endswith("<think>\n")
     with pytest.raises(ValueError, match=r"needs the release's prompts: `python -m paravt_jax\.prompts import-release"):
         config_of("longvideobench", tmp_path / "copy", *settings[:2])
-    with pytest.raises(ValueError, match=r"eval\.mode=direct offers no tool, eval\.dispatches=\['parallel'\] does"):
+    with pytest.raises(
+        ValueError, match=r"eval\.mode=direct has no tools, which conflicts with eval\.dispatches=\['parallel'\]"
+    ):
         config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", settings[1])
 
 

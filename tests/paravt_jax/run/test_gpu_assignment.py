@@ -50,15 +50,15 @@ def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learne
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gpus": [1, 1]}, r"engine\.gpus=\[1, 1\] must be numbers from 0 on, each once"),
-        ({"gpus": [-1]}, r"engine\.gpus=\[-1\] must be numbers from 0 on"),
+        ({"gpus": [1, 1]}, r"engine\.gpus=\[1, 1\] must be different GPU numbers"),
+        ({"gpus": [-1]}, r"engine\.gpus=\[-1\] must be different GPU numbers, starting at 0"),
         (
             {"gpus": [1, 2, 3], "num_servers": 2},
             r"gpus=\[1, 2, 3\] does not split evenly over engine\.num_servers=2",
         ),
         ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
         ({"gpus": [1], "device": "cpu"}, r"needs engine\.kind=sglang and engine\.device=cuda"),
-        ({"gpus": [1], "urls": ["http://a"]}, r"nor with engine\.urls"),
+        ({"gpus": [1], "urls": ["http://a"]}, r"without engine\.urls"),
         ({"weights_dir": "/shared", "route": "tensors"}, r"engine\.weights_dir=/shared has no effect without"),
         ({"gpus": [1, 2], "num_servers": 2, "route": "tensors"}, r"engine\.route=tensors .* set engine\.route=disk"),
     ],
