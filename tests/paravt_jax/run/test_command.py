@@ -97,11 +97,11 @@ def test_show_leaves_variables_unresolved(name, output_of, monkeypatch):
 def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
     text = output_of("train", "--show", "train.group_size=5")
     for line in (
-        "\n  group_size: 5                         # episodes per prompt; published\n",
-        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; auto picks ",
+        "\n  group_size: 5                         # episodes per prompt; the published value\n",
+        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; implementation of ",
         "\n\nmesh:                                   # Devices along each axis. ",
-        "\n  video_root: ''                        # directory for relative ",
-        f"\n{' ' * 40}# files, a data set on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
+        "\n  video_root: ''                        # directory that relative video paths start from; ",
+        f"\n{' ' * 40}# files, a dataset on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
     ):
         assert line in text
     assert max(map(len, text.splitlines())) <= 120
