@@ -90,7 +90,7 @@ def test_cells_of_other_settings_are_not_mixed(cells, world):
 
 
 def test_conflicting_settings_are_rejected(world):
-    with pytest.raises(ValueError, match=r"eval\.num_samples=2 repeats one answer"):
+    with pytest.raises(ValueError, match=r"eval\.num_samples=2 would repeat the same answer"):
         config_of(world, "rollout.temperature=0")
     with pytest.raises(ValueError, match=r"data\.validation is empty"):
         config_of(world, "data.validation=")
