@@ -103,8 +103,7 @@ class Bucket:
 
     def read(self) -> tuple[bytes | None, bytes]:
         """The content, or None if there is no such object, and the generation."""
-        answer = self._answer("read", lambda: _driver(self.bucket).read(self.path))
-        return (answer.value if answer.state == "value" else None), answer.stamp.generation
+        return self.read_if_changed(None)
 
     def read_if_changed(self, generation: bytes | None, part: slice | None = None) -> tuple[bytes | None, bytes]:
         """Like `read`, for a part of the object; the content is also None if the generation is unchanged."""
@@ -198,11 +197,7 @@ def _in_background(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def include_all(_: str) -> bool:
-    return True
-
-
-def downloaded(address: str | Path, include: Callable[[str], bool] = include_all) -> Path:
+def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: True) -> Path:
     """Copies the object, or the directory's included objects, to the local cache; unchanged ones are not read again."""
     bucket = Bucket.of(address)
     sizes = bucket.sizes()

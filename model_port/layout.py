@@ -6,11 +6,7 @@ from typing import Any
 from model_port.json_files import Section, read_object
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
-CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = (
-    "checkpoints",
-    "optimizer",
-    "state.json",
-)  # of a run
+CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = ("checkpoints", "optimizer", "state.json")  # of a run
 RESULTS_FILE = "eval.json"  # in the run_dir of an evaluation
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = "base_model_name_or_path"

@@ -378,10 +378,7 @@ def stop(rows: Rows, row: Int[Array, ""]) -> Rows:
 
 
 def _sample(
-    logits: Float[Array, "B V"],
-    seeds: UInt32[Array, "B 2"],
-    number: Int[Array, " B"],
-    temperatures: Float[Array, " B"],
+    logits: Float[Array, "B V"], seeds: UInt32[Array, "B 2"], number: Int[Array, " B"], temperatures: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Gumbel-max sampling; each row's noise depends only on its seed and the token's number."""
 

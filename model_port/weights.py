@@ -180,10 +180,7 @@ def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
     """Raises unless the parameters are exactly those in the table."""
     table = [rule.path for rule in rules(config)]
     assert len(table) == len(set(table)), "a parameter is named twice in the table"
-    problems = [
-        *_listing("missing", sorted(set(table) - paths)),
-        *_listing("unknown", sorted(paths - set(table))),
-    ]
+    problems = [*_listing("missing", sorted(set(table) - paths)), *_listing("unknown", sorted(paths - set(table)))]
     if problems:
         raise ValueError("parameters do not match the weight table: " + "; ".join(problems))
 

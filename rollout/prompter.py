@@ -158,10 +158,7 @@ class Prompter:
         return await self.frames.frames(path, times_s, self._deadline_s)
 
     def ids(
-        self,
-        messages: list[dict[str, Any]],
-        pictures: Sequence[Picture],
-        tools: list[dict[str, Any]] | None = None,
+        self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: list[dict[str, Any]] | None = None
     ) -> np.ndarray:
         """The ids of a prompt; it must have one placeholder per picture."""
         ids = self.chat.prompt(messages, tools)

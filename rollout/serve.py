@@ -108,8 +108,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     add("--json", action="store_true", help="print the stdout line as JSON, with the process id")
     add_debug_flag(parser)
     args = parser.parse_args(ours)
-    given = {field.name: getattr(args, field.name) for field in fields(ServerSettings) if hasattr(args, field.name)}
-    return args, ServerSettings(**given, extra_args=tuple(extra))
+    values = {field.name: getattr(args, field.name) for field in fields(ServerSettings) if hasattr(args, field.name)}
+    return args, ServerSettings(**values, extra_args=tuple(extra))
 
 
 def main() -> None:

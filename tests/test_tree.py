@@ -20,9 +20,7 @@ FORBIDDEN = {  # package: what none of its files imports, at any depth of the fi
     "rollout": {"paravt_jax", "model_port"} | LEARNER_ONLY,
     "paravt_jax": {"scripts", "tests"},
 }
-SIDECAR_ONLY = "rollout/staging.py"  # SGLang's processes load it, in their own environment
-TORCH_ALLOWED = {  # beside it, what compares with torch, and imports it only then
-    SIDECAR_ONLY,
+TORCH_ALLOWED = {  # what compares with torch, and imports it only then
     "model_port/verify.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
@@ -129,9 +127,9 @@ def impure_imports(root: Path) -> Iterator[str]:
 
 
 def modules_of(root: Path, packages: Sequence[str]) -> list[str]:
-    """The dotted name of every file, but what only the sidecar can import."""
+    """The dotted name of every file."""
     paths = [path.relative_to(root) for package in packages for path in files_of(root, package)]
-    return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in paths if p.as_posix() != SIDECAR_ONLY]
+    return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in paths]
 
 
 def loaded_after(root: Path, modules: Sequence[str]) -> set[str]:

@@ -112,7 +112,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     engine_name = f"{args.servers} SGLang servers on {args.device}"
     data = f"{args.episodes} episodes"
     say(start_line(engine_name, size_of(model), dtype, dtype, model=args.model or TINY, data=data))
-    engine = await SGLangEngine.launch(servers, SGLangSettings("bench", device=args.device))
+    engine = await SGLangEngine.launch(servers, SGLangSettings("bench"))
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
             config = EpisodeConfig(
@@ -199,22 +199,16 @@ async def _episodes(
 async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: Path) -> dict[str, float]:
     dtype = DTYPES[args.device]
     weights = ModelWeights(model_port.load(model, dtype), np.dtype(dtype))
-    seconds = {}
-    for route in ("disk", "tensors"):
-        own = await SGLangEngine.connect(engine.urls, SGLangSettings("bench", route=route, device=args.device))
-        try:
-            await own.publish(weights, own.version + 1)  # the first publish also starts its helper
-            times_s = []
-            for _ in range(args.repeats):
-                started_s = time.perf_counter()
-                await own.publish(weights, own.version + 1)
-                times_s.append(time.perf_counter() - started_s)
-        finally:
-            await own.close()
-        await engine.adopt(own.version)
-        size = f"{weights.num_bytes / 2**20:.0f} MiB"
-        seconds[f"publishing {size} by {route}, s"] = statistics.median(times_s)
-    return seconds
+    own, times_s = await SGLangEngine.connect(engine.urls, SGLangSettings("bench")), []
+    try:
+        for _ in range(args.repeats):
+            started_s = time.perf_counter()
+            await own.publish(weights, own.version + 1)
+            times_s.append(time.perf_counter() - started_s)
+    finally:
+        await own.close()
+    await engine.adopt(own.version)
+    return {f"publishing {weights.num_bytes / 2**20:.0f} MiB, s": statistics.median(times_s)}
 
 
 def _call(start_s: float) -> str:

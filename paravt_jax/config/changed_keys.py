@@ -71,12 +71,14 @@ REMOVED = {
 IGNORED_IN_RECORDS = {  # ignored at any value: they change neither the method nor the results of a resumed run
     "checkpoint.grace_s",
     "engine.memory_frac",
+    "engine.route",
     "log.tensorboard",
     "mismatch.geometric_mask_kl",
     "mismatch.warn_kl",
     "pack.sizes_per_doubling",
     "rollout.call_deadline_s",
     "rollout.min_video_deadline_s",
+    "video.decoder",
     "video.disk_gib",
     "video.memory_gib",
 }

@@ -185,10 +185,7 @@ class EngineConfig:
         "sglang on cuda: GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others",
     )
     device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
-    route: Literal["disk", "tensors"] = setting(
-        "disk",
-        "sglang: how new weights reach the servers: as files, or as tensors, which is faster but works on one GPU only",
-    )
+    route: Literal["disk"] = setting("disk", "sglang: how new weights reach the servers")
     weights_dir: str = setting(
         "",
         "disk: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
@@ -205,10 +202,8 @@ class EngineConfig:
             raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
-        if self.weights_dir and (self.kind == "jax" or self.route == "tensors"):
-            raise ValueError(
-                f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang and engine.route=disk"
-            )
+        if self.weights_dir and self.kind == "jax":
+            raise ValueError(f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang")
         if self.gpus:
             self._check_gpus()
 
@@ -241,11 +236,6 @@ class EngineConfig:
             raise ValueError(
                 f"engine.gpus={self.gpus} does not split evenly over engine.num_servers={self.num_servers}; list a "
                 f"multiple of it"
-            )
-        if self.num_servers > 1 and self.route == "tensors":
-            raise ValueError(
-                f"engine.route=tensors works on one GPU only, and engine.num_servers={self.num_servers} use several; "
-                f"set engine.route=disk"
             )
 
 

@@ -32,7 +32,7 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, Training
-from paravt_jax.sampling.weights import HostWeights, ModelWeights, sampling_model
+from paravt_jax.sampling.weights import ModelWeights, sampling_model
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine
 from rollout.video.reader import FrameReader
@@ -101,12 +101,12 @@ class Run:
             await self._publish(await in_thread(self._weights), self.training.version)
         return time.monotonic() - start_s
 
-    async def _publish(self, weights: ModelWeights | HostWeights, version: int) -> None:
+    async def _publish(self, weights: ModelWeights, version: int) -> None:
         """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
         shares, leads, start_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
-        elif isinstance(weights, ModelWeights):
+        else:
             await in_thread(lambda: deque(weights.tensors(), maxlen=0))
         self.own_s["publish"] = time.monotonic() - start_s
         self.of_hosts = by_host(await self.hosts.gather_async("published", self.own_s))
@@ -186,11 +186,8 @@ class Run:
         if decision != "ok":
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
-    def _weights(self) -> ModelWeights | HostWeights:
+    def _weights(self) -> ModelWeights:
         model, dtype = self.training.learner.model, self.policy.compute.dtype
         if self.engine_settings.kind == "jax":
-            local = sampling_model(model, dtype, self.policy.mesh, copied=self.samples_ahead)
-            return ModelWeights(local, np.dtype(jnp.dtype(dtype)))
-        weights = ModelWeights(model, np.dtype(jnp.dtype(dtype)))
-        # Files are written before the next update takes the arrays; tensors may be requested again after it.
-        return weights.on_host() if self.engine_settings.route == "tensors" else weights
+            model = sampling_model(model, dtype, self.policy.mesh, copied=self.samples_ahead)
+        return ModelWeights(model, np.dtype(jnp.dtype(dtype)))

@@ -75,9 +75,7 @@ async def open_engine(
     sglang = SGLangSettings(
         run=run,
         take_over=take_over,
-        route=settings.route,
         weights_dir=settings.weights_dir,
-        device=settings.device,
         vocab_size=config.text.vocab_size,
     )
     if settings.urls_file:

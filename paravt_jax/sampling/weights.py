@@ -47,38 +47,8 @@ class ModelWeights:
             yield name, on_host(tensor.astype(self.dtype))  # cast before the transfer
 
     def write(self, directory: Path) -> None:
-        table = rules(self.model.config)
+        path, table = directory / SINGLE_FILE, rules(self.model.config)
         shapes = {name: (self.dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
-        _write(directory, shapes, self.tensors())
-
-    def on_host(self) -> "HostWeights":
-        """A copy that stays valid when the next update donates the model's arrays."""
-        return HostWeights({name: np.array(tensor) for name, tensor in self.tensors()})
-
-
-@dataclass(frozen=True, eq=False)
-class HostWeights:
-    """Weights in host memory."""
-
-    by_name: dict[str, np.ndarray]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.by_name.values())
-
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return iter(self.by_name.items())
-
-    def write(self, directory: Path) -> None:
-        _write(directory, {name: (t.dtype, t.shape) for name, t in self.by_name.items()}, self.tensors())
-
-
-def _write(
-    directory: Path,
-    shapes: dict[str, tuple[np.dtype, tuple[int, ...]]],
-    tensors: Iterator[tuple[str, np.ndarray]],
-) -> None:
-    path = directory / SINGLE_FILE
-    with named(path), SafetensorsWriter(path, shapes) as file:
-        for _, tensor in tensors:
-            file.write(tensor)
+        with named(path), SafetensorsWriter(path, shapes) as file:
+            for _, tensor in self.tensors():
+                file.write(tensor)

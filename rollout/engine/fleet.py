@@ -10,16 +10,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from rollout.engine.answers import Fingerprint, probe_body
 from rollout.engine.http import HttpClient, ServerUnreachable
 from rollout.engine.labels import Label, Labels, ServerOwned, taken_over
 from rollout.engine.protocol import EngineError, Weights
-from rollout.engine.publishing import DiskRoute, Route, TensorRoute, load_weights
+from rollout.engine.publishing import WeightFiles, load_weights
 from rollout.engine.settings import ServerState, SGLangSettings
-from rollout.server import Server, ServerSettings, sidecar_python
+from rollout.server import Server
 from rollout.terminal import say
 
 ANY_VERSION = 2**31 - 1
@@ -40,7 +39,7 @@ class Fleet:
         self._published: Weights | None = None
         self._adopted = False  # another process publishes for this run
         self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
-        self._route = self._make_route()
+        self._files = WeightFiles(client, settings.weights_dir)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # a server came up or went down
         self._background: set[asyncio.Task[Any]] = set()
@@ -59,7 +58,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         await asyncio.gather(*self._background, return_exceptions=True)  # bounded by their own deadlines
-        await self._route.close()
+        await self._files.close()
 
     async def stop_managed(self) -> None:
         managed = [server.managed for server in self.servers if server.managed is not None]
@@ -217,13 +216,6 @@ class Fleet:
         """A router may already send requests to a server that this engine has not admitted."""
         return self._behind_router and server.claimed and not server.missed_probes and not server.retired
 
-    def _make_route(self) -> Route:
-        if self.settings.route == "disk":
-            return DiskRoute(self._client, self.settings.weights_dir)
-        managed = next((server.managed for server in self.servers if server.managed is not None), None)
-        local = managed.settings if managed is not None else ServerSettings(Path(), self.settings.device)
-        return TensorRoute(self._client, local.python or sidecar_python(), local.environment())
-
     async def _load(self, servers: Sequence[ServerState]) -> None:
         """Loads the published weights into these servers at once; servers that fail are ejected."""
         assert self._published is not None
@@ -231,7 +223,7 @@ class Fleet:
         taken = await asyncio.gather(*map(self._was_taken_over, servers))
         servers = [server for server, was_taken in zip(servers, taken, strict=True) if not was_taken]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self._client, self._route, servers, self._published, label, self.settings)
+        problems = await load_weights(self._client, self._files, servers, self._published, label, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None

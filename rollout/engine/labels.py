@@ -60,12 +60,6 @@ class Label:
         return bool(self.run) and self.owner != owner
 
 
-async def publish_label(client: HttpClient, url: str, label: Label, deadline_s: float) -> Any:
-    """Running requests continue; their next tokens have the new label."""
-    body = {"new_version": str(label), "abort_all_requests": False}
-    return await client.post(f"{url}/update_weight_version", body, deadline_s)
-
-
 def taken_over(label: Label) -> str:
     return f"it was taken over by another run, {label.run}, and no longer gets weights of this one"
 
@@ -85,7 +79,9 @@ class Labels:
             raise ServerUnavailable(f"{url} reports no valid weight label: {problem!r}") from None
 
     async def publish(self, url: str, label: Label) -> None:
-        await publish_label(self._client, url, label, self._settings.control_deadline_s)
+        """Running requests continue; their next tokens have the new label."""
+        body = {"new_version": str(label), "abort_all_requests": False}
+        await self._client.post(f"{url}/update_weight_version", body, self._settings.control_deadline_s)
 
     async def claim(
         self, url: str, on_progress: Callable[[str], None], *, was_claimed: bool, first: bool, take_over: bool

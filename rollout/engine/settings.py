@@ -2,19 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from rollout.server import Device, Server
+from rollout.server import Server
 
 
 @dataclass(frozen=True)
 class SGLangSettings:
     run: str = ""  # id of the run that publishes to the servers; empty: the engine only samples
     take_over: bool = False  # at the start, take servers from another run without asking it
-    route: Literal["disk", "tensors"] = "disk"
-    weights_dir: str = ""  # for route=disk: a directory that all servers can read; empty: this host's memory
+    weights_dir: str = ""  # a directory that all servers can read; empty: this host's memory
     vocab_size: int = 2**31  # replies with larger ids are rejected
-    device: Device = "cuda"  # for route=tensors: the device of unmanaged servers on this host
     max_attempts: int = 4  # per request, over all servers
     backoff_s: float = 0.2  # before the second attempt; doubles up to max_backoff_s
     max_backoff_s: float = 5.0

@@ -91,10 +91,7 @@ class SGLangEngine:
 
     @classmethod
     async def launch(
-        cls,
-        servers: Sequence[ServerSettings],
-        settings: SGLangSettings | None = None,
-        on_progress: Progress = silent,
+        cls, servers: Sequence[ServerSettings], settings: SGLangSettings | None = None, on_progress: Progress = silent
     ) -> "SGLangEngine":
         """Starts servers; their weights are version 0. They end with the engine, or with this process."""
         settings = settings or SGLangSettings()

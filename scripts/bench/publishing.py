@@ -66,7 +66,7 @@ async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> 
     """Median seconds of a publish to all servers and of a copy to as many readers, in turns."""
     memory = [np.ones(weights.num_bytes, np.uint8) for _ in range(1 + len(urls))]
     seconds: dict[str, list[float]] = {"publish_s": [], "copy_s": []}
-    engine = await SGLangEngine.connect(urls, SGLangSettings("bench", device="cpu"))
+    engine = await SGLangEngine.connect(urls, SGLangSettings("bench"))
     try:
         await _all_up(engine)
         for _ in range(1 + repeats):

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,8 +37,8 @@ class Fault:
 
     pattern: str
     action: Action
-    num_good: int
-    num_bad: float
+    num_good: int = 0
+    num_bad: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,9 @@ class FakeHub(ThreadingHTTPServer):
         self.bugs: list[str] = []  # exceptions of the fake itself
         self.closing = threading.Event()
         self.lock = threading.RLock()
-        self.connections: set[socket.socket] = set()
 
-    def fail(self, pattern: str, action: Action, *, num_good: int = 0, num_bad: float = float("inf")) -> None:
-        self.faults.append(Fault(pattern, action, num_good, num_bad))
+    def fail(self, pattern: str, action: Action, **numbers: float) -> None:
+        self.faults.append(Fault(pattern, action, **numbers))  # type: ignore[arg-type]
 
     def count(self, pattern: str) -> int:
         return sum(1 for request in self.requests if re.match(pattern, request))
@@ -135,23 +133,7 @@ class FakeHub(ThreadingHTTPServer):
         return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a connection that the client or a fault cut; bugs of the fake are kept in `bugs`
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        connection, address = super().get_request()
-        self.connections.add(connection)
-        return connection, address
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
-        super().shutdown_request(request)
-
-    def stop(self) -> None:
-        self.closing.set()
-        self.shutdown()
-        for connection in list(self.connections):
-            self.shutdown_request(connection)
-        self.server_close()
+        """A connection that the client or a fault cut; bugs of the fake are kept in `bugs`."""
 
 
 @contextmanager
@@ -163,8 +145,10 @@ def serve_hub(folder: Path) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
-        hub.stop()
+        hub.closing.set()
+        hub.shutdown()
         thread.join()
+        hub.server_close()
     assert not hub.bugs, hub.bugs
 
 

@@ -1,21 +1,46 @@
-"""What a command says when it fails."""
+"""A command's exit code, and what it says when it fails."""
 
 import errno
 import os
+import sys
 
 import pytest
 
-from model_port.cli import one_line
+from model_port.cli import run_cli
+
+
+def raiser(problem):
+    def main():
+        raise problem
+
+    return main
 
 
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (ValueError("two\n lines"), "two lines"),
+        (ValueError("bad\n  key"), "bad key"),
+        (RuntimeError("no token"), "no token"),
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "a/b"), "a/b: No such file or directory"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a", None, "b"), "a: b: No space left on device"),
         (ExceptionGroup("of a task", [ExceptionGroup("of another", [ValueError("why")]), KeyError()]), "why"),
         (KeyError("key"), "KeyError 'key' (unexpected: --debug shows where)"),
     ],
 )
-def test_an_error_is_one_line_that_says_why(problem, said):
-    assert one_line(problem) == said
+def test_an_error_is_one_line_that_says_why_unless_debugging(monkeypatch, capsys, problem, said):
+    for flags in ([], ["--debug"]):
+        monkeypatch.setattr(sys, "argv", ["command", *flags])
+        with pytest.raises(SystemExit) as ended:
+            run_cli(raiser(problem))
+        err = capsys.readouterr().err
+        assert ended.value.code == 1 and err.splitlines()[-1] == f"error: {said}"
+        assert ("Traceback" in err) == bool(flags) and (flags or err.count("\n") == 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(lambda: None, 0), (raiser(KeyboardInterrupt()), 130), (raiser(SystemExit(2)), 2)]
+)
+def test_success_and_interruption_have_their_exit_codes(command, code, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_cli(command)
+    assert ended.value.code == code and "Traceback" not in capsys.readouterr().err

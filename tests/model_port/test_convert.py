@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from model_port.checkpoint import StoredParams
 from model_port.convert import convert
-from model_port.download import source_directory
 from model_port.layout import INFO_FILE, is_checkpoint
 from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 from model_port.tiny import make_tiny
@@ -135,11 +134,6 @@ def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny, tmp_path):
         convert(tmp_path / "hf", tmp_path / "ckpt")
 
 
-def test_neither_directory_nor_hub_id_says_what_is_expected(tmp_path):
-    with pytest.raises(ValueError, match="is neither a directory nor a hub id like Qwen/"):
-        source_directory(tmp_path / "absent")
-
-
 def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -149,11 +143,3 @@ def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
         convert("Nobody/nothing", tmp_path / "ckpt")
     assert str(raised.value).endswith("and give --src DIR")
     assert "\n" not in str(raised.value) and not (tmp_path / "ckpt").exists()
-
-
-def test_side_files_that_contradict_each_other_stop_a_conversion_before_it_writes(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path / "hf")
-    (tmp_path / "hf" / "chat_template.json").write_text('{"chat_template": "another"}')
-    with pytest.raises(ValueError, match="different chat templates"):
-        convert(tmp_path / "hf", tmp_path / "ckpt")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -246,11 +246,6 @@ def test_malformed_repo_id_is_named_before_any_request(hub: FakeHub, model: Path
     assert hub.requests == []
 
 
-def test_missing_token_is_noticed_before_any_request(hub: FakeHub, model: Path):
-    text = refusals(hub, model, RuntimeError, token=None)
-    assert "HF_TOKEN" in text and "hf auth login" in text and hub.requests == []
-
-
 @pytest.mark.parametrize("token", [f"{WRITE_TOKEN} oops", f"{WRITE_TOKEN}\nX", "hf_wríte"])
 def test_damaged_token_is_refused_without_being_printed(hub: FakeHub, model: Path, token: str):
     text = refusals(hub, model, ValueError, token=token)
@@ -269,7 +264,11 @@ def test_token_is_found_where_it_was_given(hub: FakeHub, monkeypatch: pytest.Mon
     assert hub.count("GET /api/whoami-v2") == 1
 
 
-def test_offline_mode_is_noticed_before_any_request(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_token_and_offline_mode_are_noticed_before_any_request(
+    hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = refusals(hub, model, RuntimeError, token=None)
+    assert "HF_TOKEN" in text and "hf auth login" in text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     text = refusals(hub, model, RuntimeError)
     assert "HF_HUB_OFFLINE=1" in text and "unset it" in text
@@ -289,18 +288,10 @@ def test_repository_of_somebody_else_is_refused(hub: FakeHub, model: Path, repo_
     assert repo_id in text and "ada/" in text
 
 
-@pytest.mark.parametrize(
-    ("repo_id", "token"),
-    [
-        (REPO, WRITE_TOKEN),
-        ("Ada/new", WRITE_TOKEN),
-        ("our-lab/new", WRITE_TOKEN),
-        ("guest-lab/new", FINE_GRAINED_TOKEN),
-    ],
-)
-def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(hub: FakeHub, repo_id: str, token: str):
+@pytest.mark.parametrize("repo_id", [REPO, "Ada/new", "our-lab/new", "guest-lab/new"])
+def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(hub: FakeHub, repo_id: str):
     hub.add_repo(REPO)
-    check_hub_access(repo_id, token, endpoint=hub.url)
+    check_hub_access(repo_id, FINE_GRAINED_TOKEN if "guest" in repo_id else WRITE_TOKEN, endpoint=hub.url)
     assert hub.count("POST|PUT") == 0 and set(hub.repos) == {REPO}
 
 
@@ -320,29 +311,17 @@ def test_unreachable_hub_is_named(model: Path):
     assert url in text and "network" in text
 
 
-def remove_shard(model: Path) -> str:
-    (model / SHARDS[1]).unlink()
-    return SHARDS[1]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    SHARDS[1]: lambda model: (model / SHARDS[1]).unlink(),
+    SHARDS[2]: lambda model: (model / SHARDS[2]).write_bytes((model / SHARDS[2]).read_bytes()[:-5]),
+    "config.json": lambda model: (model / "config.json").unlink(),
+    "model": lambda model: model.rename(model.with_name("elsewhere")),
+}
 
 
-def truncate_shard(model: Path) -> str:
-    (model / SHARDS[2]).write_bytes((model / SHARDS[2]).read_bytes()[:-5])
-    return SHARDS[2]
-
-
-def remove_config(model: Path) -> str:
-    (model / "config.json").unlink()
-    return "config.json"
-
-
-def remove_everything(model: Path) -> str:
-    model.rename(model.with_name("elsewhere"))
-    return str(model)
-
-
-@pytest.mark.parametrize("damage", [remove_shard, truncate_shard, remove_config, remove_everything])
-def test_incomplete_directory_is_refused_before_any_request(hub: FakeHub, model: Path, damage: Callable[[Path], str]):
-    name = damage(model)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_incomplete_directory_is_refused_before_any_request(hub: FakeHub, model: Path, name: str):
+    DAMAGES[name](model)
     assert name in message(ValueError, lambda: push(hub, model))
     assert hub.requests == []
 

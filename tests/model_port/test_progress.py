@@ -61,10 +61,7 @@ def progress_threads() -> list[threading.Thread]:
 def test_a_log_hears_of_work_that_is_one_long_call_and_of_nothing_after_it(problem, monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     monkeypatch.setattr(sys, "stderr", Listener("copying: 3 of 4 files"))
-    with (
-        pytest.raises(OSError, match="disk full") if problem else nullcontext(),
-        Meter("copying", 4, "file") as work,
-    ):
+    with pytest.raises(OSError, match="disk full") if problem else nullcontext(), Meter("copying", 4, "file") as work:
         work.update(3)
         assert sys.stderr.heard.wait(60)  # no call of ours in between
         if problem:

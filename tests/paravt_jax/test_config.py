@@ -211,6 +211,7 @@ def earlier_record(**values) -> dict:
     record |= {"judge": None}
     old = {key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")}
     old |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
+    old |= {"engine.route": "tensors", "video.decoder": "decord"}
     for key, value in old.items():
         *sections, name = key.split(".")
         section = record

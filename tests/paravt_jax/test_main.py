@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes
     "paravt_jax",
     "paravt_jax.sampling.score",
-    "rollout.staging",
     "rollout.supervisor",
     "rollout.templates",
     "rollout.video.worker",

@@ -3,13 +3,18 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from rollout.chat import Chat
-from rollout.engine.protocol import Request
+from rollout.engine.protocol import Engine, Request
 from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import Agent
+from rollout.episode_config import EpisodeConfig
 from rollout.picture import Picture
+from rollout.prompter import Frames, Task
+from rollout.records import Episode
 from rollout.video.box import Box
 from rollout.video.reader import TimedPicture, VideoError, VideoInfo
 
@@ -77,3 +82,12 @@ def script(
         return chat.encode(text).tolist()
 
     return ScriptedEngine(reply)
+
+
+def play(engine: Engine, chat: Chat, task: Task, frames: Frames | None = None, **config: Any) -> Episode:
+    agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
+
+    async def run() -> Episode:
+        return await agent.run(await agent.overview(task))
+
+    return asyncio.run(run())

@@ -38,10 +38,7 @@ def test_what_a_file_leaves_out_has_its_default(written):
     ("text", "complaint"),
     [
         ("sistem: x", "words.yaml: sistem is not a prompt; use system, "),
-        (
-            "overview: '{nmae}: {duration_s}'",
-            r"words.yaml: overview has the placeholder \{nmae\}; it may have \{name",
-        ),
+        ("overview: '{nmae}: {duration_s}'", r"words.yaml: overview has the placeholder \{nmae\}; it may have \{name"),
         ("system: 'Say {\"a\": 1}'", "words.yaml: system has the placeholder .* a literal brace is written twice"),
         ("last_turn: 'Oh {message'", "words.yaml: last_turn cannot be filled in: expected '}'"),
         ("frame_time: '{time_s:d}'", "words.yaml: frame_time cannot be filled in: Unknown format code 'd'"),

@@ -258,7 +258,7 @@ TURNS = [f"Look.</think>{call(3, 9)}{call(20, 34)}{call(50, 60)}<|im_end|>", ANS
 
 def on(server, work, **settings):
     async def body():
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, device="cpu", **settings))
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, **settings))
         try:
             return await work(engine)
         finally:
@@ -337,7 +337,7 @@ def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version
 
     async def body():
         server = await Server.start(settings, deadline_s=START_DEADLINE_S)
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, device="cpu"))
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
         try:
             before = await judged(server.url)
             weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))
@@ -387,10 +387,7 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
     return run()
 
 
-@pytest.mark.parametrize(
-    ("route", "front"), [("disk", "server"), ("tensors", "server"), ("disk", "router")], indirect=["front"]
-)
-def test_after_publishing_the_server_samples_from_the_learners_weights(route, front, model, other, contract, chat):
+def test_after_publishing_the_server_samples_from_the_learners_weights(front, model, other, contract, chat):
     async def work(engine):
         begin = engine.version
         before, _ = await sampled_against_learner(engine, chat, other, contract)
@@ -401,7 +398,7 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(route, fr
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return before, worst, back
 
-    before, worst, back = on(front, work, route=route)
+    before, worst, back = on(front, work)
     assert before > 100 * BOUND  # the two models can be told apart
     assert worst < BOUND
     assert back < BOUND

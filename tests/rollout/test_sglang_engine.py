@@ -21,7 +21,7 @@ from fake_server import WRONG, FakeServer
 from rollout.engine.answers import Expected, generation_of
 from rollout.engine.http import KEEPALIVE_S, HttpClient, ServerUnavailable
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
-from rollout.engine.publishing import DiskRoute
+from rollout.engine.publishing import WeightFiles
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
@@ -84,6 +84,16 @@ def with_servers(num_servers, settings=QUICK):
     return lambda work: as_test(work, num_servers + 1, partial(running_engine, num_servers, settings=settings))
 
 
+def with_fakes(num_servers):
+    """A test of an engine that it connects itself; its first arguments are fake servers."""
+
+    async def body(work):
+        async with AsyncExitStack() as stack:
+            await work(*[await stack.enter_async_context(FakeServer()) for _ in range(num_servers)])
+
+    return lambda work: as_test(work, num_servers, lambda work: asyncio.run(body(work)))
+
+
 async def until(condition, deadline_s=5.0):
     async with asyncio.timeout(deadline_s):
         while not condition():
@@ -100,40 +110,32 @@ async def test_an_answer_becomes_a_generation(engine, server):
     assert engine.version == 0
 
 
-def test_servers_come_and_go_with_the_lines_of_a_file(tmp_path, capsys):
+@with_fakes(2)
+async def test_servers_come_and_go_with_the_lines_of_a_file(first, second, tmp_path, capsys):
     file = tmp_path / "servers"
-
-    async def body():
-        async with FakeServer() as first, FakeServer() as second:
-            file.write_text(f"# of today\n{first.url}/\n")
-            engine = await SGLangEngine.follow(file, QUICK)
-            await engine.publish(NoWeights(), 1)
-            file.write_text("")  # while somebody writes it
-            await asyncio.sleep(3 * QUICK.probe_every_s)
-            assert engine.urls == [first.url]
-            file.write_text(f"{second.url}\n")
-            await until(lambda: engine.urls == [second.url] and engine.fleet.servers[0].up)
-            found = await engine.generate(request(version=1))
-            assert found.server == second.url and second.version == "t/1"
-            assert f"{first.url} gets no more requests: {file} no longer lists it" in capsys.readouterr().err
-            await engine.close()
-
-    asyncio.run(body())
+    file.write_text(f"# of today\n{first.url}/\n")
+    engine = await SGLangEngine.follow(file, QUICK)
+    await engine.publish(NoWeights(), 1)
+    file.write_text("")  # while somebody writes it
+    await asyncio.sleep(3 * QUICK.probe_every_s)
+    assert engine.urls == [first.url]
+    file.write_text(f"{second.url}\n")
+    await until(lambda: engine.urls == [second.url] and engine.fleet.servers[0].up)
+    found = await engine.generate(request(version=1))
+    assert found.server == second.url and second.version == "t/1"
+    assert f"{first.url} gets no more requests: {file} no longer lists it" in capsys.readouterr().err
+    await engine.close()
 
 
-def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing(tmp_path, capsys):
+@with_fakes(1)
+async def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing(server, tmp_path, capsys):
     file = tmp_path / "servers"
-
-    async def body():
-        async with FakeServer() as server:
-            file.write_text(f"{server.url}\n")
-            engine = await SGLangEngine.follow(file, QUICK)
-            file.write_text(f"{server.url}\nhttp://me:secret@10.0.0.2:30000\n")
-            await asyncio.sleep(6 * QUICK.probe_every_s)
-            assert engine.urls == [server.url]
-            await engine.close()
-
-    asyncio.run(body())
+    file.write_text(f"{server.url}\n")
+    engine = await SGLangEngine.follow(file, QUICK)
+    file.write_text(f"{server.url}\nhttp://me:secret@10.0.0.2:30000\n")
+    await asyncio.sleep(6 * QUICK.probe_every_s)
+    assert engine.urls == [server.url]
+    await engine.close()
     printed = capsys.readouterr().err
     assert printed.count("the list of servers is not updated: line 2 of ") == 1 and "secret" not in printed
 
@@ -222,30 +224,19 @@ SECRETS = ("http://me:hunter2@10.0.0.2:1", "https://hunter2@host", "me:hunter2@1
 
 
 @pytest.mark.parametrize("url", SECRETS)
-def test_a_password_in_a_file_of_servers_is_refused_and_not_repeated(url, tmp_path):
-    (tmp_path / "servers").write_text(f"# mine\nhttp://10.0.0.1:30000\n{url}\n")
-    with pytest.raises(ValueError, match=r"line 3 of .*/servers (has a user|is not a URL)") as refused:
-        asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
-    assert "hunter2" not in str(refused.value)
-
-
-@pytest.mark.parametrize("url", SECRETS)
-def test_a_password_in_what_a_router_lists_is_refused_and_not_repeated(url):
-    async def work():
-        async with FakeServer() as router, FakeServer() as server:
-            router.behind = [server, SimpleNamespace(url=url)]
-            with pytest.raises(ValueError, match=r"server 2 behind http://127.* (has a user|is not a URL)") as refused:
-                await SGLangEngine.connect([router.url], QUICK)
-            assert "hunter2" not in str(refused.value)
-
-    asyncio.run(work())
-
-
-@pytest.mark.parametrize("url", SECRETS)
-def test_a_password_in_the_url_of_a_server_is_refused_and_not_repeated(url):
-    with pytest.raises(ValueError, match=r"URL 1 of the engine (has a user|is not a URL)") as refused:
-        asyncio.run(SGLangEngine.connect([url], QUICK))
-    assert "hunter2" not in str(refused.value)
+@with_fakes(2)
+async def test_a_password_in_a_url_is_refused_wherever_it_is_listed_and_not_repeated(router, server, url, tmp_path):
+    file = tmp_path / "servers"
+    file.write_text(f"# mine\nhttp://10.0.0.1:30000\n{url}\n")
+    router.behind = [server, SimpleNamespace(url=url)]
+    for connect, where in [
+        (lambda: SGLangEngine.follow(file, QUICK), "line 3 of .*/servers"),
+        (lambda: SGLangEngine.connect([router.url], QUICK), "server 2 behind http://127.*"),
+        (lambda: SGLangEngine.connect([url], QUICK), "URL 1 of the engine"),
+    ]:
+        with pytest.raises(ValueError, match=rf"{where} (has a user|is not a URL)") as refused:
+            await connect()
+        assert "hunter2" not in str(refused.value)
 
 
 @with_servers(1)
@@ -258,23 +249,15 @@ async def test_who_wants_to_hears_of_every_token(engine, server):
     assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
 
 
-STREAMED = ["500", "drop", "garbage", "endless", "broken off", "pieces", *WRONG]
+BAD = ["500", "drop", "garbage", "endless", *WRONG]
+WHOLE, STREAMED = ([*BAD, "redirect", "nested"], None), ([*BAD, "broken off", "pieces"], len)
 
 
-@pytest.mark.parametrize("mode", STREAMED)
+@pytest.mark.parametrize(("mode", "on_tokens"), [(mode, call) for modes, call in (WHOLE, STREAMED) for mode in modes])
 @with_servers(2)
-async def test_a_server_whose_stream_cannot_be_costs_only_another_attempt(engine, bad, good, mode):
+async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, bad, good, mode, on_tokens):
     bad.mode = mode
-    found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=len)) for n in range(4)))
-    assert all(len(one.ids) == 4 and one.server == good.url for one in found)
-    assert bad.asked["/generate"] >= 1 and bad.sent_bytes < 2**26
-
-
-@pytest.mark.parametrize("mode", ["500", "drop", "garbage", "redirect", "nested", "endless", *WRONG])
-@with_servers(2)
-async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, bad, good, mode):
-    bad.mode = mode
-    found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(8)))
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=on_tokens)) for n in range(8)))
     assert all(len(one.ids) == 4 and one.server == good.url for one in found)
     assert bad.asked["/generate"] >= 1
     assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
@@ -431,15 +414,12 @@ async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights
     assert bad.version == "t/3"
 
 
-def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on():
-    async def body():
-        async with FakeServer() as server:
-            server.paused = True
-            engine = await SGLangEngine.connect([server.url], QUICK)
-            assert len((await engine.generate(request())).ids) == 4
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on(server):
+    server.paused = True
+    engine = await SGLangEngine.connect([server.url], QUICK)
+    assert len((await engine.generate(request())).ids) == 4
+    await engine.close()
 
 
 @with_servers(1, replace(QUICK, load_deadline_s=10.0))
@@ -477,8 +457,8 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 def test_weights_that_a_killed_process_left_in_memory_are_removed():
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from rollout.engine.publishing import DiskRoute; from test_sglang_engine import NoWeights\n"
-        "print(asyncio.run(DiskRoute(None)._directory(NoWeights(), 1)), flush=True)\n"
+        "from rollout.engine.publishing import WeightFiles; from test_sglang_engine import NoWeights\n"
+        "print(asyncio.run(WeightFiles(None)._directory(NoWeights(), 1)), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -487,7 +467,7 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
     assert left.is_dir()
 
     async def body():
-        first, second = DiskRoute(None), DiskRoute(None)
+        first, second = WeightFiles(None), WeightFiles(None)
         kept = await first._directory(NoWeights(), 1)
         other = await second._directory(NoWeights(), 1)
         assert kept.is_dir() and other.is_dir() and not left.exists()
@@ -499,9 +479,9 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
 
 def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     async def body():
-        route = DiskRoute(None, tmp_path)
+        route = WeightFiles(None, tmp_path)
         assert (await route._directory(NoWeights(), 1)).parent == tmp_path
-        route = DiskRoute(None, tmp_path / "gone")
+        route = WeightFiles(None, tmp_path / "gone")
         with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
             await route._directory(NoWeights(), 1)
 
@@ -610,45 +590,36 @@ async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_
     assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
 
 
-def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too():
-    async def body():
-        async with FakeServer() as server:
-            server.version = "v/8"  # of a run that is gone
-            engine = await connected(server, QUICK)
-            with pytest.raises(EngineError, match="t, publishes to it"):
-                await connected(server)
-            await engine.publish(NoWeights(), 3)
-            assert server.version == "t/3"
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too(server):
+    server.version = "v/8"  # of a run that is gone
+    engine = await connected(server, QUICK)
+    with pytest.raises(EngineError, match="t, publishes to it"):
+        await connected(server)
+    await engine.publish(NoWeights(), 3)
+    assert server.version == "t/3"
+    await engine.close()
 
 
-def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_only_after_a_publish():
-    async def body():
-        async with FakeServer() as server:
-            server.version, progress = "t/12", []
-            engine = await connected(server, OTHER, progress)
-            assert "has weights of another run, t: waiting up to" in progress[0]
-            assert server.version == "u/" and not engine.fleet.servers[0].up
-            await engine.publish(NoWeights(), 1)
-            assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_only_after_a_publish(server):
+    server.version, progress = "t/12", []
+    engine = await connected(server, OTHER, progress)
+    assert "has weights of another run, t: waiting up to" in progress[0]
+    assert server.version == "u/" and not engine.fleet.servers[0].up
+    await engine.publish(NoWeights(), 1)
+    assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
+    await engine.close()
 
 
-def test_a_run_takes_its_own_servers_back_at_once():
-    async def body():
-        async with FakeServer() as server:
-            server.version = "t/12"
-            engine = await connected(server, replace(QUICK, owner_answers_s=60))
-            assert engine.version == 12 and server.asked["/update_weight_version"] == 0
-            await engine.publish(NoWeights(), 10)  # its newest checkpoint
-            assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_a_run_takes_its_own_servers_back_at_once(server):
+    server.version = "t/12"
+    engine = await connected(server, replace(QUICK, owner_answers_s=60))
+    assert engine.version == 12 and server.asked["/update_weight_version"] == 0
+    await engine.publish(NoWeights(), 10)  # its newest checkpoint
+    assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
+    await engine.close()
 
 
 @pytest.mark.parametrize("settings", [QUICK, NO_PROBES])
@@ -678,19 +649,16 @@ async def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet(engi
     assert {one.server for one in found} == {kept.url}
 
 
-def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it():
-    async def body():
-        async with FakeServer() as server:
-            server.version = "gone/12"
-            started = await asyncio.gather(connected(server, QUICK), connected(server), return_exceptions=True)
-            engines = [one for one in started if isinstance(one, SGLangEngine)]
-            (refused,) = [one for one in started if isinstance(one, EngineError)]
-            assert len(engines) == 1 and "asks for it too" in str(refused)
-            await engines[0].publish(NoWeights(), 1)
-            assert server.version == f"{engines[0].settings.run}/1"
-            await engines[0].close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it(server):
+    server.version = "gone/12"
+    started = await asyncio.gather(connected(server, QUICK), connected(server), return_exceptions=True)
+    engines = [one for one in started if isinstance(one, SGLangEngine)]
+    (refused,) = [one for one in started if isinstance(one, EngineError)]
+    assert len(engines) == 1 and "asks for it too" in str(refused)
+    await engines[0].publish(NoWeights(), 1)
+    assert server.version == f"{engines[0].settings.run}/1"
+    await engines[0].close()
 
 
 @with_servers(1)
@@ -710,20 +678,17 @@ async def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(eng
 
 
 @pytest.mark.parametrize("label", ["default", "v1.5", "u/7"])
-def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weights_that_it_found(label):
-    async def body():
-        async with FakeServer() as server:
-            server.version = label
-            engine = await connected(server, replace(QUICK, run=""))
-            versions = (await engine.generate(request())).versions.tolist()
-            assert versions == [7 if label == "u/7" else 0] * 4 and server.version == label
-            server.version = "u/8"
-            with pytest.raises(EngineError, match=r"the weights u/8|weights of version 8"):
-                await engine.generate(request(deadline_s=0.5))
-            assert server.asked["/update_weight_version"] == 0
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(1)
+async def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weights_that_it_found(server, label):
+    server.version = label
+    engine = await connected(server, replace(QUICK, run=""))
+    versions = (await engine.generate(request())).versions.tolist()
+    assert versions == [7 if label == "u/7" else 0] * 4 and server.version == label
+    server.version = "u/8"
+    with pytest.raises(EngineError, match=r"the weights u/8|weights of version 8"):
+        await engine.generate(request(deadline_s=0.5))
+    assert server.asked["/update_weight_version"] == 0
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -783,13 +748,10 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
         server.shutdown()
 
 
-def test_servers_of_different_versions_are_not_mixed():
-    async def body():
-        async with FakeServer() as first, FakeServer() as second:
-            first.version, second.version = "t/4", "t/5"
-            engine = await SGLangEngine.connect([first.url, second.url], QUICK)
-            await until(lambda: any("another server" in s.problem for s in engine.fleet.servers))
-            assert sum(server.up for server in engine.fleet.servers) == 1
-            await engine.close()
-
-    asyncio.run(body())
+@with_fakes(2)
+async def test_servers_of_different_versions_are_not_mixed(first, second):
+    first.version, second.version = "t/4", "t/5"
+    engine = await SGLangEngine.connect([first.url, second.url], QUICK)
+    await until(lambda: any("another server" in s.problem for s in engine.fleet.servers))
+    assert sum(server.up for server in engine.fleet.servers) == 1
+    await engine.close()

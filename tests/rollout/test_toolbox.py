@@ -9,18 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, script
+from agents import ANSWER, FakeFrames, call, call_of, play, script
 from make_video import number_of, numbered_frame, write_video
 from test_episode import check_ledger
 
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
-from rollout.episode import MAX_ANSWER_CHARS, Agent
+from rollout.episode import MAX_ANSWER_CHARS
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
-from rollout.records import Episode
 from rollout.toolbox import signatures, tools_of
 from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, search
 from rollout.toolbox.subtitles import Cue, parse_srt
@@ -43,15 +42,6 @@ def chat():
 def task(tmp_path):
     (tmp_path / "a.srt").write_text(SRT)
     return Task("t", "What is it?", ("/data/a.mp4",), 2, (str(tmp_path / "a.srt"),))
-
-
-def play(engine, chat, task, frames=None, **config) -> Episode:
-    agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
-
-    async def run() -> Episode:
-        return await agent.run(await agent.overview(task))
-
-    return asyncio.run(run())
 
 
 def answers(chat, task, *calls: str, frames=None, **config) -> list[tuple[str, str]]:
@@ -180,10 +170,7 @@ def test_words_are_compared_without_case_and_in_one_form():
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_an_srt_is_read_in_whatever_encoding_it_is(encoding, newline):
     text = SRT.replace("sits", "sitzt früh").replace("\n", newline)
-    assert parse_srt(text.encode(encoding)) == [
-        Cue(1.5, 3.0, "The red cat sitzt früh."),
-        Cue(65.0, 67.25, "A dog."),
-    ]
+    assert parse_srt(text.encode(encoding)) == [Cue(1.5, 3.0, "The red cat sitzt früh."), Cue(65.0, 67.25, "A dog.")]
 
 
 def test_cues_without_blank_lines_between_them_are_told_apart():
