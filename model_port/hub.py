@@ -29,7 +29,7 @@ from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
 
-ANSWER_DEADLINE_S = 120.0  # for one answer of the hub; healthy ones take far less
+ANSWER_DEADLINE_S = 120.0  # for one answer of the hub; the client asks up to six times. hf_xet has its own limits
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-[0-9]*-of-[0-9]*.safetensors")
 MODEL_FILES = (*WEIGHT_FILES, *SIDE_FILES, CARD_FILE, CURVE_FILE)  # the only files that are ever uploaded
 
@@ -43,17 +43,15 @@ def push_to_hub(
     commit_message: str = "Upload model",
     token: str | None = None,
     endpoint: str | None = None,
-    answer_deadline_s: float = ANSWER_DEADLINE_S,
 ) -> str:
     """Makes `directory` the model in `repo_id` and returns the commit's URL. Creates the repository and the branch.
 
     Weight files of an earlier model are deleted, because a loader that globs would mix the two; other files in the
     repository stay. Only `MODEL_FILES` are sent. A new repository is private unless `public` is set, and without it a
-    public repository is refused. `answer_deadline_s` bounds the wait for one answer; the client asks up to six times.
-    hf_xet has its own limits, in minutes (HF_XET_CLIENT_READ_TIMEOUT and others).
+    public repository is refused.
     """
     names = _model_files(Path(directory))
-    with _deadline(answer_deadline_s), transferring(f"pushing to {repo_id}"):
+    with _deadline(), transferring(f"pushing to {repo_id}"):
         api = _connect(repo_id, token, endpoint)
         _check_write_access(api, repo_id, public)
         try:
@@ -83,18 +81,13 @@ def push_to_hub(
 
 
 def check_hub_access(
-    repo_id: str,
-    token: str | None = None,
-    *,
-    public: bool = False,
-    endpoint: str | None = None,
-    answer_deadline_s: float = ANSWER_DEADLINE_S,
+    repo_id: str, token: str | None = None, *, public: bool = False, endpoint: str | None = None
 ) -> None:
     """Raises if a push to `repo_id` would fail; call it before hours of conversion.
 
     A malformed id, offline mode and a missing token are found without a request.
     """
-    with _deadline(answer_deadline_s):
+    with _deadline():
         api = _connect(repo_id, token, endpoint)
         _check_write_access(api, repo_id, public)
 
@@ -177,14 +170,14 @@ def _writable_owners(account: dict[str, Any]) -> set[str]:
 
 
 @contextmanager
-def _deadline(answer_deadline_s: float) -> Iterator[None]:
+def _deadline() -> Iterator[None]:
     """Bounds the wait for each answer. By default, and in some calls explicitly, the client waits forever."""
     make_client = _http._GLOBAL_CLIENT_FACTORY
 
     def impose(request: Any) -> None:
         waits: dict[str, float | None] = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
-            phase: answer_deadline_s if waits.get(phase) is None else waits[phase]
+            phase: ANSWER_DEADLINE_S if waits.get(phase) is None else waits[phase]
             for phase in ("connect", "read", "write", "pool")
         }
 

@@ -7,7 +7,7 @@ sizes share compiled programs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -189,17 +189,12 @@ class Sampler:
         completion.finish = "abort"
         return completion
 
-    def generate(
-        self, requests: Iterable[SamplerRequest], on_finished: Callable[[Completion], None] | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Iterable[SamplerRequest]) -> list[Completion]:
         """Samples all requests to the end and returns the completions in the order of the requests."""
         numbers = [self.submit(request) for request in requests]
         done: dict[int, Completion] = {}
         while self.busy:
-            for number, completion in self.step().items():
-                done[number] = completion
-                if on_finished is not None:
-                    on_finished(completion)
+            done |= self.step()
         return [done[number] for number in numbers]
 
     def _fill_rows(self) -> dict[int, Completion]:

@@ -16,6 +16,7 @@ from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHu
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
+from model_port import hub as module
 from model_port.hub import check_hub_access, push_to_hub
 
 # the client sends objects through an argument that its HTTP library deprecates
@@ -213,10 +214,13 @@ def test_failed_commit_costs_no_second_upload_and_is_never_made_twice(hub: FakeH
 @pytest.mark.parametrize(
     "request_", [r"POST /api/repos/create", r"POST .*/preupload/", PUT, r"GET .*/tree/", r"POST .*/commit/"]
 )
-def test_a_hanging_hub_ends_a_push_by_a_deadline(hub: FakeHub, model: Path, waits_s: list[float], request_: str):
+def test_a_hanging_hub_ends_a_push_by_a_deadline(
+    hub: FakeHub, model: Path, waits_s: list[float], monkeypatch: pytest.MonkeyPatch, request_: str
+):
+    monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.5)  # the other requests meet it
     hub.fail(request_, "hang")
     start_s = time.monotonic()
-    text = message(RuntimeError, lambda: push(hub, model, answer_deadline_s=0.5))  # the other requests meet it
+    text = message(RuntimeError, lambda: push(hub, model))
     assert "Timeout" in text
     assert time.monotonic() - start_s < 10
 
@@ -296,12 +300,12 @@ def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(hu
 
 
 @pytest.mark.parametrize("action", [500, 429, "close", "hang"])
-def test_hub_in_trouble_is_named(hub: FakeHub, action: Action):
+def test_hub_in_trouble_is_named(hub: FakeHub, action: Action, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.2)
     for request in ("GET /api/whoami", "GET .*/auth-check"):
         hub.faults.clear()
         hub.fail(request, action)
-        check = lambda: check_hub_access(REPO, WRITE_TOKEN, endpoint=hub.url, answer_deadline_s=0.2)  # noqa: E731
-        assert hub.url in message(RuntimeError, check)
+        assert hub.url in message(RuntimeError, lambda: check_hub_access(REPO, WRITE_TOKEN, endpoint=hub.url))
 
 
 def test_unreachable_hub_is_named(model: Path):
@@ -335,7 +339,7 @@ import model_port
 before = set(sys.modules)
 from model_port.hub import push_to_hub
 assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
-print(push_to_hub(sys.argv[1], sys.argv[2], answer_deadline_s=10))
+print(push_to_hub(sys.argv[1], sys.argv[2]))
 assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
 """
 
