@@ -134,9 +134,6 @@ class VideoConfig:
     max_pixels: int = setting(
         50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
     )
-    decoder: Literal["pyav"] = setting(
-        "pyav", "the only decoder; decord, which the paper used, gives wrong frames for some files"
-    )
     num_workers: int = setting(0, "decoder processes; 0: one per core. Lower it if other programs need the CPU")
     disk_cache: str = setting(
         "", "directory that keeps decoded frames for later runs; set it if decoding is slow. Empty: none"
@@ -185,10 +182,9 @@ class EngineConfig:
         "sglang on cuda: GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others",
     )
     device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
-    route: Literal["disk"] = setting("disk", "sglang: how new weights reach the servers")
     weights_dir: str = setting(
         "",
-        "disk: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
+        "sglang: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
         "host's memory",
     )
     max_rows: int = setting(16, "jax: requests in a sampling batch; raise it for faster rollouts if memory allows")

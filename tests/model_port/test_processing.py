@@ -202,39 +202,34 @@ def test_to_hf_loads_into_transformers_and_back(tmp_path):
     assert VisionContract.from_hf(tmp_path) == ODD
 
 
-def test_published_files_are_read(tmp_path):
-    published = {
-        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-    }
-    write(tmp_path, "preprocessor_config.json", published)
-    assert VisionContract.from_hf(tmp_path) == PUBLISHED
+PUBLISHED_FILE = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+FILE, NESTED_FILE = "preprocessor_config.json", "processor_config.json"
+OLDER = {"min_pixels": 784, "max_pixels": 50176}
+NULLS = dict.fromkeys(("min_pixels", "max_pixels", "rescale_factor", "resample", "do_resize"))
 
 
-def test_nested_spelling_equals_flat_spelling(tmp_path):
-    write(tmp_path, "processor_config.json", {"image_processor": to_hf(ODD), "processor_class": "Qwen3VLProcessor"})
-    assert VisionContract.from_hf(tmp_path) == ODD
-
-
-def test_older_spellings_of_the_bounds_are_read(tmp_path):
-    for size in ({"min_pixels": 784, "max_pixels": 50176}, None):
-        write(
-            tmp_path,
-            "preprocessor_config.json",
-            {**to_hf(RECIPE), "size": size, "min_pixels": 784, "max_pixels": 50176},
-        )
-        assert VisionContract.from_hf(tmp_path) == RECIPE
-
-
-def test_null_keys_count_as_absent(tmp_path):
-    nulls = dict.fromkeys(("min_pixels", "max_pixels", "rescale_factor", "resample", "do_resize"))
-    write(tmp_path, "preprocessor_config.json", {**to_hf(RECIPE), **nulls})
-    assert VisionContract.from_hf(tmp_path) == RECIPE
+@pytest.mark.parametrize(
+    ("name", "content", "contract"),
+    [
+        (FILE, PUBLISHED_FILE, PUBLISHED),
+        (NESTED_FILE, {"image_processor": to_hf(ODD), "processor_class": "Qwen3VLProcessor"}, ODD),
+        (FILE, {**to_hf(RECIPE), "size": OLDER, **OLDER}, RECIPE),
+        (FILE, {**to_hf(RECIPE), "size": None, **OLDER}, RECIPE),
+        (FILE, {**to_hf(RECIPE), **NULLS}, RECIPE),
+    ],
+    ids=["published", "nested", "older", "oldest", "nulls are absent"],
+)
+def test_every_spelling_of_a_processor_file_is_read(tmp_path, name, content, contract):
+    write(tmp_path, name, content)
+    assert VisionContract.from_hf(tmp_path) == contract
 
 
 @pytest.mark.parametrize(
@@ -248,38 +243,34 @@ def test_null_keys_count_as_absent(tmp_path):
         ({"image_mean": [0.5]}, r"json: image_mean=\[0.5\] must be a list of 3 numbers"),
         ({"resample": 2}, "json: resample=2 is not supported; supported is 3"),
         ({"do_resize": False}, "json: do_resize=False is not supported"),
+        ({"merge_size": None}, r"preprocessor_config.json: key 'merge_size' is missing"),
     ],
 )
 def test_a_bad_processor_file_is_named_with_its_key(tmp_path, change, message):
-    write(tmp_path, "preprocessor_config.json", {**to_hf(RECIPE), **change})
+    write(tmp_path, FILE, {key: value for key, value in {**to_hf(RECIPE), **change}.items() if value is not None})
     with pytest.raises(ValueError, match=message):
         VisionContract.from_hf(tmp_path)
 
 
-def test_a_missing_key_is_named(tmp_path):
-    content = to_hf(RECIPE)
-    del content["merge_size"]
-    write(tmp_path, "preprocessor_config.json", content)
-    with pytest.raises(ValueError, match=r"preprocessor_config.json: key 'merge_size' is missing"):
-        VisionContract.from_hf(tmp_path)
-
-
-def test_a_directory_without_processor_files_is_refused(tmp_path):
-    write(tmp_path, "processor_config.json", {"processor_class": "Qwen3VLProcessor"})
-    with pytest.raises(ValueError, match=r"neither preprocessor_config.json nor a processor_config.json with the key"):
-        VisionContract.from_hf(tmp_path)
-
-
-def test_broken_json_is_refused(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text('{"size": ')
-    with pytest.raises(ValueError, match=r"preprocessor_config.json is not valid JSON"):
-        VisionContract.from_hf(tmp_path)
-
-
-def test_two_spellings_that_disagree_are_refused(tmp_path):
-    write(tmp_path, "processor_config.json", {"image_processor": to_hf(RECIPE)})
-    write(tmp_path, "preprocessor_config.json", to_hf(PUBLISHED))
-    with pytest.raises(ValueError, match="disagree on min_pixels, max_pixels; delete one"):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {NESTED_FILE: '{"processor_class": "Qwen3VLProcessor"}'},
+            r"neither preprocessor_config.json nor a processor_config.json with the key",
+        ),
+        ({FILE: '{"size": '}, r"preprocessor_config.json is not valid JSON"),
+        (
+            {NESTED_FILE: json.dumps({"image_processor": to_hf(RECIPE)}), FILE: json.dumps(to_hf(PUBLISHED))},
+            "disagree on min_pixels, max_pixels; delete one",
+        ),
+    ],
+    ids=["none", "broken", "contradiction"],
+)
+def test_processor_files_that_cannot_be_used_are_refused(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
         VisionContract.from_hf(tmp_path)
 
 
