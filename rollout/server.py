@@ -329,7 +329,7 @@ class Server:
         shared = supervisor.SharedFiles(self.pid)
         # WNOWAIT does not reap the process, so its group id stays valid.
         while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            shared.look(supervisor.LOOK_S)
+            shared.look()
             time.sleep(POLL_S)
         # Processes are left only if the supervisor itself was killed.
         os.killpg(self.pid, signal.SIGKILL)

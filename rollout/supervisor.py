@@ -25,7 +25,7 @@ from typing import NamedTuple
 KILL_NOW = signal.SIGUSR1
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, KILL_NOW)
 POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire if only the thread that forked us ends
-LOOK_S = 2.0  # between two scans of the descendants' shared memory
+LOOK_S = 2.0  # between two scans of the descendants' shared memory, if no file appears there
 SHARED_MEMORY = Path("/dev/shm")
 MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{SHARED_MEMORY}/[^/\n]+$", re.MULTILINE)  # /proc/PID/maps, see man proc
 
@@ -64,24 +64,29 @@ def supervised(command: Sequence[str]) -> list[str]:
 class SharedFiles:
     """The files in /dev/shm that a process's descendants have mapped or open, without directories.
 
-    A killed process cannot report its files, so they are scanned periodically. They are identified by inode, because a
-    semaphore is renamed after it is mapped.
+    A killed process cannot report its files, so they are scanned as soon as a file appears, and periodically. They are
+    identified by inode, because a semaphore is renamed after it is mapped.
     """
 
     def __init__(self, top: int):
-        self._top, self._looked_s = top, 0.0
+        self._top, self._scanned_s = top, 0.0
         self._preexisting = set(SHARED_MEMORY.glob("*"))
+        self._scanned = self._preexisting
         self._ours: set[Path] = set()
         self._pids: set[int] = set()
 
-    def look(self, at_most_every_s: float = 0.0) -> None:
-        if time.monotonic() < self._looked_s + at_most_every_s:
-            return
-        self._looked_s = time.monotonic()
+    def look(self) -> None:
+        """Scans if a file has appeared since the last scan, or if that was long ago."""
+        if set(SHARED_MEMORY.glob("*")) - self._scanned or time.monotonic() > self._scanned_s + LOOK_S:
+            self.scan()
+
+    def scan(self) -> None:
+        paths = set(SHARED_MEMORY.glob("*"))
+        self._scanned, self._scanned_s = paths, time.monotonic()
         pids = descendants(self._top)
         self._pids.update(pids)
         ours = mapped_or_open(pids)
-        for path in set(SHARED_MEMORY.glob("*")) - self._preexisting:
+        for path in paths - self._preexisting:
             with suppress(OSError):  # already gone
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_ino in ours:
@@ -131,9 +136,9 @@ def main(parent: int, command: list[str]) -> int:
             break
         if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             os.kill(child, signal.SIGTERM)
-        shared.look(LOOK_S)
+        shared.look()
         status = _reap(child)
-    shared.look()
+    shared.scan()
     status = _kill_descendants(child, status)
     shared.remove()
     exit_code = os.waitstatus_to_exitcode(status)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -17,7 +18,7 @@ import pytest
 from processes import all_gone, ended, family, serve, start
 
 from rollout.server import KEPT_LINES, MAX_LINE_BYTES, Server, ServerFailed, ServerSettings
-from rollout.supervisor import LOOK_S
+from rollout.supervisor import LOOK_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
@@ -215,6 +216,30 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     finally:
         image.unlink(missing_ok=True)
         stranger.unlink(missing_ok=True)
+
+
+SHORT_LIVED = """
+import mmap, os, signal, sys, time
+time.sleep(0.7)  # so that the supervisor has looked once
+child = os.fork()
+if not child:
+    file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+    os.ftruncate(file, 4096)
+    mapped = mmap.mmap(file, 4096)
+    time.sleep(600)
+time.sleep(0.7)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+"""
+
+
+def test_shared_memory_of_a_process_that_is_killed_soon_after_it_starts_is_removed():
+    segment = Path("/dev/shm") / f"short_lived_{os.getpid()}"
+    try:
+        done = subprocess.run(supervised([sys.executable, "-c", SHORT_LIVED, str(segment)]), timeout=30)
+        assert done.returncode == 0 and not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
 
 
 # --- the command
