@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_port.config import PRESETS, ModelConfig, config_from_hf, preset, read_hf_config
+from model_port.config import PRESETS, ModelConfig, preset, read_config
 from model_port.layout import hf_files_of
 from model_port.sharding import over_hosts
 from model_port.tiny import tiny_config
@@ -73,7 +73,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
         return tiny_config(), ()
     hf_dir = hf_files_of(Path(path))  # for an adapter it may be the id of its base
     if hf_dir.is_dir():
-        return config_from_hf(read_hf_config(hf_dir), source=str(hf_dir / "config.json")), ()
+        return read_config(hf_dir), ()
     size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", str(hf_dir).lower())
     if size is None:
         raise ValueError(

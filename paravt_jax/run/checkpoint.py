@@ -26,7 +26,7 @@ from model_port.adapters import AdapterInfo, write_adapter
 from model_port.bucket import Bucket, is_address
 from model_port.checkpoint import ArrayPart, box_of, make_arrays, write_shards
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import config_from_hf, read_hf_config
+from model_port.config import read_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import HF_DIR, OPTIMIZER_DIR, RECORD_FILE
 from model_port.output_dir import output_directory, sync_path
@@ -101,7 +101,7 @@ class Checkpoints:
         self._directory: Any = directory if isinstance(directory, Bucket) else directory.absolute()
         self._config, self._say, self._hosts = config, say, hosts
         # Raises now instead of at the first export.
-        self._adapter, self._model = adapter, config_from_hf(read_hf_config(hf_dir), str(hf_dir))
+        self._adapter, self._model = adapter, read_config(hf_dir)
         self._hf_files = read_side_files(hf_dir)
         if hosts.leads:
             self._clear()

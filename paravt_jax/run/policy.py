@@ -22,7 +22,7 @@ from model_port.adapters import (
 from model_port.attention import allow_kernel, form_of
 from model_port.attention.check import Heads, KernelCheck, check_kernel
 from model_port.attention.choice import KERNEL_PLATFORMS, kernel_of
-from model_port.config import NO_ADAPTERS, LoraConfig, config_from_hf, read_hf_config
+from model_port.config import NO_ADAPTERS, LoraConfig, read_config
 from model_port.download import source_directory
 from model_port.hf_files import CONFIG_FILE, HUB_ID, RECIPE_FILE, read_side_files, with_pixel_bounds, write_side_files
 from model_port.layers import Compute
@@ -144,7 +144,7 @@ def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:
         machine = platform()
     if policy.compute.attention != "auto" or machine not in KERNEL_PLATFORMS:
         return policy
-    model = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
+    model = read_config(policy.hf_files)
     text = Heads(model.text.num_heads, model.text.num_kv_heads, model.text.head_dim, causal=True)
     vision = Heads(model.vision.num_heads, model.vision.num_heads, model.vision.head_dim, causal=False)
     with Meter("checking the attention kernel"):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from model_port.cli import one_line
-from model_port.config import config_from_hf, read_hf_config
+from model_port.config import read_config
 from model_port.weights import num_params
 from paravt_jax.config import MeshConfig
 from paravt_jax.run.gpu_assignment import VISIBLE
@@ -74,7 +74,7 @@ def describe_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
 
 def size_of(hf_dir: Path) -> int:
     """Number of parameters, computed from config.json."""
-    return num_params(config_from_hf(read_hf_config(hf_dir), str(hf_dir)))
+    return num_params(read_config(hf_dir))
 
 
 def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:

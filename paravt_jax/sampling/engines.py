@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model_port.config import config_from_hf, read_hf_config
+from model_port.config import read_config
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
@@ -71,7 +71,7 @@ async def open_engine(
         if not isinstance(engine, Engine):
             raise ValueError(f"engine.kind={settings.kind} returned {type(engine).__name__}, expected an Engine")
         return engine
-    config = config_from_hf(read_hf_config(policy.hf_files), str(policy.hf_files))
+    config = read_config(policy.hf_files)
     sglang = SGLangSettings(
         run=run,
         take_over=take_over,
