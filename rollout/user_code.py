@@ -53,23 +53,21 @@ def _running() -> asyncio.Task[Any] | None:
 
 def load_object(setting: str, location: str) -> Any:
     path, _, name = location.rpartition(":")
-    module = _module_at(setting, location, path)
+    module = _module_at(f"{setting}={location}", Path(path).expanduser().absolute())
     if not hasattr(module, name):
         raise ValueError(f"{setting}={location}: the file has no {name}")
     return getattr(module, name)
 
 
 def load_function(setting: str, location: str) -> Callable[..., Any]:
-    path, _, name = location.rpartition(":")
-    function = getattr(_module_at(setting, location, path), name, None)
+    function = load_object(setting, location)
     if not callable(function):
-        raise ValueError(f"{setting}={location}: the file has no function {name}")
+        raise ValueError(f"{setting}={location} is not a function")
     return function
 
 
 @cache
-def _module_at(setting: str, location: str, path: str) -> ModuleType:
-    label, file = f"{setting}={location}", Path(path).expanduser().absolute()
+def _module_at(label: str, file: Path) -> ModuleType:
     if not file.is_file():
         raise ValueError(f"{label}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(str(file.resolve()), file)

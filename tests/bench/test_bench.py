@@ -57,6 +57,7 @@ def test_learner_bench_compares_both_sides_and_writes_json(small, bench, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_learner_bench_compares_whole_updates(small):
     result = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))
     assert not result["rows"]

@@ -79,6 +79,7 @@ def train_on_two(folder: Path, url: str, num_steps: int) -> list[several.Ended]:
     return several.Started(folder / "said", 2, 1, command_in, commands).ended()
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_hosts_without_a_shared_disk_resumes_from_the_bucket(gcs, tmp_path):
     for number, steps in enumerate((1, 2)):
         ended = train_on_two(tmp_path / str(number), gcs.url, steps)

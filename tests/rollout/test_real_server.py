@@ -320,6 +320,7 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
 
 
+@pytest.mark.nightly
 def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version_is_refused(sglang_python, tmp_path):
     """With logits as wide as trained ones; the learner has masters in float32, as when it trains."""
     right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
@@ -509,6 +510,7 @@ async def all_up(engine, model) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_back_with_the_weights(
     server, sglang_python, tiny_hf, model, other, contract, chat
 ):
@@ -580,6 +582,7 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
     assert versions == [version - 1] * 2
 
 
+@pytest.mark.nightly
 def test_every_public_split_has_the_same_greedy_answers_from_the_server_and_in_process(server, tiny_hf, tmp_path):
     pictures = [np.full((32, 64, 3), 40 * second, np.uint8) for second in range(6)]
     write_video(tmp_path / "video.mp4", pictures, 1)
@@ -618,6 +621,7 @@ def train_and_find_servers_late(arguments: list[str]) -> None:
     several.command("paravt_jax.train", arguments, {})
 
 
+@pytest.mark.nightly
 def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes(server, model, tiny_hf, tmp_path):
     """Also where one finds the server later than the other, which must not pause it before."""
     run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
@@ -680,6 +684,7 @@ def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf,
         start(settings, deadline_s=120)
 
 
+@pytest.mark.nightly
 def test_the_real_server_knows_the_flags_for_cuda(sglang_python, tiny_hf):
     cuda = ServerSettings(model=tiny_hf, python=sglang_python, device="cuda", max_total_tokens=100_000)
     code = (

@@ -135,7 +135,10 @@ def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_envir
 @pytest.mark.parametrize(
     "settings",
     [
-        ("smoke_cpu.yaml", "loss.kl_coef=0.1", "train.updates_per_step=2", "pack.row_tokens=1024"),
+        pytest.param(
+            ("smoke_cpu.yaml", "loss.kl_coef=0.1", "train.updates_per_step=2", "pack.row_tokens=1024"),
+            marks=pytest.mark.nightly,
+        ),
         ("sft_8b.yaml", "model.path=tiny", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
     ],
     ids=["rl", "imitation"],

@@ -218,8 +218,8 @@ def test_a_users_function_that_exits_is_an_error(own):
     [
         ("floored", {}, r"mine\.py:floored needs loss\.params\.floor: it has no default there"),
         ("floored", {"floor": 0.1, "roof": 2.0}, r"loss\.params\.roof is not a .* of .*, which has floor, power$"),
-        ("missing", {}, r"loss\.name=.*mine\.py:missing: the file has no function missing$"),
-        ("number", {}, r"the file has no function number$"),
+        ("missing", {}, r"loss\.name=.*mine\.py:missing: the file has no missing$"),
+        ("number", {}, r"is not a function$"),
     ],
 )
 def test_an_unusable_function_is_rejected_in_one_line(own, name, params, message):

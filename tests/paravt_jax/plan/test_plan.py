@@ -63,6 +63,8 @@ CASES = {
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
 
+NIGHTLY_CASES = ("dots", "full, xla", "head", "adapters, none")
+
 
 def plan_of_config(config: Config, model: ModelConfig = EIGHT_B, device: DeviceSpec = CPU) -> Plan:
     return make_plan(PlannedRl.of(config, model), device)
@@ -78,7 +80,9 @@ def case(name: str) -> tuple[ModelConfig, Config]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY_CASES)) for name in CASES]
+)
 def test_planned_memory_matches_the_compiler(name, monkeypatch):
     monkeypatch.setattr(scanned, "BLOCK_TOKENS", 128)
     model, config = case(name)

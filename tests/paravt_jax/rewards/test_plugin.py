@@ -14,7 +14,7 @@ from rollout.ledger import Ledger
 from rollout.prompter import Task
 from rollout.records import Call, Episode, Turn
 from rollout.tools import find_calls
-from rollout.user_code import await_user_code
+from rollout.user_code import await_user_code, load_object
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs" / "examples" / "own_reward.py"
@@ -213,8 +213,8 @@ def test_episodes_do_not_wait_for_each_other():
         (None, "reward", "there is no file"),
         ("def reward(:", "reward", "cannot be loaded: SyntaxError"),
         ("import nothing_of_this_name", "reward", "cannot be loaded: ModuleNotFoundError: No module named"),
-        (f"def reward({ARGUMENTS}): return []", "other", "has no function other"),
-        ("reward = 3", "reward", "has no function reward"),
+        (f"def reward({ARGUMENTS}): return []", "other", "the file has no other"),
+        ("reward = 3", "reward", "is not a function"),
         ("def reward(question, answer): return []", "reward", f"must take {ARGUMENTS}: "),
         (f"def reward({ARGUMENTS}, more): return []", "reward", "must take .*: missing a required argument: 'more'"),
     ],
@@ -239,3 +239,11 @@ def test_a_file_may_define_dataclasses_and_take_extra_keywords(tmp_path):
         "async def reward(turns, **others):\n    return [OwnTerm('mine', Mine().x)]\n"
     )
     assert terms_from(loaded(f"{tmp_path}/mine.py:reward")) == (OwnTerm("mine", 0.5),)
+
+
+def test_a_relative_path_is_a_file_of_the_current_directory(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"NAME = {name!r}")
+        monkeypatch.chdir(tmp_path / name)
+        assert load_object("data.split", "mine.py:NAME") == name
