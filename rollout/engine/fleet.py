@@ -36,10 +36,10 @@ class Fleet:
         self._behind_router = behind_router  # a router also sends requests to servers that are not up
         self._labels = Labels(client, settings)
         self.owner = f"{settings.run}/" if settings.run else ""  # empty: taken from the first server's label
-        self._published: Weights | None = None
+        self._published = False  # the files have the weights of this version
         self._adopted = False  # another process publishes for this run
         self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
-        self._files = WeightFiles(client, settings.weights_dir)
+        self._files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # a server came up or went down
         self._background: set[asyncio.Task[Any]] = set()
@@ -78,7 +78,8 @@ class Fleet:
         """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return."""
         assert self.settings.run, "an engine without SGLangSettings.run only samples"
         async with self._publishing:
-            self._published, self._adopted, self.version = weights, False, version
+            await self._files.write(weights, version)  # while the servers sample
+            self._published, self._adopted, self.version = True, False, version
             await self._load([s for s in self.servers if s.up or s.awaits_weights or self._gets_routed_requests(s)])
             await self._check_fingerprints([server for server in self.servers if server.version == version])
         try:
@@ -89,7 +90,7 @@ class Fleet:
     async def adopt(self, version: int) -> None:
         """Uses each server as soon as it has this version, which another process has published."""
         async with self._publishing:
-            self._published, self._adopted, self.version = None, True, version
+            self._published, self._adopted, self.version = False, True, version
             await asyncio.gather(*(self._adopt(server) for server in self.servers if server.up))
             await self._check_fingerprints([server for server in self.servers if server.up])
         for server in self.servers:
@@ -174,7 +175,7 @@ class Fleet:
         self, server: ServerState, take_over: bool = False, on_progress: Callable[[str], None] = lambda text: None
     ) -> None:
         """Raises ServerOwned if another live run owns the server or has taken it over."""
-        first = self._published is None and not self._adopted
+        first = not self._published and not self._adopted
         await self._labels.claim(server.url, on_progress, was_claimed=server.claimed, first=first, take_over=take_over)
         server.claimed = True
 
@@ -218,12 +219,11 @@ class Fleet:
 
     async def _load(self, servers: Sequence[ServerState]) -> None:
         """Loads the published weights into these servers at once; servers that fail are ejected."""
-        assert self._published is not None
         assert self.version is not None
         taken = await asyncio.gather(*map(self._was_taken_over, servers))
         servers = [server for server, was_taken in zip(servers, taken, strict=True) if not was_taken]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self._client, self._files, servers, self._published, label, self.settings)
+        problems = await load_weights(self._client, self._files, servers, label, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None
@@ -263,7 +263,7 @@ class Fleet:
         """Loads the published weights into a server; before the first publish, reads which version it has."""
         label = await self._labels.fetch(server.url)
         self.owner = self.owner or label.owner
-        if self._published is not None:
+        if self._published:
             # Both must match: a process with the right label may have received only part of the weights.
             if server.version != self.version or label != Label(self.owner, self.version):
                 await self._load([server])

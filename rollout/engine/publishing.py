@@ -1,7 +1,8 @@
 """Publishes new weights to running servers.
 
-Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, and every
-server reads them. The weights get their label in the same step of a server's scheduler.
+Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, while the
+servers continue to sample. Then the servers are paused, read them, and resume. The weights get their label in the same
+step of a server's scheduler.
 """
 
 import asyncio
@@ -30,21 +31,23 @@ async def load_weights(
     client: HttpClient,
     files: "WeightFiles",
     servers: Sequence[ServerState],
-    weights: Weights,
     label: Label,
     settings: SGLangSettings,
 ) -> Problems:
-    """Pauses all servers, flushes their caches, loads the weights, resumes.
+    """Pauses all servers, flushes their caches, loads the written weights, resumes.
 
     Running requests wait; their keys and values are recomputed afterwards.
     """
     problems: Problems = {}
+    body = {"model_path": str(files.directory), "flush_cache": False, "weight_version": str(label)}
 
     def healthy() -> list[str]:
         return [server.url for server in servers if server.url not in problems]
 
-    def post(path: str, body: Any) -> Callable[[str], Coroutine[Any, Any, Any]]:
-        return lambda url: client.post(f"{url}{path}", body, settings.control_deadline_s)
+    def post(
+        path: str, body: Any, deadline_s: float = settings.control_deadline_s
+    ) -> Callable[[str], Coroutine[Any, Any, Any]]:
+        return lambda url: client.post(f"{url}{path}", body, deadline_s)
 
     try:
         for server in servers:
@@ -52,10 +55,7 @@ async def load_weights(
         problems |= await post_all(healthy(), post("/pause_generation", {"mode": "retract"}))
         # Keys and values of the old weights. SGLang refuses to flush while a request runs, hence the pause.
         problems |= await post_all(healthy(), post("/flush_cache", {}))
-        try:
-            problems |= await files.send(healthy(), weights, label, settings.load_deadline_s)
-        except EngineError as problem:  # their weights may be partly loaded
-            problems |= dict.fromkeys(healthy(), str(problem))
+        problems |= await post_all(healthy(), post("/update_weights_from_disk", body, settings.load_deadline_s))
     finally:
         problems |= await post_all(healthy(), post("/continue_generation", {}))
         for server in servers:
@@ -80,24 +80,21 @@ async def post_all(urls: Sequence[str], call: Callable[[str], Coroutine[Any, Any
 class WeightFiles:
     """One directory of safetensors for all servers. It is kept until the next weights, or until this process ends."""
 
-    def __init__(self, client: HttpClient, directory: str | Path = ""):
+    def __init__(self, directory: str | Path = ""):
         """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
-        self._client = client
         self._parents = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-        self._written: tuple[int, Weights, Path] | None = None
+        self._written: Path | None = None
         self._lock = ExitStack()  # on that directory
 
-    async def send(self, urls: Sequence[str], weights: Weights, label: Label, deadline_s: float) -> Problems:
-        """Loads the weights into every server and labels them."""
-        assert label.version is not None
-        directory = await self._directory(weights, label.version)
-        body = {"model_path": str(directory), "flush_cache": False, "weight_version": str(label)}
-        return await post_all(urls, lambda url: self._client.post(f"{url}/update_weights_from_disk", body, deadline_s))
+    @property
+    def directory(self) -> Path:
+        """The latest weights; servers that come back later read them again."""
+        if self._written is None:
+            raise EngineError("the latest weights could not be written")
+        return self._written
 
-    async def _directory(self, weights: Weights, version: int) -> Path:
-        """The directory of this version; it is written once, and servers that come back later read it again."""
-        if self._written is not None and self._written[:2] == (version, weights):
-            return self._written[2]
+    async def write(self, weights: Weights, version: int) -> None:
+        """Replaces the weights of the previous version, so no server may be reading them."""
         self._remove()
         for orphan in orphans(self._parents):
             shutil.rmtree(orphan, ignore_errors=True)
@@ -108,14 +105,12 @@ class WeightFiles:
                 f"{weights.num_bytes / 2**30:.1f} GiB of weights do not fit into {tried}; free some space there, or "
                 f"name another directory with engine.weights_dir"
             )
-        directory = self._make_locked(parent, version)
-        self._written = (version, weights, directory)
+        self._written = self._make_locked(parent, version)
         try:
-            await asyncio.to_thread(weights.write, directory)
+            await asyncio.to_thread(weights.write, self._written)
         except BaseException:
             self._remove()
             raise
-        return directory
 
     def _make_locked(self, parent: Path, version: int) -> Path:
         """A new directory that stays locked for as long as this process lives."""
@@ -126,7 +121,7 @@ class WeightFiles:
 
     def _remove(self) -> None:
         if self._written is not None:
-            shutil.rmtree(self._written[2], ignore_errors=True)
+            shutil.rmtree(self._written, ignore_errors=True)
             self._lock.close()
             self._written = None
 

@@ -48,6 +48,18 @@ class NoWeights:
         (directory / "model.safetensors").write_bytes(b"12345678")
 
 
+class HeldWeights(NoWeights):
+    """They are being written until `go_on` is set."""
+
+    def __init__(self):
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, directory: Path) -> None:
+        self.began.set()
+        assert self.go_on.wait(5)
+        super().write(directory)
+
+
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
     sampling = Sampling(num_tokens, stop_ids=(99,))
     return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, on_tokens=on_tokens)
@@ -402,6 +414,32 @@ def test_publishing_pauses_flushes_labels_and_continues_on_all_servers():
     assert not running_engine(2, work).exists()
 
 
+@with_servers(1)
+async def test_servers_sample_while_the_weights_are_written(engine, server):
+    weights = HeldWeights()
+    publishing = asyncio.create_task(engine.publish(weights, 3))
+    await asyncio.to_thread(weights.began.wait)
+    found = await engine.generate(request(version=engine.version, deadline_s=1))
+    assert found.versions.tolist() == [0] * 4 and not server.asked["/pause_generation"]
+    weights.go_on.set()
+    await publishing
+    assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
+
+
+@with_servers(3)
+async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(engine, kept, again, taken):
+    weights = HeldWeights()
+    publishing = asyncio.create_task(engine.publish(weights, 3))
+    await asyncio.to_thread(weights.began.wait)
+    again.version, taken.version = "default", "u/"
+    await until(lambda: not any(server.up for server in engine.fleet.servers[1:]))
+    weights.go_on.set()
+    await publishing
+    await until(lambda: engine.fleet.servers[1].up and engine.fleet.servers[2].retired)
+    assert [server.version for server in (kept, again, taken)] == ["t/3", "t/3", "u/"]
+    assert [server.asked["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/flush_cache"])
 @with_servers(2)
 async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(engine, bad, good, path):
@@ -458,7 +496,7 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
         "from rollout.engine.publishing import WeightFiles; from test_sglang_engine import NoWeights\n"
-        "print(asyncio.run(WeightFiles(None)._directory(NoWeights(), 1)), flush=True)\n"
+        "files = WeightFiles(); asyncio.run(files.write(NoWeights(), 1)); print(files.directory, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -467,10 +505,10 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
     assert left.is_dir()
 
     async def body():
-        first, second = WeightFiles(None), WeightFiles(None)
-        kept = await first._directory(NoWeights(), 1)
-        other = await second._directory(NoWeights(), 1)
-        assert kept.is_dir() and other.is_dir() and not left.exists()
+        first, second = WeightFiles(), WeightFiles()
+        await first.write(NoWeights(), 1)
+        await second.write(NoWeights(), 1)
+        assert first.directory.is_dir() and second.directory.is_dir() and not left.exists()
         await first.close()
         await second.close()
 
@@ -479,11 +517,11 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
 
 def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     async def body():
-        route = WeightFiles(None, tmp_path)
-        assert (await route._directory(NoWeights(), 1)).parent == tmp_path
-        route = WeightFiles(None, tmp_path / "gone")
+        files = WeightFiles(tmp_path)
+        await files.write(NoWeights(), 1)
+        assert files.directory.parent == tmp_path
         with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
-            await route._directory(NoWeights(), 1)
+            await WeightFiles(tmp_path / "gone").write(NoWeights(), 1)
 
     asyncio.run(body())
 
