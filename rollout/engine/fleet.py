@@ -78,7 +78,7 @@ class Fleet:
         """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return."""
         assert self.settings.run, "an engine without SGLangSettings.run only samples"
         async with self._publishing:
-            await self._files.write(weights, version)  # while the servers sample
+            await self._files.write(weights)  # while the servers sample
             self._published, self._adopted, self.version = True, False, version
             await self._load([s for s in self.servers if s.up or s.awaits_weights or self._gets_routed_requests(s)])
             await self._check_fingerprints([server for server in self.servers if server.version == version])
@@ -201,15 +201,16 @@ class Fleet:
                 if server.version == version:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
-    async def _was_taken_over(self, server: ServerState) -> bool:
-        """Retires a server that another run has taken over."""
-        try:
+    async def _is_ours(self, server: ServerState) -> bool:
+        """Retires a server that another run has taken over. A server that was restarted must load all tensors."""
+        label = None
+        with contextlib.suppress(EngineError):  # loading reports the cause
             label = await self._labels.fetch(server.url)
-        except EngineError:  # loading reports the cause
-            return False
-        if label.is_foreign(self.owner):
+        if label is not None and label.is_foreign(self.owner):
             self._retire(server, taken_over(label))
-        return server.retired
+        elif server.version is None or label != Label(self.owner, server.version):
+            self._files.forget(server)
+        return not server.retired
 
     # Weights
 
@@ -220,8 +221,8 @@ class Fleet:
     async def _load(self, servers: Sequence[ServerState]) -> None:
         """Loads the published weights into these servers at once; servers that fail are ejected."""
         assert self.version is not None
-        taken = await asyncio.gather(*map(self._was_taken_over, servers))
-        servers = [server for server, was_taken in zip(servers, taken, strict=True) if not was_taken]
+        ours = await asyncio.gather(*map(self._is_ours, servers))
+        servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
         label = Label(self.owner, self.version)
         problems = await load_weights(self._client, self._files, servers, label, self.settings)
         for server in servers:

@@ -20,22 +20,27 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 import model_port
-from model_port.config import ModelConfig
+from model_port.config import ModelConfig, VisionConfig
 from model_port.layout import HF_DIR
+from model_port.model import Qwen3VL
 from model_port.terminal import say
 from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.learner.learner import LANGUAGE
 from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.server import Server, ServerSettings
 from scripts.bench import shared_checkpoint
-from scripts.bench.checkpoint import sized_model
+from scripts.bench.checkpoint import WIDTH, sized_model
 from scripts.bench.convert import peak_rss_bytes
 from scripts.bench.publishing import publish_times, receivers
 from scripts.bench.smoke_run import CONFIG, ROOT
@@ -64,6 +69,7 @@ SHOWN_LINES = 15  # of a run that failed
 START_S, STOP_S = 600.0, 10.0  # of a server
 FLOAT32 = np.dtype(np.float32)
 MIB = 2**20
+VISION = VisionConfig(12, 640, 2560, 10, WIDTH, (0,), num_positions=256)  # a fifth of 1280 MiB, as in the 2B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +106,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
     lines += ["| processes | share, MiB | peak while saving | peak while restoring | seconds to save, to restore |"]
     lines += ["|---" * 5 + "|", *map(_checkpoint_line, result["checkpoints"]), ""]
-    lines += ["| servers | MiB | publish s | copy s | publish / copy |", "|---" * 5 + "|"]
+    lines += ["| servers | MiB | sent MiB | publish s | paused s | copy s | publish / copy |", "|---" * 7 + "|"]
     return "\n".join([*lines, *map(_publish_line, result["publishes"])])
 
 
@@ -117,8 +123,9 @@ def _checkpoint_line(row: Mapping[str, Any]) -> str:
 
 
 def _publish_line(row: Mapping[str, Any]) -> str:
-    publish_s, copy_s = row["publish_s"], row["copy_s"]
-    return f"| {row['servers']} | {row['mib']} | {publish_s:.2f} | {copy_s:.2f} | {publish_s / copy_s:.2f} |"
+    times = " | ".join(f"{row[name]:.2f}" for name in ("publish_s", "paused_s", "copy_s"))
+    ratio = row["publish_s"] / row["copy_s"]
+    return f"| {row['servers']} | {row['mib']} | {row['sent_mib']:.0f} | {times} | {ratio:.2f} |"
 
 
 def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -162,24 +169,31 @@ def _checkpoints(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
 
 
 def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Publishes one model's weights to each number of servers."""
-    config = sized_model(args.mib * MIB / FLOAT32.itemsize)
+    """Publishes a model with a frozen vision tower to each number of servers."""
+    config = replace(sized_model(args.mib * MIB / FLOAT32.itemsize), vision=VISION)
     real = args.engine == "sglang"
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
-        weights = ModelWeights(model_port.load(folder / "large", "float32"), FLOAT32)
+        model = model_port.load(folder / "large", "float32")
+        versions = [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
         for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
-            times = asyncio.run(_publish(urls[:num], num, weights, args.repeats))
-            rows.append({"servers": num, "mib": weights.num_bytes // MIB, **times})
+            times = asyncio.run(_publish(urls[:num], num, versions, args.repeats))
+            rows.append({"servers": num, "mib": versions[0].num_bytes // MIB, **times})
             say(_publish_line(rows[-1]))
     return rows
 
 
-async def _publish(urls: Sequence[str], num: int, weights: ModelWeights, repeats: int) -> dict[str, float]:
+def updated(model: Qwen3VL) -> Qwen3VL:
+    """Another version of the model, of which every language tensor differs."""
+    graphdef, language, frozen = nnx.split(model, LANGUAGE, ...)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * 1.01, language), frozen)
+
+
+async def _publish(urls: Sequence[str], num: int, versions: Sequence[ModelWeights], repeats: int) -> dict[str, float]:
     if urls:
-        return await publish_times(urls, weights, repeats)
-    async with receivers(num, weights.num_bytes) as pretended:
-        return await publish_times(pretended, weights, repeats)
+        return await publish_times(urls, versions, repeats)
+    async with receivers(num, 2 * versions[0].num_bytes) as pretended:  # the files have headers
+        return await publish_times(pretended, versions, repeats)
 
 
 @contextmanager

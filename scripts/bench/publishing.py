@@ -1,10 +1,12 @@
 """Publishing weights to servers, compared with a plain copy of the same bytes.
 
 The copy is the lower bound: bytes are written once to shared memory and read by as many readers at the same time.
-Receivers stand in for servers: they only read the files into memory. Real servers also load them.
+Receivers stand in for servers: they only read the files into memory. Real servers also load them. The weights alternate
+between two versions, so that every publish sends what an update changes.
 """
 
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
@@ -17,13 +19,14 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 
-from model_port.safetensors_io import SINGLE_FILE
 from rollout.engine.protocol import Weights
+from rollout.engine.publishing import CHANGED
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.supervisor import SHARED_MEMORY
 
 UP_DEADLINE_S = 60.0
-LOOK_EVERY_S = 0.05
+WARM_UP = 2  # publishes that are not counted; the first sends all tensors
+LOOK_EVERY_S, WATCH_EVERY_S = 0.05, 0.001
 SCORED = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}  # the answer to a probe
 
 
@@ -37,7 +40,7 @@ class Receiver:
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         if request.path == "/update_weights_from_disk":
-            await asyncio.to_thread(_read_file, Path(body["model_path"]) / SINGLE_FILE, self._memory)
+            await asyncio.to_thread(_read_files, Path(body["model_path"]), self._memory)
             self._label = body["weight_version"]
         if request.path == "/update_weight_version":
             self._label = body["new_version"]
@@ -62,22 +65,45 @@ async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
         yield urls
 
 
-async def publish_times(urls: Sequence[str], weights: Weights, repeats: int) -> dict[str, float]:
-    """Median seconds of a publish to all servers and of a copy to as many readers, in turns."""
-    memory = [np.ones(weights.num_bytes, np.uint8) for _ in range(1 + len(urls))]
-    seconds: dict[str, list[float]] = {"publish_s": [], "copy_s": []}
-    engine = await SGLangEngine.connect(urls, SGLangSettings("bench"))
-    try:
-        await _all_up(engine)
-        for _ in range(1 + repeats):
-            start_s = time.perf_counter()
-            await engine.publish(weights, engine.version + 1)
-            seconds["publish_s"].append(time.perf_counter() - start_s)
-            seconds["copy_s"].append(await asyncio.to_thread(copied_s, memory[0], memory[1:]))
-        await _all_up(engine)
-    finally:
-        await engine.close()
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first turn warms up
+async def publish_times(urls: Sequence[str], versions: Sequence[Weights], repeats: int) -> dict[str, float]:
+    """Medians of the bytes and seconds of a publish to all servers, and of a copy to as many readers, in turns."""
+    memory = [np.ones(versions[0].num_bytes, np.uint8) for _ in range(1 + len(urls))]
+    rows: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+        engine = await SGLangEngine.connect(urls, SGLangSettings("bench", weights_dir=directory))
+        try:
+            await _all_up(engine)
+            for weights in itertools.islice(itertools.cycle(versions), WARM_UP + repeats):
+                row = await _publish_times(engine, weights)
+                row["sent_mib"] = _num_bytes(Path(directory)) / 2**20
+                row["copy_s"] = await asyncio.to_thread(copied_s, memory[0], memory[1:])
+                rows.append(row)
+            await _all_up(engine)
+        finally:
+            await engine.close()
+    return {name: statistics.median(row[name] for row in rows[WARM_UP:]) for name in rows[0]}
+
+
+async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, float]:
+    """Seconds of a publish, and the seconds in which no server samples."""
+    loading_s = []
+
+    async def watch() -> None:
+        while True:
+            if any(server.loading for server in engine.fleet.servers):
+                loading_s.append(time.perf_counter())
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    watching, start_s = asyncio.create_task(watch()), time.perf_counter()
+    await engine.publish(weights, engine.version + 1)
+    publish_s = time.perf_counter() - start_s
+    watching.cancel()
+    return {"publish_s": publish_s, "paused_s": loading_s[-1] - loading_s[0]}
+
+
+def _num_bytes(directory: Path) -> int:
+    """Of the files that servers read in the latest publish."""
+    return sum(path.stat().st_size for path in directory.glob(f"*/{CHANGED}/*"))
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
@@ -90,16 +116,19 @@ def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
         return time.perf_counter() - start_s
 
 
-def _read_file(path: Path, target: np.ndarray) -> None:
-    with path.open("rb") as file:
-        _read(file.fileno(), target)
+def _read_files(directory: Path, target: np.ndarray) -> None:
+    first = 0
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            first += _read(file.fileno(), target[first:])
 
 
-def _read(number: int, target: np.ndarray) -> None:
-    """Fills `target`; releases the GIL while it reads."""
+def _read(number: int, target: np.ndarray) -> int:
+    """Reads up to the end of `target`; releases the GIL while it reads. Returns the number of bytes."""
     done = 0
     while done < target.nbytes and (got := os.preadv(number, [target[done:].data], done)):
         done += got
+    return done
 
 
 async def _all_up(engine: SGLangEngine) -> None:

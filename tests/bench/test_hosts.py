@@ -43,23 +43,29 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     row = hosts.measured_in(tmp_path / "run", tmp_path / "other")
     assert row == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **row}]
-    publishes = [{"servers": 4, "mib": 320, "publish_s": 3.0, "copy_s": 2.0}]
+    publishes = [
+        {"servers": 4, "mib": 320, "sent_mib": 256.2, "publish_s": 3.0, "paused_s": 1.0, "copy_s": 2.0},
+    ]
     saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
     checkpoints = [{"processes": 2, **saved}]
     lines = hosts.table({"runs": runs, "checkpoints": checkpoints, "publishes": publishes}).splitlines()
     assert lines[2] == "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 640 | 0.0e+00, none |"
     assert "| 2 | 512 | 600 | 701 | 8.1, 2.7 |" in lines
-    assert lines[-1] == "| 4 | 320 | 3.00 | 2.00 | 1.50 |"
+    assert lines[-1] == "| 4 | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
 
 
 def test_receivers_read_published_weights(tiny_hf):
-    weights = ModelWeights(model_port.load(tiny_hf), np.dtype(np.float32))
+    model, float32 = model_port.load(tiny_hf), np.dtype(np.float32)
+    versions = [ModelWeights(model, float32), ModelWeights(hosts.updated(model), float32)]
 
     async def work():
-        async with receivers(2, weights.num_bytes) as urls:
-            return await publish_times(urls, weights, 1)
+        async with receivers(2, 2 * versions[0].num_bytes) as urls:
+            return await publish_times(urls, versions, 1)
 
-    assert all(seconds > 0 for seconds in asyncio.run(work()).values())
+    row = asyncio.run(work())
+    assert row["publish_s"] > row["paused_s"] > 0 and row["copy_s"] > 0
+    trained = sum(tensor.nbytes for name, tensor in versions[0].tensors() if "visual" not in name)
+    assert row["sent_mib"] == pytest.approx(trained / 2**20, rel=0.01)  # with the headers of the files
 
 
 def test_a_process_saves_and_restores_its_share(tiny_hf, tmp_path, monkeypatch):

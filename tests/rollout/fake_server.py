@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -82,6 +83,7 @@ class FakeServer:
         self.behind: list[FakeServer] = []
         self.asked: Counter[str] = Counter()
         self.bodies: dict[str, list[Any]] = {}
+        self.read: list[str] = []  # the tensors that it loaded, by load
         self.running = 0
         self.sent_bytes = 0
         self.url = ""
@@ -115,6 +117,7 @@ class FakeServer:
             self.paused = path == "/pause_generation"
         if path == "/update_weights_from_disk":
             await asyncio.sleep(self.load_s)
+            self.read.append(" ".join(sorted(path.stem for path in Path(body["model_path"]).glob("*.safetensors"))))
             self.version = body["weight_version"]
         while self.paused and path in ("/health", "/probe", "/generate"):
             await asyncio.sleep(0.01)

@@ -388,7 +388,7 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
     return run()
 
 
-def test_after_publishing_the_server_samples_from_the_learners_weights(front, model, other, contract, chat):
+def test_after_publishing_the_server_samples_from_the_learners_weights(front, model, other, contract, chat, tmp_path):
     async def work(engine):
         begin = engine.version
         before, _ = await sampled_against_learner(engine, chat, other, contract)
@@ -396,10 +396,11 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
         worst, episodes = await sampled_against_learner(engine, chat, other, contract)
         assert {v for e in episodes for v in e.ledger.versions} == {begin + 1}
         await engine.publish(ModelWeights(model, FLOAT32), begin + 2)
+        assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return before, worst, back
 
-    before, worst, back = on(front, work)
+    before, worst, back = on(front, work, weights_dir=str(tmp_path))
     assert before > 100 * BOUND  # the two models can be told apart
     assert worst < BOUND
     assert back < BOUND

@@ -8,20 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from fake_server import WRONG, FakeServer
 
+from model_port.safetensors_io import HfTensors
 from rollout.engine.answers import Expected, generation_of
 from rollout.engine.http import KEEPALIVE_S, HttpClient, ServerUnavailable
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import WeightFiles
+from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
@@ -36,28 +40,44 @@ QUICK = SGLangSettings(
 )
 
 
-class NoWeights:
-    """As many bytes as it takes to see that they are written and removed."""
+SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # its last value is in its second part, not its first
 
+
+class Tensors:
     num_bytes = 8
 
-    def tensors(self):
-        yield "x", np.zeros(2, np.float32)
+    def __init__(self, **tensors: np.ndarray):
+        self.by_name = tensors
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield from self.by_name.items()
 
     def write(self, directory: Path) -> None:
-        (directory / "model.safetensors").write_bytes(b"12345678")
+        raise AssertionError("servers get a file for each tensor")
+
+
+class NoWeights(Tensors):
+    """As many bytes as it takes to see that they are written and removed."""
+
+    def __init__(self):
+        super().__init__(x=np.zeros(2, np.float32))
 
 
 class HeldWeights(NoWeights):
     """They are being written until `go_on` is set."""
 
     def __init__(self):
+        super().__init__()
         self.began, self.go_on = threading.Event(), threading.Event()
 
-    def write(self, directory: Path) -> None:
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         self.began.set()
         assert self.go_on.wait(5)
-        super().write(directory)
+        yield from super().tensors()
+
+
+def trained(value: float) -> Tensors:
+    return Tensors(frozen=np.zeros(2, np.float32), trained=np.full(2, value, np.float32))
 
 
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
@@ -440,6 +460,52 @@ async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(
     assert [server.asked["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
 
 
+@with_servers(2, replace(QUICK, probe_every_s=60))
+async def test_a_server_reads_only_the_tensors_that_changed_unless_it_was_restarted(engine, kept, restarted):
+    await engine.publish(trained(1), 1)
+    await engine.publish(trained(2), 2)
+    restarted.version = "default"  # nobody has noticed
+    await engine.publish(trained(3), 3)
+    await engine.publish(trained(3), 4)
+    assert kept.read == ["frozen trained", "trained", "trained", "trained"]  # SGLang cannot load no tensor
+    assert restarted.read == ["frozen trained", "trained", "frozen trained", "trained"]
+    assert kept.version == restarted.version == "t/4"
+
+
+@with_servers(3)
+async def test_a_server_that_missed_weights_reads_all_tensors(engine, kept, late, failing):
+    await engine.publish(trained(1), 1)
+    late.healthy, failing.fail_paths = False, {"/update_weights_from_disk"}
+    await until(lambda: not engine.fleet.servers[1].up)
+    for version in (2, 3):
+        await engine.publish(trained(version), version)
+    late.healthy, failing.fail_paths = True, set()
+    await until(lambda: all(server.up for server in engine.fleet.servers))
+    assert kept.read == ["frozen trained", "trained", "trained"]
+    assert late.read == failing.read == ["frozen trained"] * 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
+    random = np.random.default_rng(0)
+    first = {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+    second = first | {"last": first["last"].copy()}
+    second["last"][-1, -1] += 1
+
+    async def body():
+        files = WeightFiles(tmp_path)
+        for tensors in (first, second):
+            await files.write(Tensors(**tensors))
+        directory = files.directory(ServerState(""))
+        changed = {path.stem for path in (directory.parent / "changed").iterdir()}
+        read = {name: HfTensors(directory, f"{name}.safetensors").read(name) for name in SHAPES}
+        return changed, read
+
+    changed, read = asyncio.run(body())
+    assert changed == {"last"}
+    assert all(read[name].tobytes() == second[name].tobytes() and read[name].dtype == dtype for name in SHAPES)
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/flush_cache"])
 @with_servers(2)
 async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(engine, bad, good, path):
@@ -495,8 +561,9 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 def test_weights_that_a_killed_process_left_in_memory_are_removed():
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from rollout.engine.publishing import WeightFiles; from test_sglang_engine import NoWeights\n"
-        "files = WeightFiles(); asyncio.run(files.write(NoWeights(), 1)); print(files.directory, flush=True)\n"
+        "from test_sglang_engine import NoWeights, ServerState, WeightFiles\n"
+        "files = WeightFiles(); asyncio.run(files.write(NoWeights()))\n"
+        "print(files.directory(ServerState('')), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -506,9 +573,9 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
 
     async def body():
         first, second = WeightFiles(), WeightFiles()
-        await first.write(NoWeights(), 1)
-        await second.write(NoWeights(), 1)
-        assert first.directory.is_dir() and second.directory.is_dir() and not left.exists()
+        await first.write(NoWeights())
+        await second.write(NoWeights())
+        assert all(files.directory(ServerState("")).is_dir() for files in (first, second)) and not left.exists()
         await first.close()
         await second.close()
 
@@ -518,10 +585,10 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
 def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     async def body():
         files = WeightFiles(tmp_path)
-        await files.write(NoWeights(), 1)
-        assert files.directory.parent == tmp_path
+        await files.write(NoWeights())
+        assert files.directory(ServerState("")).is_relative_to(tmp_path)
         with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
-            await WeightFiles(tmp_path / "gone").write(NoWeights(), 1)
+            await WeightFiles(tmp_path / "gone").write(NoWeights())
 
     asyncio.run(body())
 
@@ -577,7 +644,7 @@ def test_a_server_that_was_restarted_reads_the_weights_where_all_hosts_see_them(
         server.version = "default"
         assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
         first, again = server.bodies["/update_weights_from_disk"]
-        assert first == again and Path(again["model_path"]).parent == tmp_path
+        assert first == again and Path(again["model_path"]).is_relative_to(tmp_path)
 
     running_engine(1, work, replace(NO_PROBES, weights_dir=str(tmp_path)))
 
