@@ -99,7 +99,9 @@ PICTURES = {
     ],
     "hosts": lambda: [
         columns("hosts_sglang", "runs", "{processes}", "step by processes", "rollout_s update_s publish_s"),
-        columns("hosts_sglang", "publishes", "{servers}", "publish 1267 MiB, by servers", "publish_s copy_s"),
+        columns(
+            "publishing", "publishes", "{servers}, {code}", "publish 1564 MiB, servers", "publish_s paused_s copy_s"
+        ),
     ],
     "meshes": lambda: [
         columns("mesh_compiled", "rows", "{mesh}", "8B on 8 x H100, per device", "compiled_gib planned_gib"),
