@@ -235,13 +235,14 @@ class EngineConfig:
             )
 
 
-SIZES_PER_DOUBLING, SHORT_ROW_TOKENS = 4, 4096
+SIZES_PER_DOUBLING, SHORT_ROW_TOKENS = 8, 4096
 
 
 @dataclass(frozen=True)
 class PackConfig:
     row_tokens: int = setting(
-        32_768, "tokens per packed row, at least rollout.max_context_tokens; raise it so that a group fits one row"
+        32_768,
+        "tokens per packed row, at least rollout.max_context_tokens; RL takes shorter rows where that saves work",
     )
     num_rows: int = setting(
         1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if the update does not fit"
@@ -252,8 +253,12 @@ class PackConfig:
 
     @property
     def sizes_per_doubling(self) -> int:
-        """Batch shapes per doubling of the size; fewer for short rows, where compiling costs more than padding."""
-        return 1 if self.row_tokens <= SHORT_ROW_TOKENS else SIZES_PER_DOUBLING
+        """Row lengths per doubling; fewer for short rows, where compiling costs more than padding."""
+        return 1 if self.is_short else SIZES_PER_DOUBLING
+
+    @property
+    def is_short(self) -> bool:
+        return self.row_tokens <= SHORT_ROW_TOKENS
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,5 @@ class TraceBatches:
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._video.max_pixels // self._contract.patch_px**2
-        shape = PackShape(
-            settings.num_rows, settings.row_tokens, row_patches, settings.sizes_per_doubling, self._num_row_parts
-        )
+        shape = PackShape(settings.num_rows, settings.row_tokens, row_patches, self._num_row_parts)
         return pack(dialogues, frames, self._model, shape)

@@ -1,14 +1,17 @@
-"""Packs dialogues into rows of static shape; a group's common prompt is computed once.
+"""Packs dialogues into rows of static shape; a group's common prompt is computed once per row.
 
 The episodes of a prompt share thousands of tokens. They become one sequence, `[prompt][branch][branch]…`: a branch
 attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient is
-the same as with separate rows. Only loss tokens are scored. Each entry records where in the row it is predicted: the
-first token of a branch is predicted at the last token of the prompt.
+the same as with separate rows. A group can be cut over several rows, each with the prompt. Only loss tokens are scored.
+Each entry records where in the row it is predicted: the first token of a branch is predicted at the last token of the
+prompt.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -27,9 +30,11 @@ from model_port.inputs import (
     pack_vision,
 )
 
-TOKEN_STEP = 128  # granularity of a row's tokens and of its scored tokens …
-FRAME_ROW_STEP = 4  # … and of the rows of patches, for small sizes
-SIZES_PER_DOUBLING = 4  # larger sizes take larger steps: more sizes waste less, fewer sizes compile fewer programs
+TOKEN_STEP = 128  # granularity of a row's tokens, for small sizes
+FRAME_ROW_STEP = 4  # rows of patches are this many, doubled until all frames fit
+MAX_HALVINGS = 3  # a row's scored tokens are its tokens, halved up to this many times
+BATCH_TOKENS = 256  # tokens that take about as long as reading all weights, which every batch does
+DENSE_TOKENS = 2048  # row length at which a short row's attention, where no block is skipped, costs as much as the rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +97,6 @@ class PackShape:
     num_rows: int
     row_tokens: int
     row_patches: int  # patches per row of frames; the largest frame fits
-    sizes_per_doubling: int = SIZES_PER_DOUBLING
     num_parts: int = 1  # the mesh splits the rows into this many parts; each part has only its rows' frames
 
     def __post_init__(self) -> None:
@@ -123,30 +127,117 @@ def pack(
     first_number: int = 0,
     agree: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
 ) -> list[TrainBatch]:
-    """Packs each dialogue exactly once, into as few rows as first fit finds; every batch has `num_rows` rows.
+    """Packs each dialogue exactly once, into as few batches as best fit finds; every batch has `num_rows` rows.
 
     Dialogues are numbered from `first_number`. `agree` turns the sizes that this host needs into the sizes of all
     hosts; a host that needs fewer batches adds empty ones.
     """
-    rows = plan_rows(dialogues, shape.row_tokens)
+    rows = plan_rows(dialogues, shape.row_tokens, shape.num_rows)
     sizes = agree(_needed_sizes(rows, dialogues, frames, shape))
     return fill(rows, dialogues, frames, config, shape, sizes, first_number)
 
 
-def plan_rows(dialogues: Sequence[Dialogue], row_tokens: int) -> list[Row]:
-    """Which dialogues go into which row, by first fit from the longest sequence to the shortest."""
-    sequences = [part for group in _groups(dialogues) for part in _split(group, dialogues, row_tokens)]
-    rows: list[Row] = []
+def plan_rows(dialogues: Sequence[Dialogue], row_tokens: int, batch_rows: int = 1) -> list[Row]:
+    """Which dialogues go into which row; batches have `batch_rows` rows."""
+    longest = max((len(dialogue.ids) for dialogue in dialogues), default=0)
+    if longest > row_tokens:
+        raise ValueError(
+            f"a dialogue of {longest} tokens does not fit into pack.row_tokens={row_tokens}; raise it, "
+            f"or lower rollout.max_context_tokens or the frame budget"
+        )
+    groups = _groups(dialogues)
+    rows = place([_prompt_group(group, dialogues) for group in groups], row_tokens, batch_rows)
+    return [[[groups[piece.group][n] for n in piece.branches] for piece in row] for row in rows]
+
+
+class PromptGroup(NamedTuple):
+    """Numbers of tokens: of a prompt, and of each branch that continues it."""
+
+    prompt: int
+    branches: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt + sum(self.branches)
+
+
+class Piece(NamedTuple):
+    """Branches of a group that are in the same row."""
+
+    group: int
+    branches: list[int]
+
+
+def place(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> list[list[Piece]]:
+    """The rows of as few batches of `batch_rows` rows as best fit finds. The longest dialogue must fit into a row."""
+    num_batches = max(1, -(-sum(group.num_tokens for group in groups) // (row_tokens * batch_rows)))
+    while (rows := _placed(groups, row_tokens, num_batches * batch_rows)) is None:
+        num_batches += 1
+    return rows
+
+
+def _placed(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> list[list[Piece]] | None:
+    """From the longest group to the shortest: into the fullest row where it fits, else into a new one.
+
+    If there are no more rows, the group is cut: as many branches as fit go into the emptiest row.
+    """
+    rows: list[list[Piece]] = []
     free: list[int] = []
-    for sequence in sorted(sequences, key=lambda sequence: -_num_tokens(sequence, dialogues)):
-        needed = _num_tokens(sequence, dialogues)
-        row = next((number for number, tokens in enumerate(free) if tokens >= needed), len(rows))
-        if row == len(rows):
+    waiting = [(-group.num_tokens, number, list(range(len(group.branches)))) for number, group in enumerate(groups)]
+    heapify(waiting)
+    while waiting:
+        size, number, branches = heappop(waiting)
+        prompt, lengths = groups[number]
+        row = min((n for n, room in enumerate(free) if room >= -size), key=free.__getitem__, default=len(rows))
+        if row == num_rows:
+            row = free.index(max(free))
+        elif row == len(rows):
             rows.append([])
             free.append(row_tokens)
-        rows[row].append(sequence)
-        free[row] -= needed
+        room, taken = free[row] - prompt, []
+        for branch in sorted(branches, key=lengths.__getitem__, reverse=True):
+            if lengths[branch] <= room:
+                taken.append(branch)
+                room -= lengths[branch]
+        if not taken:
+            return None
+        rows[row].append(Piece(number, sorted(taken)))
+        free[row] = room
+        if rest := [branch for branch in branches if branch not in taken]:
+            heappush(waiting, (-prompt - sum(lengths[branch] for branch in rest), number, rest))
     return rows
+
+
+def row_lengths(max_row_tokens: int, sizes_per_doubling: int) -> list[int]:
+    """The row lengths to choose from: few, because each compiles its own programs."""
+    lengths = [TOKEN_STEP]
+    while lengths[-1] < max_row_tokens:
+        lengths.append(min(stepped(lengths[-1] + 1, TOKEN_STEP, sizes_per_doubling), max_row_tokens))
+    return lengths
+
+
+def num_batches(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> float:
+    """The number of batches with rows of this length; infinite if a dialogue is longer."""
+    if any(group.prompt + max(group.branches) > row_tokens for group in groups):
+        return math.inf
+    return float(-(-len(place(groups, row_tokens, batch_rows)) // batch_rows))
+
+
+def best_row_tokens(lengths: Sequence[int], num_batches: Sequence[float], *, is_dense: bool) -> int:
+    """The row length with the least work, given the number of batches with each; the longest if no length fits.
+
+    `is_dense`: attention computes all pairs of a row, so its work grows with the square of the length.
+    """
+
+    def work(choice: tuple[int, float]) -> float:
+        tokens, batches = choice
+        return batches * (BATCH_TOKENS + tokens + is_dense * tokens**2 / DENSE_TOKENS)
+
+    return min(zip(reversed(lengths), reversed(num_batches), strict=True), key=work)[0]
+
+
+def prompt_groups(dialogues: Sequence[Dialogue]) -> list[PromptGroup]:
+    return [_prompt_group(group, dialogues) for group in _groups(dialogues)]
 
 
 def fill(
@@ -162,8 +253,8 @@ def fill(
     keys = _frame_keys(dialogues)
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
-    num_actions = stepped(sizes.num_actions, TOKEN_STEP, shape.sizes_per_doubling)
-    num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, shape.sizes_per_doubling)
+    num_actions = halved(shape.row_tokens, sizes.num_actions)
+    num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
 
     def filled(part: Sequence[Row]) -> TrainBatch:
         visible = _visible_frames(part, dialogues, keys)
@@ -201,15 +292,12 @@ def used_frac(batches: Sequence[TrainBatch]) -> float:
     return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
 
 
-def fitting_row_tokens(
-    dialogues: Sequence[Dialogue], max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING
-) -> int:
-    """A row length that holds the largest group whole, if the maximum allows it."""
-    needed = max((_num_tokens(group, dialogues) for group in _groups(dialogues)), default=1)
-    return min(stepped(needed, TOKEN_STEP, sizes_per_doubling), max_row_tokens)
+def halved(most: int, count: int) -> int:
+    """`most`, halved while `count` fits, a few times at most."""
+    return next(size for n in range(MAX_HALVINGS, -1, -1) if (size := -(-most // 2**n)) >= count)
 
 
-def stepped(count: int, step: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> int:
+def stepped(count: int, step: int, sizes_per_doubling: int) -> int:
     """Rounds `count` up on a coarse scale; larger counts take larger steps."""
     while count > 2 * sizes_per_doubling * step:
         step *= 2
@@ -224,27 +312,8 @@ def _groups(dialogues: Sequence[Dialogue]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _split(group: Sequence[int], dialogues: Sequence[Dialogue], row_tokens: int) -> list[list[int]]:
-    """The sequences of a group: one if its branches fit into a row, else several that each repeat the prompt."""
-    sequences: list[list[int]] = []
-    free = 0
-    for number in group:
-        dialogue = dialogues[number]
-        if len(dialogue.ids) > row_tokens:
-            raise ValueError(
-                f"a dialogue of {len(dialogue.ids)} tokens does not fit into pack.row_tokens={row_tokens}; raise it, "
-                f"or lower rollout.max_context_tokens or the frame budget"
-            )
-        if dialogue.num_own > free or not sequences:
-            sequences.append([])
-            free = row_tokens - dialogue.num_shared
-        sequences[-1].append(number)
-        free -= dialogue.num_own
-    return sequences
-
-
-def _num_tokens(sequence: Sequence[int], dialogues: Sequence[Dialogue]) -> int:
-    return dialogues[sequence[0]].num_shared + sum(dialogues[number].num_own for number in sequence)
+def _prompt_group(group: Sequence[int], dialogues: Sequence[Dialogue]) -> PromptGroup:
+    return PromptGroup(dialogues[group[0]].num_shared, [dialogues[number].num_own for number in group])
 
 
 def _needed_sizes(

@@ -227,7 +227,7 @@ def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
         f"an episode has {work.response_tokens} tokens after the prompt and {work.calls} call of {work.call_frames} "
         f"frames with a report of {work.report_tokens} tokens"
     )
-    yield f"rows of the update have {work.row_tokens:,} tokens, as the largest group ({work.max_frames} frames) needs"
+    yield f"rows of the update have {work.row_tokens:,} tokens, the length with the least work"
     if device.memory_gib is not None:
         yield (
             f"{1 - RESERVE_FRAC:.0%} of the memory is usable; the rest is reserved for layouts, collectives, "

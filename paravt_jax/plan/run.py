@@ -19,7 +19,7 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
-from paravt_jax.learner.packing import FRAME_ROW_STEP, stepped
+from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, stepped
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
@@ -86,8 +86,9 @@ class PlannedRun(ABC):
         return BatchShape(
             num_rows=self.pack.num_rows,
             row_tokens=self.pack.row_tokens,
-            row_actions=min(self.pack.row_tokens, self.max_row_actions),
-            num_frame_rows=self.num_parts * stepped(-(-min(self.max_frames, room) // self.num_parts), FRAME_ROW_STEP),
+            row_actions=halved(self.pack.row_tokens, min(self.pack.row_tokens, self.max_row_actions)),
+            num_frame_rows=self.num_parts
+            * stepped(-(-min(self.max_frames, room) // self.num_parts), FRAME_ROW_STEP, 1),
             row_patches=self.row_patches,
             num_parts=self.num_parts,
         )
@@ -149,7 +150,8 @@ class PlannedRl(PlannedRun):
 
     @property
     def max_row_actions(self) -> int:
-        return self.train.group_size * self.work.response_tokens
+        """Several groups can share a row."""
+        return self.pack.row_tokens
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
         """Contexts shrink to fit their rows."""

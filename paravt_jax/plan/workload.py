@@ -5,13 +5,14 @@ FLOPs count everything computed: recomputation, padding, and attention blocks be
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
 from model_port.config import LoraConfig, ModelConfig, VisionConfig
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-from paravt_jax.learner.packing import TOKEN_STEP, stepped
+from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, place, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.batch import BatchShape
 from rollout.episode_config import EpisodeConfig
@@ -62,7 +63,7 @@ class Workload:
     call_frames: int
     call_prompt_tokens: int
     report_tokens: int
-    row_tokens: int  # rows of the update, sized for the largest group
+    row_tokens: int  # rows of the update, as the learner chooses them
     num_rows: int  # rows with tokens
     batch_rows: int
 
@@ -124,13 +125,15 @@ def workload_of(
     calls = min(CALLS, rollout.tool_turns * rollout.calls_per_turn)
     call_prompt = min(rollout.subagent_max_frames * frame_tokens + PROMPT_TEXT_TOKENS, room)
     report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
-    row_tokens = min(
-        stepped(max_prompt + train.group_size * response, TOKEN_STEP, pack.sizes_per_doubling), pack.row_tokens
-    )
-    num_rows = _num_rows(train.prompts_per_step, prompt, train.group_size, response, row_tokens)
+    budgets = sorted(video.frame_budgets) if video.gating else [most]
+    num_groups = train.prompts_per_step
+    budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
+    prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]
+    groups = [PromptGroup(tokens, train.group_size * [response]) for tokens in prompts]
     if train.subagent_loss:
-        num_calls = train.prompts_per_step * train.group_size * calls
-        num_rows += -(-num_calls * (call_prompt + report) // row_tokens)
+        num_calls = num_groups * train.group_size * calls
+        groups += num_calls * [PromptGroup(0, [min(call_prompt + report, room)])]
+    row_tokens, num_rows = _rows(groups, pack)
     return Workload(
         frames=frames,
         max_frames=most,
@@ -138,7 +141,7 @@ def workload_of(
         prompt_tokens=prompt,
         max_prompt_tokens=max_prompt,
         response_tokens=response,
-        num_groups=train.prompts_per_step,
+        num_groups=num_groups,
         group_size=train.group_size,
         calls=calls,
         call_frames=rollout.subagent_max_frames,
@@ -150,12 +153,12 @@ def workload_of(
     )
 
 
-def _num_rows(num_groups: int, prompt: int, group_size: int, response: int, row_tokens: int) -> int:
-    """A group that is too long for a row is split, and every part repeats the prompt."""
-    in_a_row = max(1, (row_tokens - prompt) // response)
-    if in_a_row < group_size:
-        return num_groups * -(-group_size // in_a_row)
-    return -(-num_groups // (row_tokens // (prompt + group_size * response)))
+def _rows(groups: Sequence[PromptGroup], pack: PackConfig) -> tuple[int, int]:
+    """Length and number of the rows that the learner packs these groups into."""
+    lengths = row_lengths(pack.row_tokens, pack.sizes_per_doubling)
+    needed = [num_batches(groups, length, pack.num_rows) for length in lengths]
+    row_tokens = best_row_tokens(lengths, needed, is_dense=pack.is_short)
+    return row_tokens, len(place(groups, row_tokens, pack.num_rows))
 
 
 @dataclass(frozen=True)

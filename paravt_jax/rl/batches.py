@@ -21,8 +21,11 @@ from paravt_jax.learner.packing import (
     PackShape,
     PackSizes,
     TrainBatch,
-    fitting_row_tokens,
+    best_row_tokens,
+    num_batches,
     pack,
+    prompt_groups,
+    row_lengths,
     used_frac,
 )
 from paravt_jax.learner.variants import StepCounts
@@ -52,6 +55,11 @@ class _Packed:
     part: StepPart
     dialogues: Sequence[Dialogue]
     first: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with each prompt counted once."""
+        return sum(group.num_tokens for group in prompt_groups(self.dialogues))
 
     def with_old_log_probs(self, learner: Learner) -> "_Packed":
         return replace(self, part=replace(self.part, old=list(map(learner.old_log_probs, self.part.batches))))
@@ -85,10 +93,14 @@ class PolicyUpdate:
             return self._run(groups)
 
     def _run(self, groups: Sequence[Group]) -> dict[str, float]:
-        parts = self.parts(groups)
+        packed_parts = self._parts(groups)
+        parts = [packed.part for packed in packed_parts]
         batches = [batch for part in parts for batch in part.batches]
-        used = self._gather("used", used_frac(batches))
-        packed = {"perf/dummy_frac": 1.0 - float(np.mean(used)) if batches else 0.0}
+        distinct = sum(packed.num_tokens for packed in packed_parts)
+        slots = sum(batch.text.tokens.size for batch in batches)
+        used, own = np.mean(self._gather("used", (used_frac(batches), distinct / max(slots, 1))), axis=0)
+        packed = {"perf/dummy_frac": 1.0 - float(used) if batches else 0.0}
+        packed["perf/repeated_frac"] = float(used - own)  # prompts of groups that are cut over several rows
         packed["perf/num_batches"] = float(len(batches))
         if not batches:
             for _ in parts:
@@ -99,6 +111,9 @@ class PolicyUpdate:
 
     def parts(self, groups: Sequence[Group]) -> list[StepPart]:
         """The data of each update of the step."""
+        return [packed.part for packed in self._parts(groups)]
+
+    def _parts(self, groups: Sequence[Group]) -> list[_Packed]:
         learner, loss = self._learner, self._learner.loss
         groups = [group for group in groups if group.has_signal]
         parts = self._packed(groups)
@@ -106,16 +121,19 @@ class PolicyUpdate:
         if kl_in_reward or len(parts) > 1:
             with self.own_time.waiting():
                 parts = [packed.with_old_log_probs(learner) for packed in parts]
-        return [self._penalized(packed, groups) if kl_in_reward else packed.part for packed in parts]
+        return [self._penalized(packed, groups) for packed in parts] if kl_in_reward else parts
 
     def _packed(self, groups: Sequence[Group]) -> list[_Packed]:
         train, rollout = self._train, self._rollout
         max_tokens = train.prompts_per_step * train.group_size * rollout.max_new_tokens * (rollout.tool_turns + 1)
         dialogues, frames, model = self._dialogues(groups), self._frames(groups), self._learner.model.config
         part_of = assign_parts(len(groups), train.updates_per_step, self._seed, int(self._learner.state.step))
-        shape, parts = self._shape(dialogues), []
-        for number in range(train.updates_per_step):
-            own = [dialogue for dialogue in dialogues if part_of[dialogue.episode // train.group_size] == number]
+        dialogues_of_parts = [
+            [dialogue for dialogue in dialogues if part_of[dialogue.episode // train.group_size] == number]
+            for number in range(train.updates_per_step)
+        ]
+        shape, parts = self._shape(dialogues_of_parts), []
+        for own in dialogues_of_parts:
             num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in own)
             of_hosts = np.array(self._gather("dialogues", (num_tokens, len(own))))
             all_tokens, all_dialogues = map(float, of_hosts.sum(axis=0))
@@ -163,7 +181,7 @@ class PolicyUpdate:
                 )
         return dialogues
 
-    def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> StepPart:
+    def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> _Packed:
         """KL in the reward: every token of an episode gets the penalty for the KL of all the episode's dialogues."""
         part, dialogues, last = packed.part, packed.dialogues, packed.first + len(packed.dialogues)
         with self.own_time.waiting():
@@ -181,15 +199,18 @@ class PolicyUpdate:
             penalty = np.where(batch.loss_mask, of_dialogue.take(batch.dialogue, mode="clip"), 0)
             return replace(batch, advantage=with_kl_penalty(batch.advantage, batch.loss_mask, penalty))
 
-        return replace(part, batches=[penalized(batch) for batch in part.batches])
+        return replace(packed, part=replace(part, batches=[penalized(batch) for batch in part.batches]))
 
-    def _shape(self, dialogues: Sequence[Dialogue]) -> PackShape:
+    def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
         """The shape of this host's rows, the same for all parts of the step."""
         settings, num_hosts = self._pack_settings, self._hosts.num
-        fitting = fitting_row_tokens(dialogues, settings.row_tokens, settings.sizes_per_doubling)
-        row_tokens = max(self._gather("row tokens", fitting))
         num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
-        return PackShape(num_rows, row_tokens, self._row_patches, settings.sizes_per_doubling, num_parts)
+        lengths = row_lengths(settings.row_tokens, settings.sizes_per_doubling)
+        groups_of_parts = list(map(prompt_groups, dialogues_of_parts))
+        own = [[num_batches(groups, length, num_rows) for length in lengths] for groups in groups_of_parts]
+        of_hosts = np.array(self._gather("batches", own))  # by host, part and length
+        row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist(), is_dense=settings.is_short)
+        return PackShape(num_rows, row_tokens, self._row_patches, num_parts)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:
         pictures = {

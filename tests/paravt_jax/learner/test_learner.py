@@ -76,7 +76,7 @@ def make_learner(tiny_hf, optim=OPTIM, loss=LOSS, mesh=None, temperature=0.7) ->
 
 
 def update(learner, batches, old=None, num_updates=1) -> list[dict[str, float]]:
-    return [learner.update([StepPart(batches, COUNTS, old)], 3) for _ in range(num_updates)]
+    return [learner.update([StepPart(batches, COUNTS, old)], 6) for _ in range(num_updates)]
 
 
 def params(learner) -> dict[str, np.ndarray]:
@@ -113,16 +113,38 @@ def test_an_update_raises_the_log_probs_of_good_tokens_and_lowers_those_of_bad_o
     assert metrics[0]["mismatch/behavior_kl"] > 0
 
 
+def subagents_of(dialogues, config) -> list[Dialogue]:
+    """A dialogue of each episode's sub-agent, without a prompt that it shares."""
+    random = np.random.default_rng(2)
+
+    def dialogue(d: Dialogue, n: int) -> Dialogue:
+        fields = {name: getattr(d, name)[-n:] for name in ("behavior_logp", "advantage", "token_class")}
+        return Dialogue(random.integers(5, 900, n), (), 0, 0, np.arange(n) >= 4, **fields, episode=d.episode)
+
+    return [dialogue(d, 9 + d.episode) for d in dialogues]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [LOSS, LossConfig("gspo", kl_coef=0.0)], ids=["tokens", "sequences"])
-def test_the_split_into_batches_does_not_change_an_update(loss, tiny_hf, batches, unshared, frames, config):
-    joint, split = (make_learner(tiny_hf, loss=loss) for _ in range(2))
-    pieces = pack(unshared, frames, config, PackShape(1, 40, 16))
-    assert len(pieces) == 3
-    (expected,), (metrics,) = update(joint, batches), update(split, pieces)
-    assert metrics["loss/num_tokens"] == NUM_TOKENS
-    assert metrics["loss/total"] == pytest.approx(expected["loss/total"], rel=1e-4, abs=1e-6)
-    assert_same_gradient(joint, split)
+@pytest.mark.parametrize(
+    "loss", [LOSS, LOSS_KL, LossConfig("gspo", kl_coef=0.0)], ids=["tokens", "reference", "sequences"]
+)
+@pytest.mark.parametrize("subagents", [False, True])
+def test_packing_does_not_change_an_update(subagents, loss, tiny_hf, dialogues, unshared, frames, config):
+    """Whole groups in one row, a group cut over two rows, and a row per dialogue."""
+    own = subagents_of(dialogues, config) if subagents else []
+    shapes = (PackShape(1, 96, 16), PackShape(1, 48, 16), PackShape(2, 48, 16))
+    packed = [pack([*dialogues, *own], frames, config, shape) for shape in shapes]
+    packed.append(pack([*unshared, *own], frames, config, PackShape(1, 40, 16)))
+    assert [len(batches) for batches in packed] == ([1, 3, 2, 4] if subagents else [1, 2, 1, 3])
+    learners = [make_learner(tiny_hf, loss=loss) for _ in packed]
+    for learner in learners:  # away from the reference, so that its KL has a gradient
+        moved = jax.tree.map(lambda leaf: 1.001 * leaf, learner.state.trainable)
+        learner.state = replace(learner.state, trainable=moved)
+    (expected, *others) = (update(learner, batches)[0] for learner, batches in zip(learners, packed, strict=True))
+    for metrics, learner in zip(others, learners[1:], strict=True):
+        for key in ("loss/num_tokens", "loss/total", "loss/kl_ref", "optim/grad_norm"):
+            assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6)
+        assert_same_gradient(learners[0], learner)
 
 
 @pytest.mark.slow

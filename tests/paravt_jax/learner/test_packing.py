@@ -22,9 +22,14 @@ from paravt_jax.learner.packing import (
     Dialogue,
     PackShape,
     PackSizes,
+    PromptGroup,
     TrainBatch,
-    fitting_row_tokens,
+    best_row_tokens,
+    halved,
+    num_batches,
     pack,
+    place,
+    row_lengths,
     rows_of_host,
     stepped,
     used_frac,
@@ -284,24 +289,73 @@ def test_batches_of_a_step_share_one_shape(model, group, frames):
 
 
 def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
-    with pytest.raises(ValueError, match=r"does not fit into pack\.row_tokens=40; raise it"):
+    with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=40; raise it"):
         pack(group, frames, model.config, replace(SHAPE, row_tokens=40))
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
     with pytest.raises(ValueError, match="loss tokens in the prompt that its group shares"):
         pack(wrong, frames, model.config, SHAPE)
 
 
-def test_rows_hold_the_largest_group_within_the_maximum(group):
-    assert 31 + 64 <= fitting_row_tokens(group, 4096) <= 2 * (31 + 64)
-    assert fitting_row_tokens(group, 80) == 80
-    assert fitting_row_tokens([], 4096) > 0
+def random_groups(seed: int) -> list[PromptGroup]:
+    """Prompts of 4 to 64 frames as published, and responses of very different lengths."""
+    random = np.random.default_rng(seed)
+    lengths = random.lognormal(6.1, 0.5, (7, 8)).clip(32, 6144).astype(int).tolist()
+    return [PromptGroup(500 + 60 * int(random.choice([4, 8, 16, 32, 64])), own) for own in lengths]
+
+
+@pytest.mark.parametrize(("row_tokens", "batch_rows"), [(12_288, 1), (6656, 8), (16_384, 3)])
+def test_rows_have_every_branch_once_with_its_prompt_and_none_is_too_long(row_tokens, batch_rows):
+    groups = random_groups(0)
+    rows = place(groups, row_tokens, batch_rows)
+    branches = [(piece.group, branch) for row in rows for piece in row for branch in piece.branches]
+    assert sorted(branches) == [(n, branch) for n, group in enumerate(groups) for branch in range(8)]
+    for row in rows:
+        pieces = [PromptGroup(groups[n].prompt, [groups[n].branches[b] for b in branches]) for n, branches in row]
+        assert sum(piece.num_tokens for piece in pieces) <= row_tokens
+    assert len(branches) > 0 and len(rows) <= batch_rows * num_batches(groups, row_tokens, batch_rows)
+
+
+def test_a_group_is_cut_only_if_no_row_is_left_for_it():
+    groups = [PromptGroup(10, [20, 20]), PromptGroup(10, [30, 20])]
+    assert place(groups, 60, 2) == [[(1, [0, 1])], [(0, [0, 1])]]
+    assert place(groups, 40, 4) == [[(1, [0])], [(0, [0])], [(0, [1])], [(1, [1])]]
+
+
+def test_rows_are_as_long_as_the_work_needs():
+    lengths = row_lengths(1024, 4)
+    assert lengths == [128, 256, 384, 512, 640, 768, 896, 1024]
+    group = PromptGroup(100, [100, 100])  # 300 tokens
+
+    def chosen(groups, batch_rows, lengths=lengths, is_dense=False):
+        return best_row_tokens(lengths, [num_batches(groups, n, batch_rows) for n in lengths], is_dense=is_dense)
+
+    assert chosen([group], 1) == 384
+    assert chosen([group], 2) == 256  # a branch in each row
+    assert chosen(3 * [group], 1) == 1024  # one batch instead of three
+    longer = 2 * [PromptGroup(1000, [1000, 1000])]
+    assert [chosen(longer, 1, [3072, 6144], is_dense) for is_dense in (False, True)] == [6144, 3072]
+    assert num_batches([group], 128, 1) == float("inf") and chosen([PromptGroup(0, [2000])], 1) == 1024
+    assert num_batches([], 128, 1) == 0
+
+
+@pytest.mark.parametrize(("batch_rows", "least"), [(8, 0.83), (4, 0.9), (1, 0.94)])
+def test_the_published_lengths_fill_their_rows(batch_rows, least):
+    lengths, slots, used = row_lengths(32_768, 8), 0, 0
+    for groups in map(random_groups, range(20)):
+        needed = [num_batches(groups, n, batch_rows) for n in lengths]
+        row_tokens = best_row_tokens(lengths, needed, is_dense=False)
+        rows = place(groups, row_tokens, batch_rows)
+        slots += row_tokens * batch_rows * -(-len(rows) // batch_rows)
+        used += sum(groups[n].prompt + sum(groups[n].branches[b] for b in own) for row in rows for n, own in row)
+    assert used / slots >= least
 
 
 def test_sizes_waste_little_and_are_few():
-    sizes = {stepped(count, 4) for count in range(1, 4097)}
-    assert all(count <= stepped(count, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
+    sizes = {stepped(count, 4, 4) for count in range(1, 4097)}
+    assert all(count <= stepped(count, 4, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
     assert len(sizes) < 50
-    assert all(stepped(size, 4) == size for size in sizes)
+    assert all(stepped(size, 4, 4) == size for size in sizes)
+    assert [halved(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
 
 
 def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):
