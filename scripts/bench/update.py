@@ -10,6 +10,7 @@ import numpy as np
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from paravt_jax.learner.packing import Dialogue
+from paravt_jax.learner.settings import LossConfig
 
 FRAME_GRID = (14, 14)  # the recipe's frames: 224 x 224 pixels, 49 tokens
 TEMPERATURE = 0.7
@@ -56,7 +57,7 @@ class EpisodeGroup:
         """Builds dialogues with noisy behavior log-probs, and advantages of both signs that vary by token."""
         dialogues: list[Dialogue] = []
         frames_by_key: dict[str, Frame] = {}
-        shared = way == "branches"
+        shared = way.startswith("branches")
         for number, response in enumerate(self.responses):
             ids = np.r_[self.prompt, response]
             # A frame is identified by its key, not by its pixels.
@@ -84,6 +85,10 @@ class EpisodeGroup:
         return float(sum(map(len, self.responses)))
 
 
+def loss_of(way: str) -> LossConfig:
+    return LossConfig(kl_coef=0.0) if way.endswith("no reference") else LossConfig()
+
+
 def check_agreement(turn: dict[str, dict[str, float]], tolerance: float) -> None:
     for name in AGREED:
         values = {way: done[name] for way, done in turn.items()}
@@ -98,17 +103,17 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Updat
     import model_port
     from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.packing import PackShape, pack
-    from paravt_jax.learner.settings import LossConfig, OptimConfig
+    from paravt_jax.learner.settings import OptimConfig
     from paravt_jax.learner.variants import StepCounts
 
     dialogues, frames = group.dialogues(way)
     model = model_port.load(folder)
     model.compute = replace(model.compute, dtype=dtype)
-    learner = Learner(model, OptimConfig(), LossConfig(), temperature=TEMPERATURE)
+    learner = Learner(model, OptimConfig(), loss_of(way), temperature=TEMPERATURE)
     counts = StepCounts(group.num_loss_tokens, float(len(dialogues)), group.num_loss_tokens)
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]
     row_patches = max(len(frame.patches) for frame in group.frames)
-    if way == "branches":
+    if way.startswith("branches"):
         shape = PackShape(1, len(group.prompt) + sum(own_tokens), row_patches)
     else:
         shape = PackShape(len(dialogues), max(own_tokens), row_patches)
@@ -125,14 +130,14 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Updat
 
 
 def torch_update(way: str, folder: Path, dtype: str, group: EpisodeGroup, device: str = "cpu") -> Update:
-    from paravt_jax.learner.settings import LossConfig, OptimConfig
+    from paravt_jax.learner.settings import OptimConfig
     from scripts.bench.torch_update import TorchLearner
 
     dialogues, frames = group.dialogues(way)
     learner = TorchLearner(
         folder,
         OptimConfig(),
-        LossConfig(),
+        loss_of(way),
         temperature=TEMPERATURE,
         dtype=dtype,
         rows_at_once=TORCH_ROWS_AT_ONCE,

@@ -2,6 +2,7 @@
 
 `branches` is the learner's way: the prompt once, with all responses after it, and every frame encoded once. `rows`
 repeats the prompt for every episode, `own frames` also repeats the vision tower, `torch` is the same update in torch.
+Both sides score a reference policy, or neither does (`no reference`).
 Every way runs in its own process, so that their memory is separate. Turns of two ways alternate, so that a slow minute
 of the machine affects both, and in every turn they must agree on the loss and the gradient norm.
 """
@@ -23,7 +24,11 @@ COMPARED = {
         "update_s": "frames seen per row → once",
         "vision_s": "the same, the vision tower alone",
     },
-    ("torch", "branches"): {"update_s": "torch → branches"},
+    ("torch", "branches"): {"update_s": "torch → branches", "cpu_s": "the same, processor seconds"},
+    ("torch, no reference", "branches, no reference"): {
+        "update_s": "torch → branches, both without a reference",
+        "cpu_s": "the same, processor seconds",
+    },
 }  # slower way first
 IMPORTS = {
     "torch": ("scripts.bench.torch_update", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl"),
@@ -72,17 +77,19 @@ _own: dict[str, Any] = {}  # in the process of a way
 
 
 def _set_up(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> None:
-    for module in IMPORTS["torch" if way == "torch" else "jax"]:
+    in_torch = way.startswith("torch")
+    for module in IMPORTS["torch" if in_torch else "jax"]:
         import_module(module)
     _own["imports_mib"] = _status_mib("VmRSS")
-    _own["update"] = (torch_update if way == "torch" else our_update)(way, folder, dtype, group)
+    _own["update"] = (torch_update if in_torch else our_update)(way, folder, dtype, group)
 
 
 def _turn() -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak: compiling and loading do not count
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     metrics = _own["update"].run()
-    turn = {"update_s": time.perf_counter() - start, "peak_mib": _status_mib("VmHWM") - _own["imports_mib"]}
+    turn = {"update_s": time.perf_counter() - start, "cpu_s": time.process_time() - start_cpu}
+    turn["peak_mib"] = _status_mib("VmHWM") - _own["imports_mib"]
     if encode_vision := _own["update"].encode_vision:
         start = time.perf_counter()
         encode_vision()
