@@ -95,13 +95,22 @@ class LayerNorm(nnx.Module):
 
 
 def run_layers(
-    stack: nnx.Module,
+    stack: nnx.Module | nnx.List,
     num_layers: int,
     step: Callable[[Any, Index, Carry], tuple[Carry, Any]],
     carry: Carry,
     compute: Compute,
 ) -> tuple[Carry, Any]:
-    """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked."""
+    """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked.
+
+    Layers that are `unstacked` are run in order, without recomputation.
+    """
+    if isinstance(stack, nnx.List):
+        outs = []
+        for index, layer in enumerate(stack):
+            carry, out = step(layer, index, carry)
+            outs.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
     graphdef, params = nnx.split(stack)
 
     def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
@@ -117,6 +126,25 @@ def run_layers(
         carry, out = _remat(lambda carry, p, index=index: body(carry, (p, index)), compute.remat)(carry, layer_params)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def unstacked(stack: nnx.Module, num_layers: int) -> nnx.List:
+    """A module per layer, with arrays of its own: for GPUs, where a program copies each slice of stacked parameters.
+
+    The arrays of one parameter are made together, so the parameters that exist twice are never more than that.
+    """
+    graphdef, params = nnx.split(stack)
+    leaves, structure = jax.tree.flatten(params)
+    sliced = [_slices(leaf) for leaf in leaves]
+    return nnx.List(
+        nnx.merge(graphdef, jax.tree.unflatten(structure, [slices[index] for slices in sliced]))
+        for index in range(num_layers)
+    )
+
+
+@jax.jit
+def _slices(stacked: Array) -> tuple[Array, ...]:
+    return tuple(stacked)
 
 
 def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value: Carry) -> Carry:

@@ -10,7 +10,7 @@ With several hosts, each host has neighboring devices and its own rows, and tens
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, combinations
@@ -181,6 +181,27 @@ def check_divisible(path: str, shape: tuple[int, ...], spec: PartitionSpec, axis
                 f"{path} {shape}: axis {axis} of size {shape[axis]} does not split over {names}={parts}; "
                 f"choose a mesh whose {names} divides {shape[axis]}"
             )
+
+
+def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over whose devices in a host heads, ffn and vocabulary are split: as many as divide all of them.
+
+    `local` has the sizes of the learner's mesh in one host.
+    """
+    for first in range(len(MESH_AXES) - 1):
+        axes = MESH_AXES[first:]
+        if _divides(math.prod(local[axis] for axis in axes), shapes):
+            return axes
+    return MESH_AXES[-1:]
+
+
+def _divides(tensor: int, shapes: dict[str, tuple[int, ...]]) -> bool:
+    try:
+        for path, shape in shapes.items():
+            check_divisible(path, shape, param_spec(path, len(shape)), {"data": 1, "fsdp": 1, "tensor": tensor})
+    except ValueError:
+        return False
+    return True
 
 
 def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -119,7 +119,7 @@ class TextTower(nnx.Module):
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
         self.embed = VocabTable(config, scale, rngs)
-        self.layers = TextLayers(config, scale, rngs)
+        self.layers: TextLayers | nnx.List = TextLayers(config, scale, rngs)  # or `unstacked`
         self.final_norm = RMSNorm((config.width,), config.norm_eps)
         if not tie_embeddings:
             self.head = VocabTable(config, scale, rngs)

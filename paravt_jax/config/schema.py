@@ -187,10 +187,14 @@ class EngineConfig:
         "sglang: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
         "host's memory",
     )
-    max_rows: int = setting(16, "jax: requests in a sampling batch; raise it for faster rollouts if memory allows")
+    max_rows: int = setting(16, "jax: requests that are sampled together, on all hosts")
+    cache_tokens: int = setting(
+        131_072,
+        "jax: tokens of all requests in the key/value cache, on all hosts; with more, more requests run together",
+    )
 
     def __post_init__(self) -> None:
-        _at_least_1("engine", self, "num_servers", "max_rows")
+        _at_least_1("engine", self, "num_servers", "max_rows", "cache_tokens")
         _local("engine", self, "urls_file", "weights_dir")
         if self.kind not in ("jax", "sglang") and not self.is_own:
             raise ValueError(f"engine.kind={self.kind} is unknown; expected jax, sglang or path/to/file.py:function")
@@ -198,6 +202,12 @@ class EngineConfig:
             raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
+
+    def sampler_sizes(self, max_context_tokens: int, num_hosts: int) -> dict[str, int]:
+        """The embedded sampler's sizes on one host. A request with the longest context always fits."""
+        rows = max(1, self.max_rows // num_hosts)
+        cache_tokens = max(max_context_tokens, min(self.cache_tokens // num_hosts, rows * max_context_tokens))
+        return {"max_rows": rows, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
         if self.weights_dir and self.kind == "jax":
             raise ValueError(f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang")
         if self.gpus:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from paravt_jax.config import HostsConfig
+from model_port.sharding import over_hosts
+from paravt_jax.config import HostsConfig, MeshConfig
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import Workload
 
@@ -25,6 +26,12 @@ class HostPart:
 def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
     """The config's number of hosts, or devices over the usual number per host."""
     return hosts.num if hosts.num > 1 else device.num_hosts(num_devices)
+
+
+def mesh_of_host(mesh: MeshConfig, num_hosts: int) -> MeshConfig:
+    """The learner's mesh in one host; raises if the hosts do not divide the mesh."""
+    over_data, over_fsdp = over_hosts(mesh.data, mesh.fsdp, mesh.tensor, num_hosts)
+    return MeshConfig(mesh.data // over_data, mesh.fsdp // over_fsdp, mesh.tensor)
 
 
 def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: int) -> HostPart:

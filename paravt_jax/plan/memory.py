@@ -3,12 +3,12 @@
 Parameters are counted with the sharding table. Autodiff residuals come from the model's backward pass, traced on shapes
 with a single device's heads, ffn and vocabulary. The rest models the peak of XLA's buffer assignment for updates
 on CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, the whole head's gradient.
-Prefill and scoring are forward passes, which need less than a backward pass.
+Scoring is a forward pass, which needs less than a backward pass.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,10 @@ from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig, TextConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
-from model_port.sharding import check_divisible, param_spec
+from model_port.sampler.frames import TABLE_TOKENS
+from model_port.sampler.pages import PAGE_TOKENS
+from model_port.sampler.sampler import CHUNK_TOKENS
+from model_port.sharding import check_divisible, param_spec, sampling_axes
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
@@ -34,7 +37,7 @@ MOMENTS = 2  # Adam's
 LOGITS_AT_ONCE = 3  # arrays per chunk in the head's backward pass: logits, softmax, gradient
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # 2 elsewhere: XLA for TPU fuses one away
-ENGINE_PARTS = ("key/value cache", "copy for sampling")
+ENGINE_PARTS = ("key/value cache", "encoded frames", "copy for sampling")
 PROBE_LAYERS = 5  # layers of the traced model: more than its DeepStack maps
 PROBE_MERGED = 131  # tokens and merged patches of the traced model: a prime that equals no model width
 
@@ -46,11 +49,10 @@ Parts = dict[str, int]  # bytes by name
 class SamplerShape:
     """Sizes of the embedded engine."""
 
-    max_rows: int
-    max_context_tokens: int
-    prompt_tokens: int  # longest prompt
-    beside_update: bool  # it samples during the update, from a copy of the weights
-    hosts_over_fsdp: int = 1  # by which fsdp is split over hosts; each then samples from a copy
+    max_rows: int  # on a host
+    cache_tokens: int  # on a host
+    local: MeshConfig  # the learner's mesh in a host
+    beside_update: bool  # it samples during the update
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def memory_of(
     if sampler is not None:
         phases.append(Phase("rollout", device.sampling(sampler)))
         if sampler.beside_update:
-            phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes}))
+            phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes(sampler)}))
     resident = device.resident(sampler)
     engine = {name: size for name, size in resident.items() if name in ENGINE_PARTS} | beside
     return Memory(resident, tuple(phases), engine)
@@ -227,27 +229,30 @@ class Share:
         if self.update.reads_reference and not offload:
             parts["reference"] = self.item_bytes * self.num_trainable
         if sampler is not None:
-            slots = self.rows_here(sampler.max_rows) * sampler.max_context_tokens
-            parts["key/value cache"] = slots * self.model.text.num_layers * self.cache_token_bytes
-            if sampler.hosts_over_fsdp > 1:  # each host samples from a whole copy
-                parts["copy for sampling"] = self.item_bytes * self.num_params * sampler.hosts_over_fsdp
-            elif sampler.beside_update:
-                parts["copy for sampling"] = self.copied_bytes
-        return parts
+            text = self.model.text
+            pages = -(-sampler.cache_tokens // PAGE_TOKENS) + sampler.max_rows + 1
+            kv_values = 2 * text.num_layers * text.num_kv_heads * text.head_dim // self.sampling_tensor(sampler)
+            parts["key/value cache"] = pages * PAGE_TOKENS * kv_values * self.item_bytes
+            maps = 1 + self.model.vision.num_deepstack
+            parts["encoded frames"] = TABLE_TOKENS * maps * text.width * self.item_bytes
+            parts["copy for sampling"] = self.copied_bytes(sampler)
+        return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copy to sample from: only the adapters if the other weights are frozen."""
-        return self.item_bytes * (self.num_trainable if self.adapted else self.num_params)
+    def sampling_tensor(self, sampler: SamplerShape) -> int:
+        """The devices of a host over which the sampler splits the heads."""
+        local = asdict(sampler.local)
+        return math.prod(local[axis] for axis in sampling_axes(param_shapes(self.model), local))
+
+    def copied_bytes(self, sampler: SamplerShape) -> int:
+        """Bytes of the weights to sample from, unless they are the learner's own."""
+        tensor = self.sampling_tensor(sampler)
+        if self.update.mesh != MeshConfig(1, 1, tensor):
+            return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
+        return self.item_bytes * (self.num_trainable if self.adapted else self.num_params) * sampler.beside_update
 
     @property
     def moments(self) -> Parts:
         return {"Adam moments, float32": MOMENTS * FLOAT32_BYTES * self.num_trainable}
-
-    @property
-    def cache_token_bytes(self) -> int:
-        """Per layer."""
-        return 2 * self.local.text.num_kv_heads * self.local.text.head_dim * self.item_bytes
 
     def batch_arrays(self) -> Parts:
         """Inputs of the update: ids, positions, patches, and the frozen tower's output."""
@@ -331,15 +336,14 @@ class Share:
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
     def sampling(self, sampler: SamplerShape) -> Parts:
-        """Prefill of a single prompt in an unsplit row, then a token for all rows."""
-        rows, prompt = self.rows_here(sampler.max_rows), sampler.prompt_tokens
-        residuals = self.text_residuals(replace(self.compute, remat="none"))
-        cache_of_layer = rows * sampler.max_context_tokens * self.cache_token_bytes
+        """A chunk of a prompt, and a token for all rows. Stacked weights are copied layer by layer on their way."""
+        text, tensor = self.model.text, self.sampling_tensor(sampler)
+        token = (3 * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + 4 * text.width
+        layer = values_on(MeshConfig(1, 1, tensor), self.model, "text.layers.") // text.num_layers
         return {
-            "prefill of a prompt": residuals.layer_bytes(1, prompt) + self.score_bytes(1, prompt),
-            "keys and values of the prompt": prompt * self.model.text.num_layers * self.cache_token_bytes,
-            "sampling a token": cache_of_layer + LOGITS_AT_ONCE * rows * self.local.text.vocab_size * FLOAT32_BYTES,
-            "weights gathered for sampling": (self.table_values + self.layer_values) * self.item_bytes,
+            "prefill of a chunk": CHUNK_TOKENS * token * self.item_bytes,
+            "sampling a token": LOGITS_AT_ONCE * sampler.max_rows * text.vocab_size // tensor * FLOAT32_BYTES,
+            "a layer's weights for sampling": layer * self.item_bytes,
         }
 
 

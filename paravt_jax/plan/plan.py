@@ -12,13 +12,12 @@ from pathlib import Path
 
 from model_port.config import PRESETS, ModelConfig, preset, read_config
 from model_port.layout import hf_files_of
-from model_port.sharding import over_hosts
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
-from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
+from paravt_jax.plan.hosts import HostPart, host_part, mesh_of_host, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
@@ -87,7 +86,6 @@ def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"]) -> Plan:
     model, update, work, step = run.model, run.update, run.work, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
-    cache_tokens = run.rollout.max_context_tokens if run.engine.kind == "jax" else None
     return Plan(
         mesh=update.mesh,
         device=device,
@@ -101,7 +99,7 @@ def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"]) -> Plan:
         batch=run.largest_batch(),
         memory=memory,
         workload=work,
-        flops=step_flops(update, model, work, step, device.platform, cache_tokens),
+        flops=step_flops(update, model, work, step, device.platform),
         update=seconds,
         step=step_time(run, device, None if seconds is None else seconds.total),
         fit=fit_of(run, memory, device),
@@ -114,15 +112,11 @@ def planned_memory(run: PlannedRun, device: DeviceSpec) -> Memory:
     mesh, sampler = run.update.mesh, None
     hosts = num_hosts(run.hosts, run.num_devices, device)
     if isinstance(run, PlannedRl) and run.engine.kind == "jax":
-        sampler = SamplerShape(
-            max_rows=run.engine.max_rows,
-            max_context_tokens=run.rollout.max_context_tokens,
-            prompt_tokens=run.work.max_prompt_tokens,
-            beside_update=run.train.max_staleness > 0,
-            hosts_over_fsdp=hosts // math.gcd(mesh.data, hosts),
-        )
+        sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
+        beside = run.train.max_staleness > 0
+        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh_of_host(mesh, hosts), beside)
     memory = memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)
-    over_hosts(mesh.data, mesh.fsdp, mesh.tensor, hosts)
+    mesh_of_host(mesh, hosts)
     return memory
 
 

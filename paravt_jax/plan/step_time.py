@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from model_port.config import ModelConfig
+from model_port.sampler.sampler import CHUNK_TOKENS
+from model_port.sharding import sampling_axes
 from paravt_jax.config import EngineConfig, MeshConfig
-from paravt_jax.plan.collectives import among
 from paravt_jax.plan.devices import GIB, DeviceSpec
-from paravt_jax.plan.hosts import num_hosts
-from paravt_jax.plan.memory import FLOAT32_BYTES, values_on
+from paravt_jax.plan.hosts import mesh_of_host, num_hosts
+from paravt_jax.plan.memory import param_shapes, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_rates import HIGH, LOW, StepRates
 from paravt_jax.plan.workload import BF16_BYTES, Workload, cached_bytes, decoded_bytes, frame_flops, token_flops
@@ -115,42 +116,33 @@ class _Parts:
         }
 
     def embedded(self) -> dict[str, float]:
-        """For every token, the learner's sampler gathers the weights over fsdp and passes over every slot of the cache.
-
-        Masters are gathered into a bfloat16 copy, which is written and read; unsharded frozen weights are read in
-        place. Every later turn prefills its whole dialogue again. A prompt is split over mesh.tensor only.
-        """
-        run, model, work, rates, mesh = self.run, self.run.model, self.work, self.rates, self.run.update.mesh
-        learner, max_rows, later_turns = (
-            self.device.rates("bfloat16", mesh.num_devices),
-            run.engine.max_rows,
-            self.later_turns,
-        )
-        assert learner is not None
-        weights, stored_bytes = (
-            decoded_bytes(model) / mesh.tensor,
-            BF16_BYTES if run.update.lora.rank else FLOAT32_BYTES,
-        )
-        copied = mesh.fsdp > 1 or stored_bytes > BF16_BYTES
-        weights_s = weights * (stored_bytes / BF16_BYTES / mesh.fsdp + 2 if copied else 1) / learner.memory_bytes
-        gather_s = among("all-gather", round(weights), mesh.fsdp, mesh.tensor).seconds(learner)
-        hops_s = rates.hop_s * (2 * model.text.num_layers + 1) * (mesh.tensor > 1)
-        rows = max_rows / mesh.num_row_parts if max_rows % mesh.num_row_parts == 0 else max_rows
-        cache_bytes = rows * run.rollout.max_context_tokens * cached_bytes(model) / mesh.tensor
-        parts_s = [gather_s, weights_s + rates.cache_passes * cache_bytes / learner.memory_bytes]
-        token_s = hops_s + (max(parts_s) if rates.overlaps else sum(parts_s))
-        frames = (work.num_groups + later_turns) * work.frames + work.num_calls * work.call_frames
+        """Each host samples its own episodes, with the heads split over its devices. Turns prefill what is new."""
+        run, model, work, rates, device = self.run, self.run.model, self.work, self.rates, self.device
+        assert device.memory_tb_per_s is not None
+        hosts = num_hosts(run.hosts, run.num_devices, device)
+        local = mesh_of_host(run.update.mesh, hosts)
+        tensor = math.prod(asdict(local)[axis] for axis in sampling_axes(param_shapes(model), asdict(local)))
+        sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
+        share = 1 / hosts if rates.overlaps else -(-work.num_groups // hosts) / work.num_groups  # of the busiest
+        row_tokens = work.prompt_tokens + work.response_tokens
+        rows = max(1.0, min(share * work.num_episodes, sizes["max_rows"], sizes["cache_tokens"] / row_tokens))
+        tokens = max(rates.tail * work.longest_tokens, share * work.sampled_tokens / rows)
+        token_bytes = rates.weight_passes * decoded_bytes(model) + rows * row_tokens * cached_bytes(model)
+        hops_s = rates.hop_s * (2 * model.text.num_layers + 1) * (tensor > 1)
+        token_s = hops_s + token_bytes / (tensor * rates.memory_frac * 1e12 * device.memory_tb_per_s)
         prefills = (
             (work.num_groups, work.prompt_tokens),
-            (later_turns, work.prompt_tokens + work.response_tokens),
+            (self.later_turns, work.response_tokens + CHUNK_TOKENS),  # from the start of a chunk
             (work.num_calls, work.call_prompt_tokens),
         )
-        vision_s, prefill_s = self.forward_s(frames, prefills, mesh.tensor)
+        frames = work.num_groups * work.frames + work.num_calls * work.call_frames
+        vision_s, prefill_s = self.forward_s(frames, prefills, tensor)
+        chunks = sum(count * -(-length // CHUNK_TOKENS) for count, length in prefills)
         return {
             "pictures on servers' CPUs": 0.0,
-            "vision tower": vision_s,
-            "prefill": prefill_s + (hops_s + gather_s + weights_s) * sum(count for count, _ in prefills),
-            "decode": max(rates.tail * work.longest_tokens, work.sampled_tokens / max_rows) * token_s,
+            "vision tower": share * vision_s,
+            "prefill": share * (prefill_s + chunks * hops_s),
+            "decode": tokens * token_s,
         }
 
     def forward_s(self, frames: float, prefills: Iterable[tuple[float, int]], devices: int) -> tuple[float, float]:

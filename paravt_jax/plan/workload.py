@@ -186,11 +186,11 @@ def row_patches(max_pixels: int, vision: VisionConfig) -> int:
 
 
 def step_flops(
-    update: PlannedUpdate, model: ModelConfig, work: Workload, step: Step, platform: str, cache_tokens: int | None
+    update: PlannedUpdate, model: ModelConfig, work: Workload, step: Step, platform: str
 ) -> dict[str, float]:
-    """FLOPs of a step, over all devices. `cache_tokens`: per row of the embedded engine; None with servers."""
+    """FLOPs of a step, over all devices."""
     passes = batch_flops(update, model, step.shape, platform)
-    rollout = _rollout_flops(model, work, step.shape.row_patches, cache_tokens)
+    rollout = _rollout_flops(model, work, step.shape.row_patches)
     return rollout | {name: step.num_batches * flops for name, flops in passes.items()}
 
 
@@ -215,17 +215,14 @@ def adapter_params(rank: int, model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in adapter_shapes(model, rank).values())
 
 
-def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_tokens: int | None) -> dict[str, float]:
-    """The embedded engine repeats the prefill at every turn, frames included; servers (None) have a prefix cache."""
-    num_repeated = 0 if cache_tokens is None else work.num_calls
+def _rollout_flops(model: ModelConfig, work: Workload, patches: int) -> dict[str, float]:
+    """Members of a group share the prefill of their prompt, and a turn prefills only what is new."""
     dialogue = work.prompt_tokens + work.response_tokens
     prefills = (
         (work.prompt_tokens, work.num_groups),
-        (dialogue, num_repeated),
         (work.call_prompt_tokens, work.num_calls),
     )
-    num_frames = work.frames * (work.num_groups + num_repeated) + work.call_frames * work.num_calls
-    context = cache_tokens or dialogue  # the embedded engine attends to every slot of the cache
+    num_frames = work.frames * work.num_groups + work.call_frames * work.num_calls
     return {
         "rollout, vision": num_frames * frame_flops(model, patches),
         "rollout, prefill": sum(
@@ -234,7 +231,7 @@ def _rollout_flops(model: ModelConfig, work: Workload, patches: int, cache_token
         ),
         "rollout, decode": _product_flops(model, work.sampled_tokens)
         + _head_flops(model, work.sampled_tokens)
-        + _attention_flops(model, work.sampled_tokens * context),
+        + _attention_flops(model, work.sampled_tokens * dialogue),
     }
 
 

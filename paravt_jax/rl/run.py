@@ -32,7 +32,7 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, Training
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine
 from rollout.video.reader import FrameReader
@@ -48,7 +48,6 @@ class Run:
     engine: Engine
     engine_settings: EngineConfig
     rollouts: RolloutScheduler | Replay
-    samples_ahead: bool  # rollouts continue during the update
     mismatch: MismatchConfig
     validation: ValidationConfig
     validation_frames: int  # per prompt
@@ -98,7 +97,7 @@ class Run:
         self.training.log.phase("publish")
         start_s = time.monotonic()
         if not isinstance(self.rollouts, Replay):
-            await self._publish(await in_thread(self._weights), self.training.version)
+            await self._publish(self._weights(), self.training.version)
         return time.monotonic() - start_s
 
     async def _publish(self, weights: ModelWeights, version: int) -> None:
@@ -187,7 +186,4 @@ class Run:
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights:
-        model, dtype = self.training.learner.model, self.policy.compute.dtype
-        if self.engine_settings.kind == "jax":
-            model = sampling_model(model, dtype, self.policy.mesh, copied=self.samples_ahead)
-        return ModelWeights(model, np.dtype(jnp.dtype(dtype)))
+        return ModelWeights(self.training.learner.model, np.dtype(jnp.dtype(self.policy.compute.dtype)))

@@ -42,9 +42,8 @@ from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, warn_of_large
-from paravt_jax.sampling.local_model import local_mesh, local_model
+from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
-from paravt_jax.sampling.weights import sampling_model
 from rollout.check import check
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
@@ -117,7 +116,6 @@ async def open_run(
             engine=worker.agent.engine,
             engine_settings=config.engine,
             rollouts=rollouts,
-            samples_ahead=config.train.max_staleness > 0,
             mismatch=config.mismatch,
             validation=config.validation,
             validation_frames=config.video.overview_frames,
@@ -195,8 +193,7 @@ async def _rollouts(
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     model, on_servers = None, config.engine.kind == "sglang"
     if config.engine.kind == "jax":
-        copied = config.train.max_staleness > 0
-        model = sampling_model(training.learner.model, config.model.dtype, policy.mesh, copied=copied)
+        model = training.learner.model
     engine = await open_engine(
         config.engine,
         policy,
@@ -211,6 +208,7 @@ async def _rollouts(
         num_hosts=training.directory.hosts.num,
         run=await in_thread(lambda: run_id(training.directory.path, training.directory.hosts)) if on_servers else "",
         take_over=take_over,
+        beside_update=config.train.max_staleness > 0,
     )
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)
@@ -269,9 +267,9 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     A server that is down is skipped; before it gets requests, it must agree with the servers compared here.
     """
     run.training.log.phase("parity gate")
-    mesh = run.policy.mesh
-    model = await in_thread(lambda: local_model(run.training.learner.model, run.policy.compute.dtype, mesh))
-    scorer = LearnerScorer(model, run.policy.contract, local_mesh(mesh))
+    model = run.training.learner.model
+    copy = LocalCopy(model, run.policy.mesh)
+    scorer = LearnerScorer(await in_thread(lambda: copy.of(model)), run.policy.contract, copy.mesh)
     checks = run.hosts.leads or not run.engine_settings.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):

@@ -1,7 +1,7 @@
 """The embedded engine: the learner's model samples in the learner's process.
 
-It needs no second environment, runs on the model's mesh, and gives the same tokens for the same request and seed,
-independent of other requests. One thread owns the sampler; the event loop only waits.
+It needs no second environment, samples from a copy of the weights on this host's devices, and gives the same tokens for
+the same request and seed, independent of other requests. One thread owns the sampler; the event loop only waits.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from model_port.processing import VisionContract, expand_placeholders
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import on_mesh
 from paravt_jax.sampling.frames import frame_of
+from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.engine.protocol import (
     DeadlineExceeded,
@@ -37,7 +38,6 @@ from rollout.picture import Picture
 
 Result = TypeVar("Result")
 NAME = "embedded"
-MAX_PROMPTS = 64  # cached, so that the episodes of a group share one prefill
 MAX_FRAMES = 4096  # cached patches, 0.3 MB each at the recipe's largest size
 
 
@@ -69,12 +69,19 @@ class EmbeddedEngine:
     """Implements the engine protocol with the sampler: requests go to its thread, completions return to the loop."""
 
     def __init__(
-        self, model: Qwen3VL, contract: VisionContract, version: int = 0, *, mesh: Mesh | None = None, **sampler: Any
+        self,
+        model: Qwen3VL,
+        contract: VisionContract,
+        version: int = 0,
+        *,
+        mesh: Mesh | None = None,
+        beside_update: bool = False,
+        **sampler: Any,
     ):
-        """`mesh` is the model's; `sampler` are settings of model_port's Sampler: max_rows, buckets and so on."""
-        self._mesh = mesh
-        with on_mesh(mesh):
-            self._sampler = Sampler(model, **sampler)
+        """`mesh` is the model's; `beside_update` means that it samples during updates; `sampler` are model_port's."""
+        self._copy = LocalCopy(model, mesh, beside_update=beside_update)
+        with on_mesh(self._copy.mesh):
+            self._sampler = Sampler(self._copy.of(model), **sampler)
         self._contract = contract
         self._version = version
         self._running: dict[int, Running] = {}  # by the sampler's number; only used in the thread
@@ -82,7 +89,6 @@ class EmbeddedEngine:
         self._submitted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._prompts: OrderedDict[tuple[bytes, tuple[str, ...]], SamplerPrompt] = OrderedDict()
         self._frames: OrderedDict[str, Frame] = OrderedDict()
 
     @property
@@ -128,7 +134,7 @@ class EmbeddedEngine:
         def update() -> None:
             for number, running in self._running.items():
                 running.changes.append((len(self._sampler.sampled(number)), self._version))
-            self._sampler.update(weights.model)
+            self._sampler.update(self._copy.of(weights.model))
             self._version = version
 
         await self._in_thread(update)
@@ -207,23 +213,15 @@ class EmbeddedEngine:
         self._running[running.number] = running
 
     def _prompt(self, request: Request) -> SamplerPrompt:
-        key = (request.ids.tobytes(), tuple(picture.key for picture in request.pictures))
-        prompt = self._prompts.pop(key, None)
-        if prompt is None:
-            frames = tuple(self._frame(picture) for picture in request.pictures)
-            merged = self._sampler.config.vision.merge_unit
-            counts = [len(frame.patches) // merged for frame in frames]
-            prompt = SamplerPrompt(
-                expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames
-            )
-        self._prompts[key] = prompt
-        _evict_oldest(self._prompts, MAX_PROMPTS)
-        return prompt
+        frames = tuple(self._frame(picture) for picture in request.pictures)
+        counts = [len(frame.patches) // self._sampler.config.vision.merge_unit for frame in frames]
+        return SamplerPrompt(expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames)
 
     def _frame(self, picture: Picture) -> Frame:
         frame = self._frames.pop(picture.key, None) or frame_of(picture, self._contract)
         self._frames[picture.key] = frame
-        _evict_oldest(self._frames, MAX_FRAMES)
+        while len(self._frames) > MAX_FRAMES:
+            self._frames.popitem(last=False)
         return frame
 
     def _versions(self, running: Running, num_tokens: int) -> np.ndarray:
@@ -234,12 +232,7 @@ class EmbeddedEngine:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         def on_our_mesh() -> Result:
-            with on_mesh(self._mesh):
+            with on_mesh(self._copy.mesh):
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, on_our_mesh)
-
-
-def _evict_oldest(cache: OrderedDict[Any, Any], max_size: int) -> None:
-    while len(cache) > max_size:
-        cache.popitem(last=False)

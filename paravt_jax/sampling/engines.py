@@ -17,7 +17,6 @@ from paravt_jax.run.directory import user_cache
 from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
-from paravt_jax.sampling.local_model import local_mesh
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
@@ -30,7 +29,6 @@ DECODED_PX_PER_S = 300e6  # one thread decoding H.264, docs/results/video.md
 SLOW_OVERVIEW_S = 60  # all episodes of a prompt wait for its overview
 HEADER_DEADLINE_S = 60
 MAX_SHOWN = 3
-PATCH_BUCKET = 64  # embedded engine; smaller if no picture can be that large, to avoid padding
 
 
 async def open_engine(
@@ -48,11 +46,13 @@ async def open_engine(
     num_hosts: int = 1,
     run: str = "",
     take_over: bool = False,
+    beside_update: bool = False,
 ) -> Engine:
     """Opens the engine. The embedded one samples from `model`, others ignore it. `max_pixels` is the largest picture's.
 
     `gpus` lists the GPUs of each server that this run starts; empty without GPUs. `run` is the id of the run that
-    publishes to the servers. `take_over` permits servers that another run publishes to.
+    publishes to the servers. `take_over` permits servers that another run publishes to. `beside_update` means that
+    rollouts continue during updates.
     """
     if settings.kind == "jax":
         assert model is not None
@@ -60,10 +60,9 @@ async def open_engine(
             model,
             replace(policy.contract, max_pixels=max_pixels),
             version,
-            mesh=local_mesh(policy.mesh),
-            max_rows=max(1, settings.max_rows // num_hosts),
-            max_context_tokens=max_context_tokens,
-            patch_bucket=min(PATCH_BUCKET, max_pixels // policy.contract.patch_px**2),
+            mesh=policy.mesh,
+            beside_update=beside_update,
+            **settings.sampler_sizes(max_context_tokens, num_hosts),
         )
     if (make_engine := own_engine(settings)) is not None:
         engine = call_user_code(lambda: make_engine(settings, policy))

@@ -27,7 +27,7 @@ from paravt_jax.rewards import RewardConfig, reward_terms
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.engines import frame_reader
 from paravt_jax.sampling.frames import frame_of
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -53,9 +53,7 @@ async def main(directory: Path) -> None:
             chosen = random.Random(step).sample(prompts, PROMPTS_PER_STEP)
             groups = [await sample_group(agent, prompt, step) for prompt in chosen]
             metrics = update(learner, chat, contract, chosen, groups)
-            await engine.publish(
-                ModelWeights(sampling_model(learner.model, "float32", copied=True), np.dtype(np.float32)), step + 1
-            )
+            await engine.publish(ModelWeights(learner.model, np.dtype(np.float32)), step + 1)
             print(f"step {step + 1}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
     await engine.close()
 

@@ -1,20 +1,31 @@
 """The sampler gives what the model says: greedy is transformers' generate, and no request notices its neighbours."""
 
+from collections import Counter
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, save_reference
 
 import model_port
-from model_port.inputs import order_frames, split_frames
-from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams, decode, prefill
+import model_port.sampler.sampler as sampler_module
+from model_port.inputs import Frame, order_frames, split_frames
+from model_port.layers import unstacked
+from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+from model_port.sampler.programs import copy_page, decode, encode, prefill
 from model_port.sharding import make_mesh
 
 CONFIG = CONFIGS["tied"]
-PROGRAMS = (prefill, decode)
-SETTINGS = dict(max_rows=3, max_context_tokens=192, token_bucket=32, patch_bucket=16, frame_bucket=4, tokens_per_step=5)
+PROGRAMS = (encode, prefill, copy_page, decode)
+SETTINGS = dict(max_rows=3, max_context_tokens=192, tokens_per_step=5)
+
+
+def frame(down: int, across: int) -> Frame:
+    return Frame(np.zeros((down * across, CONFIG.vision.patch_values), np.float32), (down, across))
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +153,82 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
 
 
 @pytest.mark.slow
-def test_one_compile_serves_a_bucket_and_every_sampler_of_its_model(pair):
-    settings = {**SETTINGS, "max_context_tokens": 200, "token_bucket": 40}  # nobody else's
+def test_equal_programs_serve_all_lengths_and_every_sampler_of_a_model(pair, requests):
+    settings = {**SETTINGS, "max_context_tokens": 200}  # nobody else's
     before = [program._cache_size() for program in PROGRAMS]
-    for length, programs in ((3, 1), (17, 1), (40, 1), (41, 2)):
-        request = SamplerRequest(SamplerPrompt(np.arange(length)), SamplingParams(length))
+    for length in (1, 17, 64, 65, 128, 129):
+        request = SamplerRequest(SamplerPrompt(np.arange(length) % 100), SamplingParams(200 - length))
         for _ in range(2):
-            Sampler(pair[1], **settings).generate([request])
-        more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
-        assert more == [programs, 1]
+            Sampler(pair[1], **settings).generate([request, request, *requests])
+    more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
+    assert more[1:] == [1, 1, 1] and more[0] <= 2 and sum(more) <= 6  # frames of two sizes
+
+
+@pytest.mark.slow
+def test_tokens_are_bit_for_bit_equal_at_any_limit_beside_any_row_and_from_any_cache(pair, requests):
+    long = SamplerRequest(SamplerPrompt(np.arange(5, 2005) % 100), SamplingParams(40, seed=2))
+    expected = [pair_of(Sampler(pair[1], **SETTINGS).generate([request])[0]) for request in requests]
+    wide = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 4096})
+    first = wide.generate([long, *requests])[1:]
+    again = wide.generate([*requests[::-1], long])[:-1][::-1]  # their prompts are in the cache
+    assert [pair_of(completion) for completion in first] == expected == [pair_of(completion) for completion in again]
+
+
+def pair_of(completion: Completion) -> tuple[list[int], list[float]]:
+    return completion.ids, completion.behavior_logp
+
+
+@pytest.mark.slow
+def test_equal_beginnings_and_frames_are_computed_once(pair, requests, monkeypatch):
+    calls = Counter()
+    for name in ("encode", "prefill", "copy_page"):
+        program = getattr(sampler_module, name)
+        monkeypatch.setattr(
+            sampler_module, name, lambda *a, name=name, program=program: calls.update([name]) or program(*a)
+        )
+    sampler = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 2048})
+    text, mixed = np.arange(5, 605) % 100, requests[0].prompt
+
+    def work(*prompts: SamplerPrompt) -> dict[str, int]:
+        calls.clear()
+        sampler.generate(SamplerRequest(prompt, SamplingParams(3, seed=seed)) for seed, prompt in enumerate(prompts))
+        return dict(calls)
+
+    assert work(SamplerPrompt(text)) == {"prefill": 3}  # chunks of 256 tokens
+    assert work(*[SamplerPrompt(text)] * 3) == {"copy_page": 3}  # the page that is not full
+    assert work(SamplerPrompt(np.concatenate([text, text]))) == {"prefill": 3}  # from token 512 on
+    assert work(SamplerPrompt(text[1:])) == {"prefill": 3}
+    assert work(mixed) == {"encode": 3, "prefill": 1}  # frames of three sizes
+    assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are there
+    changed = replace(mixed.frames[0], patches=mixed.frames[0].patches + 1)
+    assert work(SamplerPrompt(mixed.ids, (changed, *mixed.frames[1:]))) == {"encode": 1, "prefill": 1}
+
+
+@pytest.mark.slow
+def test_requests_wait_for_pages_and_lose_nothing(pair):
+    prompts = [SamplerPrompt(np.arange(start, start + 60)) for start in range(5)]
+    requests = [SamplerRequest(prompt, SamplingParams(100, seed=1)) for prompt in prompts]  # three pages each
+    expected = [completion.ids for completion in Sampler(pair[1], **SETTINGS).generate(requests)]
+    scarce = Sampler(pair[1], **SETTINGS, cache_tokens=192)
+    numbers = [scarce.submit(request) for request in requests]
+    most, done = 0, {}
+    while scarce.busy:
+        done |= scarce.step()
+        most = max(most, sum(row is not None for row in scarce._rows))
+        assert scarce._pool.num_available >= 0
+    assert [done[number].ids for number in numbers] == expected and most == 2  # of three rows
+    assert scarce._pool.num_available == scarce._pool.num_pages - 1  # all but the page that nobody reads
+
+
+@pytest.mark.slow
+def test_layers_of_separate_arrays_sample_the_same_tokens(pair, requests):
+    expected = [pair_of(completion) for completion in Sampler(pair[1], **SETTINGS).generate(requests)]
+    graphdef, state = nnx.split(pair[1])
+    model = nnx.merge(graphdef, state)
+    model.text.layers = unstacked(model.text.layers, model.config.text.num_layers)
+    for completion, (ids, logp) in zip(Sampler(model, **SETTINGS).generate(requests), expected, strict=True):
+        assert completion.ids == ids
+        np.testing.assert_allclose(completion.behavior_logp, logp, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -209,3 +287,14 @@ def test_a_mesh_samples_the_same_tokens(tmp_path):
 def test_impossible_requests_are_refused(sampler, requests, request_of, message):
     with pytest.raises(ValueError, match=message):
         sampler.submit(request_of(requests[1].prompt))
+
+
+def test_impossible_frames_and_sizes_are_refused(pair):
+    sampler = Sampler(pair[1], max_rows=1, max_context_tokens=8192)
+    prompt = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
+    with pytest.raises(ValueError, match="a frame has 4096 tokens, the sampler takes frames of up to 3968"):
+        sampler.submit(SamplerRequest(prompt, SamplingParams(3)))
+    with pytest.raises(ValueError, match="a prompt must end with text"):
+        sampler.submit(SamplerRequest(SamplerPrompt(np.array([IMAGE] * 4), (frame(4, 4),)), SamplingParams(3)))
+    with pytest.raises(ValueError, match="cache_tokens=64 is less than max_context_tokens=128"):
+        Sampler(pair[1], max_rows=1, max_context_tokens=128, cache_tokens=64)

@@ -22,7 +22,8 @@ from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.rl.metrics import group_metrics
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.local_copy import LocalCopy
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -106,7 +107,8 @@ def cold_start(tiny_hf):
 def test_the_policy_learns_the_right_answer(arm, cold_start, tiny_hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
-    learner = learner_of(sampling_model(cold_start, "float32", None, copied=True), config.optim, config.loss)
+    copy = LocalCopy(cold_start, None, beside_update=True).of(cold_start)  # updates overwrite it
+    learner = learner_of(copy, config.optim, config.loss)
     update = update_of(learner, chat, contract, config)
 
     async def train() -> list[float]:

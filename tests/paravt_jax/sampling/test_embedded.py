@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,12 +17,13 @@ from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.local_copy import LocalCopy
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.picture import Picture
 
-SETTINGS = dict(max_rows=4, max_context_tokens=512, token_bucket=64, patch_bucket=16)
+SETTINGS = dict(max_rows=4, max_context_tokens=512)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_tokens_are_the_samplers_alone_or_with_other_requests(model, contract, c
 def test_members_of_a_group_share_one_prefill(model, contract, chat):
     async def work(engine):
         prefills = []
-        compute = engine._sampler._compute_prefill
-        engine._sampler._compute_prefill = lambda prompt: prefills.append(prompt) or compute(prompt)
+        prefill = engine._sampler._prefill
+        engine._sampler._prefill = lambda *arguments: prefills.append(arguments) or prefill(*arguments)
         await asyncio.gather(*(engine.generate(request(chat, "g", seed=n)) for n in range(4)))
         return prefills
 
@@ -235,7 +235,7 @@ def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tin
     model, lora = model_port.load(tiny_hf), LoraConfig(rank=3)
     adapters = new_adapter(model.config, lora, seed=0)
     add_adapter(model, lora, {path: value + 0.1 for path, value in adapters.items()})
-    copy = sampling_model(model, "float32", None, copied=True)
+    copy = LocalCopy(model, None, beside_update=True).of(model)
     params, copied = (flat_params(nnx.state(each)) for each in (model, copy))
     shared = {path for path in params if params[path] is copied[path]}
     assert shared == {path for path in params if "_lora." not in path}
@@ -246,10 +246,13 @@ def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tin
     np.testing.assert_allclose(sent[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_on_a_mesh_the_rows_of_the_sampler_are_split_like_a_batch(tiny_hf, contract):
+def test_on_a_mesh_the_cache_and_a_copy_of_the_weights_are_split_over_heads(tiny_hf, contract):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model = model_port.load(tiny_hf, mesh=mesh)
-    for engine_mesh, is_split in ((mesh, True), (None, False)):
-        engine = EmbeddedEngine(model, contract, mesh=engine_mesh, **SETTINGS)
-        largest = max(jax.tree.leaves(engine._sampler._rows), key=lambda leaf: leaf.size)
-        assert (len(largest.sharding.device_set) == 8) == is_split
+    engine = EmbeddedEngine(model_port.load(tiny_hf, mesh=mesh), contract, mesh=mesh, **SETTINGS)
+    sampler = engine._sampler
+    kernel = flat_params(sampler.params)["text.layers.attn.k_kernel_khd"]
+    for array, axis in ((sampler._cache.keys, 0), (kernel, 1)):
+        split = [
+            whole // part for whole, part in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)
+        ]
+        assert split == [2 if at == axis else 1 for at in range(array.ndim)]  # the tiny model has two key heads

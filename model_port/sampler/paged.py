@@ -1,0 +1,102 @@
+"""Attention of new tokens to a cache in pages.
+
+A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
+The plain form walks over blocks of pages, up to the longest row. A block that a row does not reach changes nothing,
+exactly: so a row's result depends neither on the other rows nor on the cache's size. On accelerators, jax's kernels
+decode, which read each row's pages only.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from model_port.attention.rule import MASKED
+from model_port.sharding import per_device, platform
+
+TABLE_PAGES = 16  # a table's width is a multiple of this, so that kernels can split it
+KERNEL_HEAD_DIM = 128  # the kernels compute multiples of this
+
+Decode = Callable[[Array, Array, Array, Array, Array], Array]
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    keys: Float[Array, "K LP S H"],
+    values: Float[Array, "K LP S H"],
+    table: Int[Array, "B W"],
+    slots: Int[Array, " B"],
+) -> tuple[Float[Array, "B N H"], Array, Array]:
+    """Writes one new token of every row into the cache, and attends from it."""
+    return per_device(_decode, ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh"))(
+        q, k, v, keys, values, table, slots
+    )
+
+
+def _decode(
+    q: Array, k: Array, v: Array, keys: Array, values: Array, table: Array, slots: Array
+) -> tuple[Array, Array, Array]:
+    page_tokens = keys.shape[2]
+    page = jnp.take_along_axis(table, slots[:, None] // page_tokens, axis=1)[:, 0]
+    # With an index for heads too, TPUs write to the cache as the kernel reads it. Otherwise they transpose all of it.
+    to = jnp.arange(len(keys))[None], page[:, None], (slots % page_tokens)[:, None]
+    keys, values = keys.at[to].set(k), values.at[to].set(v)
+    kernel = KERNELS.get(platform()) if q.shape[2] % KERNEL_HEAD_DIM == 0 else None
+    if kernel is None:
+        mixed = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
+    else:
+        mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
+    return mixed, keys, values
+
+
+def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    return paged_attention(
+        q, keys, values, table, lengths, k_splits=8, pages_per_compute_block=1, num_warps=4, interpret=interpret
+    )
+
+
+def tpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    return paged_attention(q, keys, values, lengths, table, pages_per_compute_block=8)
+
+
+KERNELS: dict[str, Decode] = {"gpu": gpu_kernel, "tpu": tpu_kernel}
+
+
+def walked(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "K LP S H"],
+    values: Float[Array, "K LP S H"],
+    table: Int[Array, "B W"],
+    slots: Int[Array, "B T"],
+    block_pages: int,
+) -> Float[Array, "B T N H"]:
+    """One block of pages after the other, with a running softmax."""
+    rows, num_queries, heads, head_dim = q.shape
+    kv_heads, _, page_tokens, _ = keys.shape
+    block_tokens, group = block_pages * page_tokens, heads // kv_heads
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = jnp.einsum("BTKRH->KBRTH", q.reshape(rows, num_queries, kv_heads, group, head_dim))
+
+    def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = carry
+        pages = lax.dynamic_slice_in_dim(table, i * block_pages, block_pages, axis=1)
+        k, v = (cache[:, pages].reshape(kv_heads, rows, block_tokens, head_dim) for cache in (keys, values))
+        visible = i * block_tokens + jnp.arange(block_tokens)[None, None] <= slots[:, :, None]
+        scores = jnp.einsum("KBRTH,KBSH->KBRTS", grouped, k, preferred_element_type=wide) * head_dim**-0.5
+        scores = jnp.where(visible[None, :, None], scores, MASKED)
+        higher = jnp.maximum(peak, scores.max(axis=-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
+        new = jnp.einsum("KBRTS,KBSH->KBRTH", weights.astype(v.dtype), v, preferred_element_type=wide)
+        return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+
+    each = grouped.shape[:-1]
+    start = jnp.full(each, MASKED, wide), jnp.zeros(each, wide), jnp.zeros(grouped.shape, wide)
+    _, total, mixed = lax.fori_loop(0, jnp.max(slots) // block_tokens + 1, add, start)
+    return jnp.einsum("KBRTH->BTKRH", mixed / total[..., None]).reshape(q.shape).astype(values.dtype)

@@ -1,0 +1,100 @@
+"""Requests to the sampler, and their completions."""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from model_port.config import ModelConfig
+from model_port.inputs import NOT_VISUAL, Frame, Tokens, place_tokens
+
+MAX_STOP_IDS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerPrompt:
+    """Ids with expanded placeholders, and the placeholders' frames in order."""
+
+    ids: Int[np.ndarray, " T"]
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    max_new_tokens: int
+    seed: int = 0
+    temperature: float | int = 1.0  # 0: greedy, with log-probs at temperature 1
+    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, and keeps it
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 or a positive number")
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(self.stop_ids)} stop ids were given, at most {MAX_STOP_IDS} are supported")
+
+
+@dataclass(frozen=True)
+class SamplerRequest:
+    prompt: SamplerPrompt
+    sampling: SamplingParams
+
+
+@dataclass
+class Completion:
+    """Sampled ids and, for each, the log-prob under log_softmax(z / temperature)."""
+
+    ids: list[int] = field(default_factory=list)
+    behavior_logp: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort", "running"] = "running"
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPrompt:
+    """A prompt with everything that the programs need to know about its tokens."""
+
+    ids: Int[np.ndarray, " T"]
+    positions: Int[np.ndarray, "T 3"]
+    visual_index: Int[np.ndarray, " T"]  # row among the prompt's own visual tokens, or NOT_VISUAL
+    frames: tuple[Frame, ...]
+    frame_starts: tuple[int, ...]  # each frame's first visual row, and the end of the last
+
+    @classmethod
+    def of(cls, prompt: SamplerPrompt, config: ModelConfig) -> "PreparedPrompt":
+        ids = np.asarray(prompt.ids, np.int32)
+        if len(ids) == 0:
+            raise ValueError("a prompt needs at least one token")
+        sizes = (len(frame.patches) // config.vision.merge_unit for frame in prompt.frames)
+        starts = tuple(accumulate(sizes, initial=0))
+        tokens = Tokens(ids, tuple(range(len(prompt.frames))))
+        positions, visual_index, _ = place_tokens(tokens, prompt.frames, starts, config)
+        if visual_index[-1] != NOT_VISUAL:
+            raise ValueError("a prompt must end with text, this one ends with a frame")
+        return cls(ids, positions, visual_index, prompt.frames, starts)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens to prefill. The last one is decoded, which gives the logits of the first new token."""
+        return len(self.ids) - 1
+
+    @property
+    def frame_spans(self) -> list[tuple[int, int]]:
+        return list(pairwise(self.frame_starts))
+
+    def page_digests(self, page_tokens: int) -> list[bytes]:
+        """One per page to prefill: equal digests mean equal tokens and frames from the prompt's start to the page's
+        end. The last page may be partly filled."""
+        starts = np.flatnonzero(self.visual_index != NOT_VISUAL)[list(self.frame_starts[:-1])]  # in tokens
+        digests, chain = [], b""
+        for begin in range(0, self.num_cached, page_tokens):
+            end = min(begin + page_tokens, self.num_cached)
+            digest = blake2b(chain + self.ids[begin:end].tobytes(), digest_size=16)
+            for number in np.flatnonzero((begin <= starts) & (starts < end)):
+                digest.update(self.frames[number].digest)
+            chain = digest.digest()
+            digests.append(chain)
+        return digests

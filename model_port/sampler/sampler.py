@@ -1,0 +1,286 @@
+"""Fills rows with requests, decodes them together, and returns completions.
+
+Each request has its own random stream, from its seed and the token's number, and its own rows in every program. So its
+tokens depend neither on other requests nor on what the cache holds. Prompts are prefilled in chunks at fixed places.
+A prompt whose beginning is in the cache, with its frames, is prefilled from there on; this is how the members of a
+group, the turns of an episode and sub-agents with the same instructions share work. What a request sampled is prefilled
+again in its next turn, because a prefill and a decode round differently.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from model_port.inputs import NOT_VISUAL, Frame, bucket, pack_vision
+from model_port.model import Qwen3VL
+from model_port.sampler.frames import FrameTable
+from model_port.sampler.paged import TABLE_PAGES
+from model_port.sampler.pages import PAGE_TOKENS, PagePool
+from model_port.sampler.programs import Chunk, Rows, copy_page, decode, empty_cache, empty_frames, encode, prefill
+from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
+
+CHUNK_PAGES = 4  # prefilled together
+CHUNK_TOKENS = CHUNK_PAGES * PAGE_TOKENS
+FRAME_ROWS = 8  # encoded together
+MIN_ROW_PATCHES = 16
+
+
+@dataclass(eq=False)
+class BusyRow:
+    """A request in a row."""
+
+    number: int
+    request: SamplerRequest
+    completion: Completion
+    pages: list[int]
+    table: Int[np.ndarray, " W"]
+    token: int  # the last one
+    slot: int  # of that token
+    position: int
+
+
+class Sampler:
+    """Owns the cache and its rows. Use `submit` and `step` for continuous batching, or `generate` for a batch.
+
+    `cache_tokens` are shared by all requests, each of which reserves its prompt and `max_new_tokens`. Without it, every
+    row may have a full context.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3VL,
+        *,
+        max_rows: int = 8,
+        max_context_tokens: int = 4096,
+        cache_tokens: int | None = None,
+        tokens_per_step: int = 16,
+    ):
+        self.config = model.config
+        self.max_context_tokens = max_context_tokens
+        cache_tokens = max_rows * max_context_tokens if cache_tokens is None else cache_tokens
+        if cache_tokens < max_context_tokens:
+            raise ValueError(f"cache_tokens={cache_tokens} is less than max_context_tokens={max_context_tokens}")
+        self._graphdef, self.params = nnx.split(model)
+        self._tokens_per_step = tokens_per_step
+        self._pool = PagePool(1 + -(-cache_tokens // PAGE_TOKENS) + max_rows)
+        self._table_pages = bucket(-(-max_context_tokens // PAGE_TOKENS), TABLE_PAGES)
+        dtype = model.compute.dtype
+        self._cache = empty_cache(model.config, dtype, self._pool.num_pages, PAGE_TOKENS)
+        self._table = FrameTable()
+        self._frames = empty_frames(model.config, dtype, self._table.num_tokens)
+        self._rows: list[BusyRow | None] = [None] * max_rows
+        self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
+        self._num_submitted = 0
+
+    def update(self, model: Qwen3VL) -> None:
+        """Uses a model's parameters for all further tokens; running requests keep their old keys and values."""
+        self.params = nnx.state(model)
+        self._pool.forget()
+        self._table.forget()
+
+    def submit(self, request: SamplerRequest) -> int:
+        """Queues a request and returns its number; `step` computes it."""
+        prompt = PreparedPrompt.of(request.prompt, self.config)
+        if (needed := _num_tokens(request)) > self.max_context_tokens:
+            raise ValueError(
+                f"a prompt of {len(prompt.ids)} tokens with max_new_tokens={request.sampling.max_new_tokens} needs "
+                f"{needed} tokens of context, the sampler has max_context_tokens={self.max_context_tokens}"
+            )
+        largest = max((end - start for start, end in prompt.frame_spans), default=0)
+        if 2 * largest + CHUNK_TOKENS > self._table.num_tokens:
+            most = (self._table.num_tokens - CHUNK_TOKENS) // 2
+            raise ValueError(f"a frame has {largest} tokens, the sampler takes frames of up to {most}")
+        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        self._waiting.append((number, request, prompt))
+        return number
+
+    def sampled(self, number: int) -> list[int]:
+        """The ids sampled so far for a request; empty once it is finished or aborted."""
+        return next((list(row.completion.ids) for row in self._rows if row is not None and row.number == number), [])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or any(row is not None for row in self._rows)
+
+    def step(self) -> dict[int, Completion]:
+        """Fills free rows, decodes a few tokens in all rows, and returns the finished completions."""
+        self._fill_rows()
+        if not any(row is not None for row in self._rows):
+            return {}
+        state = self._state()
+        self._cache, *results = decode(self._graphdef, self._tokens_per_step, self.params, self._cache, state)
+        tokens, logp, counts = jax.device_get(results)
+        finished = {}
+        for index, row in enumerate(self._rows):
+            if row is None:
+                continue
+            count, completion, sampling = int(counts[index]), row.completion, row.request.sampling
+            completion.ids += tokens[index, :count].tolist()
+            completion.behavior_logp += logp[index, :count].tolist()
+            row.token, row.slot, row.position = completion.ids[-1], row.slot + count, row.position + count
+            if row.token in sampling.stop_ids:
+                completion.finish = "stop"
+            elif len(completion.ids) == sampling.max_new_tokens:
+                completion.finish = "length"
+            if completion.finish != "running":
+                finished[row.number] = self._free(index, row)
+        return finished
+
+    def abort(self, number: int) -> Completion:
+        """Ends a request with the tokens sampled so far; its row is free at the next step."""
+        for waiting in self._waiting:
+            if waiting[0] == number:
+                self._waiting.remove(waiting)
+                return Completion(finish="abort")
+        for index, row in enumerate(self._rows):
+            if row is not None and row.number == number:
+                row.completion.finish = "abort"
+                return self._free(index, row)
+        raise ValueError(f"request {number} is not running")
+
+    def generate(self, requests: Iterable[SamplerRequest]) -> list[Completion]:
+        """Samples all requests to the end and returns the completions in the order of the requests."""
+        numbers = [self.submit(request) for request in requests]
+        done: dict[int, Completion] = {}
+        while self.busy:
+            done |= self.step()
+        return [done[number] for number in numbers]
+
+    def _free(self, index: int, row: BusyRow) -> Completion:
+        self._rows[index] = None
+        self._pool.release(row.pages)
+        return row.completion
+
+    def _fill_rows(self) -> None:
+        """Starts waiting requests in their order, as long as rows and pages are free."""
+        for index, row in enumerate(self._rows):
+            if row is not None:
+                continue
+            if not self._waiting:
+                return
+            number, request, prompt = self._waiting[0]
+            if (pages := self._cached(prompt, -(-_num_tokens(request) // PAGE_TOKENS))) is None:
+                return
+            self._waiting.popleft()
+            last = len(prompt.ids) - 1
+            self._rows[index] = BusyRow(
+                number,
+                request,
+                Completion(),
+                pages,
+                self._page_table(pages),
+                token=int(prompt.ids[last]),
+                slot=last,
+                position=int(prompt.positions[last, 0]),
+            )
+
+    def _cached(self, prompt: PreparedPrompt, num_pages: int) -> list[int] | None:
+        """As many pages for a prompt, with all its tokens but the last; None if there is no room yet."""
+        digests = prompt.page_digests(PAGE_TOKENS)
+        held = self._pool.find(digests)
+        self._pool.hold(held)
+        num_whole = prompt.num_cached // PAGE_TOKENS
+        shared, copied = held[:num_whole], held[num_whole:]
+        if num_pages - len(shared) > self._pool.num_available:
+            self._pool.release(held)
+            return None
+        pages = [*shared, *self._pool.take(num_pages - len(shared))]
+        for page in copied:  # the request will write behind the prompt's end, so it gets a page of its own
+            self._cache = copy_page(
+                self._cache, self.config.text.num_layers, np.int32(page), np.int32(pages[num_whole])
+            )
+        self._pool.release(copied)
+        if len(held) < len(digests):
+            self._prefill(prompt, pages, len(held))
+            for page, digest in zip(pages, digests, strict=False):
+                self._pool.label(page, digest)
+        return pages
+
+    def _prefill(self, prompt: PreparedPrompt, pages: list[int], num_shared: int) -> None:
+        """Computes the pages behind the first `num_shared`, from the start of the chunk in which they begin."""
+        table = self._page_table(pages)
+        for first in range(num_shared // CHUNK_PAGES * CHUNK_PAGES, -(-prompt.num_cached // PAGE_TOKENS), CHUNK_PAGES):
+            begin = first * PAGE_TOKENS
+            count = min(CHUNK_TOKENS, prompt.num_cached - begin)
+            tokens, positions = np.zeros(CHUNK_TOKENS, np.int32), np.zeros((CHUNK_TOKENS, 3), np.int32)
+            visual_index = np.full(CHUNK_TOKENS, NOT_VISUAL, np.int32)
+            part = slice(begin, begin + count)
+            tokens[:count], positions[:count] = prompt.ids[part], prompt.positions[part]
+            visual_index[:count] = self._table_rows(prompt, prompt.visual_index[part])
+            written = table[first : first + CHUNK_PAGES].copy()
+            written[: max(0, num_shared - first)] = 0  # pages that other requests read stay as they are
+            written[-(-count // PAGE_TOKENS) :] = 0
+            slots = np.minimum(begin + np.arange(CHUNK_TOKENS, dtype=np.int32), begin + count - 1)
+            chunk = Chunk(tokens[None], positions[None], visual_index[None], slots[None], table[None], written)
+            self._cache = prefill(self._graphdef, self.params, self._cache, self._frames, chunk)
+
+    def _table_rows(self, prompt: PreparedPrompt, visual_index: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+        """Where the features of a chunk's tokens are, once its frames are encoded."""
+        is_visual = visual_index != NOT_VISUAL
+        own = visual_index[is_visual]
+        number = np.searchsorted(prompt.frame_starts, own, side="right") - 1  # of the frame
+        spans, seen = prompt.frame_spans, np.unique(number).tolist()
+        missing = self._table.place([(prompt.frames[n], spans[n][1] - spans[n][0]) for n in seen])
+        self._encode(missing)
+        first = np.zeros(len(prompt.frames) + 1, np.int32)
+        first[seen] = [self._table[prompt.frames[n]] - spans[n][0] for n in seen]
+        rows = np.full_like(visual_index, NOT_VISUAL)
+        rows[is_visual] = own + first[number]
+        return rows
+
+    def _encode(self, frames: list[Frame]) -> None:
+        """Encodes frames of similar size together, so that there are few programs."""
+        by_size: dict[int, list[Frame]] = {}
+        for frame in frames:
+            size = max(MIN_ROW_PATCHES, 1 << (len(frame.patches) - 1).bit_length())
+            by_size.setdefault(size, []).append(frame)
+        for row_patches, alike in by_size.items():
+            for at in range(0, len(alike), FRAME_ROWS):
+                batch = alike[at : at + FRAME_ROWS]
+                vision, first_rows = pack_vision(batch, self.config.vision, row_patches, FRAME_ROWS)
+                merged = self.config.vision.merge_unit
+                to = np.full(FRAME_ROWS * row_patches // merged, self._table.num_tokens, np.int32)
+                for frame, row in zip(batch, first_rows, strict=True):
+                    size = len(frame.patches) // merged
+                    to[row : row + size] = self._table[frame] + np.arange(size)
+                self._frames = encode(self._graphdef, self.params, vision, self._frames, to)
+
+    def _page_table(self, pages: list[int]) -> Int[np.ndarray, " W"]:
+        table = np.zeros(self._table_pages, np.int32)
+        table[: len(pages)] = pages
+        return table
+
+    def _state(self) -> Rows:
+        """The rows for the device; free ones write to page 0."""
+        num_rows = len(self._rows)
+        tokens, slots, positions, num_sampled, max_new = np.zeros((5, num_rows), np.int32)
+        state = Rows(
+            tokens,
+            slots,
+            positions,
+            table=np.zeros((num_rows, self._table_pages), np.int32),
+            seeds=np.zeros((num_rows, 2), np.uint32),
+            num_sampled=num_sampled,
+            max_new=max_new,
+            temperatures=np.zeros(num_rows, np.float32),
+            stop_ids=np.full((num_rows, MAX_STOP_IDS), -1, np.int32),
+            running=np.array([row is not None for row in self._rows]),
+        )
+        for b, row in enumerate(self._rows):
+            if row is not None:
+                sampling = row.request.sampling
+                tokens[b], slots[b], positions[b] = row.token, row.slot, row.position
+                num_sampled[b], max_new[b] = len(row.completion.ids), sampling.max_new_tokens
+                state.table[b], state.temperatures[b] = row.table, sampling.temperature
+                state.seeds[b] = sampling.seed >> 32 & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
+                state.stop_ids[b, : len(sampling.stop_ids)] = sampling.stop_ids
+        return state
+
+
+def _num_tokens(request: SamplerRequest) -> int:
+    return len(request.prompt.ids) + request.sampling.max_new_tokens

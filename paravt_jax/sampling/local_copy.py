@@ -1,0 +1,95 @@
+"""The weights that a host samples from: in the activations' dtype, split over tensor on all devices of the host.
+
+A single device samples from the learner's own arrays, and casts them where it reads them: it lacks memory more than
+time.
+
+The learner's float32 masters are split over fsdp, so that every token would gather and cast them. Each host samples its
+own episodes: all hosts would have to start a program on the whole mesh together and in the same order; a host runs
+programs on its own devices independently.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from model_port.layers import unstacked
+from model_port.model import Qwen3VL
+from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes
+
+SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the mesh, in and between hosts
+
+
+class LocalCopy:
+    """Makes the copies. A frozen base of adapters is copied once."""
+
+    def __init__(self, model: Qwen3VL, mesh: Mesh | None, *, beside_update: bool = False):
+        """`beside_update`: sampling continues while updates donate the learner's arrays."""
+        self._learner_mesh, self._beside_update = mesh, beside_update
+        self._dtype = jnp.dtype(model.compute.dtype)
+        self._axes = () if mesh is None else _axes_of(model, mesh)
+        self.mesh = None if mesh is None else _sampling_mesh(mesh, self._axes)
+        self._frozen: tuple[list[jax.Array], nnx.State] | None = None  # leaves and their copy
+
+    def of(self, model: Qwen3VL) -> Qwen3VL:
+        """All hosts must call this."""
+        if not model.lora.rank:
+            graphdef, state = nnx.split(model)
+            copy = nnx.merge(graphdef, self._copy(state, donated=True))
+            with on_mesh(self.mesh):
+                is_gpu = platform() == "gpu"
+            if is_gpu and (self.mesh != self._learner_mesh or self._beside_update):  # TPUs read slices in place
+                copy.text.layers = unstacked(copy.text.layers, model.config.text.num_layers)
+            return copy
+        graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+        leaves = jax.tree.leaves(frozen)
+        if self._frozen is None or any(new is not old for new, old in zip(leaves, self._frozen[0], strict=True)):
+            self._frozen = leaves, self._copy(frozen, donated=False)
+        return nnx.merge(graphdef, self._copy(adapters, donated=True), self._frozen[1])
+
+    def _copy(self, state: nnx.State, *, donated: bool) -> nnx.State:
+        """`donated` arrays are those that updates overwrite."""
+        if self._learner_mesh == self.mesh:
+            copied = donated and self._beside_update
+            return jax.tree.map(lambda leaf: jnp.array(leaf, self._dtype), state) if copied else state
+        mesh = self._learner_mesh
+        assert mesh is not None
+        sizes = [mesh.shape[axis] for axis in MESH_AXES]
+        over_data, over_fsdp = over_hosts(*sizes, num_hosts=jax.process_count() if mesh.is_multi_process else 1)
+        # The same devices in the same order, but axes that span hosts are split into two.
+        shape = over_data, sizes[0] // over_data, over_fsdp, sizes[1] // over_fsdp, sizes[2]
+        by_host = Mesh(mesh.devices.reshape(shape), SPLIT_AXES)
+        shardings = jax.tree.map(lambda leaf: NamedSharding(by_host, self._spec(leaf, self._axes)), state)
+        with on_mesh(by_host):  # the caller's mesh has this host's devices only
+            copies = jax.jit(_cast, static_argnums=1, out_shardings=shardings)(state, self._dtype)
+        return jax.tree.map(self._on_this_host, copies, state)
+
+    def _spec(self, leaf: jax.Array, tensor: Any) -> PartitionSpec:
+        assert isinstance(leaf.sharding, NamedSharding)
+        return PartitionSpec(*(tensor if axis == "tensor" else None for axis in leaf.sharding.spec))
+
+    def _on_this_host(self, copy: jax.Array, leaf: jax.Array) -> jax.Array:
+        assert self.mesh is not None
+        shards = [shard.data for shard in copy.addressable_shards]
+        sharding = NamedSharding(self.mesh, self._spec(leaf, "tensor"))
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def _axes_of(model: Qwen3VL, mesh: Mesh) -> tuple[str, ...]:
+    shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(model)).items()}
+    local = mesh.local_mesh if mesh.is_multi_process else mesh
+    return sampling_axes(shapes, local.shape)
+
+
+def _sampling_mesh(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
+    """This host's devices; those that tensor cannot use have copies."""
+    local = mesh.local_mesh if mesh.is_multi_process else mesh
+    tensor = math.prod(local.shape[axis] for axis in axes)
+    return Mesh(local.devices.reshape(-1, 1, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _cast(state: Any, dtype: jnp.dtype) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)

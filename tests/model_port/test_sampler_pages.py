@@ -1,0 +1,103 @@
+"""The bookkeeping of the sampler: pages, frames, and attention over pages in all its forms."""
+
+import random
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from model_port.inputs import Frame
+from model_port.sampler.frames import FrameTable
+from model_port.sampler.paged import gpu_kernel, tpu_kernel, walked
+from model_port.sampler.pages import PagePool
+
+
+@given(st.integers(0, 2**32), st.integers(4, 12))
+def test_pages_are_never_given_twice_and_all_come_back(seed, num_pages):
+    """Random prompts over a small alphabet of pages, of which each holds some others."""
+    chance, pool, running = random.Random(seed), PagePool(num_pages), []
+    content = {}  # of labelled pages
+    for _ in range(60):
+        if running and chance.random() < 0.5:
+            pool.release(running.pop(chance.randrange(len(running))))
+            continue
+        if chance.random() < 0.05:
+            pool.forget()
+            content.clear()
+        digests = [bytes(chance.choices(b"ab", k=length)) for length in range(1, chance.randint(2, 5))]
+        digests = [digests[-1][: length + 1] for length in range(len(digests))]
+        held = pool.find(digests)
+        assert [content[page] for page in held] == digests[: len(held)]
+        pool.hold(held)
+        if len(digests) - len(held) > pool.num_available:
+            pool.release(held)
+            continue
+        new = pool.take(len(digests) - len(held))
+        for page, digest in zip(new, digests[len(held) :], strict=True):
+            content[page] = digest
+            pool.label(page, digest)
+        running.append([*held, *new])
+        users = Counter(page for pages in running for page in pages)
+        assert 0 not in users and len({*new}) == len(new)
+        assert all(users[page] == 1 for page in new)
+        assert pool.num_available == num_pages - 1 - len(users)
+    for pages in running:
+        pool.release(pages)
+    assert pool.num_available == num_pages - 1
+
+
+def test_pages_of_the_longest_idle_prompt_are_given_first_and_its_end_before_its_start():
+    pool = PagePool(6)
+    first, second = pool.take(2), pool.take(2)
+    for pages, name in ((first, b"f"), (second, b"s")):
+        for number, page in enumerate(pages):
+            pool.label(page, name + bytes([number]))
+        pool.release(pages)
+    assert pool.take(2)[1] == first[1]  # after the page that nobody had used
+    assert pool.find([b"f\0", b"f\1"]) == first[:1] and pool.find([b"s\0", b"s\1"]) == second
+
+
+@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), max_size=30))
+def test_frames_that_are_needed_together_are_in_the_table_without_overlap(batches):
+    frames = [Frame(np.full((size, 1), size, np.float32), (size, 1)) for size in range(1, 10)]
+    table, content = FrameTable(24), {}
+    for batch in batches:
+        wanted = [(frames[number], len(frames[number].patches)) for number in {*batch}]
+        if sum(size for _, size in wanted) > 24:
+            continue
+        for frame in table.place(wanted):
+            start = table[frame]
+            content.update(dict.fromkeys(range(start, start + len(frame.patches)), frame.digest))
+        for frame, size in wanted:
+            assert {content[row] for row in range(table[frame], table[frame] + size)} == {frame.digest}
+            assert table[frame] + size <= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "context", "atol"),
+    [
+        (partial(gpu_kernel, interpret=True), nullcontext, 2e-6),
+        (tpu_kernel, pltpu.force_tpu_interpret_mode, 2e-2),  # it multiplies in bfloat16
+    ],
+    ids=["gpu", "tpu"],
+)
+def test_a_kernel_attends_like_the_plain_form(kernel, context, atol):
+    rng = np.random.default_rng(0)
+    rows, heads, kv_heads, head_dim, page_tokens, num_pages, width = 3, 8, 2, 128, 64, 40, 16
+    q = jnp.asarray(rng.normal(size=(rows, heads, head_dim)), jnp.float32)
+    keys, values = jnp.asarray(rng.normal(size=(2, kv_heads, num_pages, page_tokens, head_dim)), jnp.float32)
+    table = jnp.asarray(rng.permutation(num_pages)[: rows * 13].reshape(rows, 13), jnp.int32)
+    table = jnp.pad(table, ((0, 0), (0, width - 13)))
+    slots = jnp.array([0, 70, 831], jnp.int32)
+    expected = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
+    with context():
+        got = jax.jit(kernel)(q * head_dim**-0.5, keys, values, table, slots + 1)
+    np.testing.assert_allclose(got, expected, atol=atol)
