@@ -202,12 +202,6 @@ class EngineConfig:
             raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
-
-    def sampler_sizes(self, max_context_tokens: int, num_hosts: int) -> dict[str, int]:
-        """The embedded sampler's sizes on one host. A request with the longest context always fits."""
-        rows = max(1, self.max_rows // num_hosts)
-        cache_tokens = max(max_context_tokens, min(self.cache_tokens // num_hosts, rows * max_context_tokens))
-        return {"max_rows": rows, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
         if self.weights_dir and self.kind == "jax":
             raise ValueError(f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang")
         if self.gpus:
@@ -227,6 +221,12 @@ class EngineConfig:
     def urls_file(self) -> str:
         """The file that lists the servers, one URL per line; empty if `urls` has the URLs themselves."""
         return self.urls[0] if len(self.urls) == 1 and "://" not in self.urls[0] else ""
+
+    def sampler_sizes(self, max_context_tokens: int, num_hosts: int) -> dict[str, int]:
+        """The embedded sampler's sizes on one host. A request with the longest context always fits."""
+        rows = max(1, self.max_rows // num_hosts)
+        cache_tokens = max(max_context_tokens, min(self.cache_tokens // num_hosts, rows * max_context_tokens))
+        return {"max_rows": rows, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
 
     def _check_gpus(self) -> None:
         if self.kind == "jax" or self.connects or self.device == "cpu":

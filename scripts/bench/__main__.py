@@ -12,6 +12,7 @@ BENCHES = {
     "hosts": "a run and a checkpoint on 1, 2 and 4 processes of this machine, and publishing to 1, 2 and 4 servers",
     "learner": "forward and forward+backward of the policy, and its update, compared with transformers in torch",
     "packing": "the share of an update's token slots that hold tokens, for the frame budgets of a config",
+    "sampler": "the sampler at several limits of the context, compared with transformers' generate",
     "soak": "the smoke run or a service for hours: memory, open files, threads and step time",
     "video": "frames of a video, decoded and cached, compared with qwen_vl_utils and decord",
 }

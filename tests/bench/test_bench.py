@@ -12,7 +12,7 @@ from model_port.inputs import Frame
 from model_port.tiny import tiny_config
 from paravt_jax.bench import __main__ as wheel_main
 from scripts.bench import __main__ as bench_main
-from scripts.bench import learner, update, ways
+from scripts.bench import learner, sampler, update, ways
 
 
 @pytest.fixture
@@ -111,3 +111,14 @@ def test_help_lists_the_benches(bench, capsys):
         bench("--help")
     output = capsys.readouterr().out
     assert "convert" in output and "learner" in output
+
+
+@pytest.mark.slow
+def test_sampler_bench_measures_every_limit_and_transformers(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampler, "PROMPT_TOKENS", 20)
+    monkeypatch.setattr(sampler, "NEW_TOKENS", 3)
+    out = tmp_path / "sampler.json"
+    bench("sampler", "--rows", "2", "--limits", "64", "128", "--repeats", "1", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["ours, limit 64", "ours, limit 128", "transformers"]
+    assert all(row["token_ms"] > 0 for row in rows)

@@ -30,7 +30,8 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.records import records
 from paravt_jax.rl.run import Run
 from paravt_jax.run import training
-from paravt_jax.sampling.weights import ModelWeights, sampling_model
+from paravt_jax.sampling.local_copy import LocalCopy
+from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -177,8 +178,9 @@ def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypat
 
     def weights(self):
         """The weights of step 1, after steps 1 and 2."""
-        model = sampling_model(self.training.learner.model, "float32", None, copied=True)
-        published.append(ModelWeights(model, np.dtype(np.float32)))
+        model = self.training.learner.model
+        copy = LocalCopy(model, None, beside_update=True).of(model)
+        published.append(ModelWeights(copy, np.dtype(np.float32)))
         return published[0]
 
     monkeypatch.setattr(Run, "_weights", weights)

@@ -29,6 +29,7 @@ def gate(monkeypatch, servers):
     monkeypatch.setattr(setup, "check", check)
     monkeypatch.setattr(setup, "table", lambda parities: f"compared {[parity.url for parity in parities]}")
     monkeypatch.setattr(setup, "LearnerScorer", lambda *_: None)
+    monkeypatch.setattr(setup, "LocalCopy", lambda *_: SimpleNamespace(mesh=None, of=lambda model: model))
     log = SimpleNamespace(say=messages.append, phase=lambda text: None)
     policy = SimpleNamespace(contract=None, chat=None, mesh=None, compute=SimpleNamespace(dtype="float32"))
     training, urls = SimpleNamespace(log=log, learner=SimpleNamespace(model=None)), list(servers)
