@@ -103,27 +103,25 @@ def run_layers(
 ) -> tuple[Carry, Any]:
     """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked.
 
-    Layers that are `unstacked` are run in order, without recomputation.
+    Layers that are `unstacked` always run unrolled.
     """
     if isinstance(stack, nnx.List):
-        outs = []
-        for index, layer in enumerate(stack):
-            carry, out = step(layer, index, carry)
-            outs.append(out)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-    graphdef, params = nnx.split(stack)
+        layers = [nnx.split(layer) for layer in stack]
+    else:
+        graphdef, params = nnx.split(stack)
+        if compute.scan:
 
-    def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
-        layer_params, index = layer
-        return step(nnx.merge(graphdef, layer_params), index, carry)
+            def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
+                layer_params, index = layer
+                return step(nnx.merge(graphdef, layer_params), index, carry)
 
-    if compute.scan:
-        return jax.lax.scan(_remat(body, compute.remat), carry, (params, jnp.arange(num_layers)))
+            return jax.lax.scan(_remat(body, compute.remat), carry, (params, jnp.arange(num_layers)))
+        layers = [(graphdef, jax.tree.map(lambda p, i=index: p[i], params)) for index in range(num_layers)]
     outs = []
-    for index in range(num_layers):
-        layer_params = jax.tree.map(lambda p, index=index: p[index], params)
+    for index, (graphdef, params) in enumerate(layers):
         # The index stays a Python number, so that conditions on the layer are resolved while tracing.
-        carry, out = _remat(lambda carry, p, index=index: body(carry, (p, index)), compute.remat)(carry, layer_params)
+        run = _remat(lambda carry, p, g=graphdef, i=index: step(nnx.merge(g, p), i, carry), compute.remat)
+        carry, out = run(carry, params)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 

@@ -35,6 +35,23 @@ def scores_of(q: Float[Array, "B T K R H"], k: Float[Array, "B S K H"]) -> Float
     return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
 
 
+SoftmaxCarry = tuple[Array, Array, Array]  # highest score, sum of weights, mean of values times that sum
+
+
+def empty_softmax(shape: tuple[int, ...], head_dim: int, dtype: jnp.dtype) -> SoftmaxCarry:
+    """For queries in an array of `shape`, before any key."""
+    return jnp.full(shape, MASKED, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, head_dim), dtype)
+
+
+def add_to_softmax(carry: SoftmaxCarry, scores: Array, v: Array, equation: str) -> SoftmaxCarry:
+    """Adds a block of keys to a running softmax; `equation` is einsum's, of weights with values."""
+    peak, total, mixed = carry
+    higher = jnp.maximum(peak, scores.max(axis=-1))
+    weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
+    new = jnp.einsum(equation, weights.astype(v.dtype), v, preferred_element_type=mixed.dtype)
+    return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+
+
 def attend_mask(query: Layout, key: Layout, *, causal: bool) -> Bool[Array, "B T S"]:
     """True where a query token may attend to a key token."""
     segment = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from model_port.attention.flash import TINY, even_blocks, flash_attention, neighbors, visible_blocks
-from model_port.attention.rule import MASKED, QueryRuns, scores_of
+from model_port.attention.rule import MASKED, QueryRuns, SoftmaxCarry, add_to_softmax, empty_softmax, scores_of
 
 BLOCK_TOKENS = 512  # maximum
 
@@ -26,20 +26,13 @@ def _forward(
     def of_queries(i: Array) -> tuple[Array, Array]:
         q_block = _block(q, i, size)
 
-        def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            peak, total, mixed = carry
+        def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
             j = keys_of[i, n]
             scores = jnp.where(_visible(runs, i, j, size), scores_of(q_block, _block(k, j, size)), MASKED)
-            higher = jnp.maximum(peak, scores.max(axis=-1))
-            weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
-            new = jnp.einsum(
-                "BKRTS,BSKH->BKRTH", weights.astype(v.dtype), _block(v, j, size), preferred_element_type=wide
-            )
-            return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+            return add_to_softmax(carry, scores, _block(v, j, size), "BKRTS,BSKH->BKRTH")
 
         rows, _, kv_heads, queries, head_dim = q_block.shape
-        each = (rows, kv_heads, queries, size)
-        start = jnp.full(each, MASKED, wide), jnp.zeros(each, wide), jnp.zeros((*each, head_dim), wide)
+        start = empty_softmax((rows, kv_heads, queries, size), head_dim, wide)
         peak, total, mixed = lax.fori_loop(0, num_keys_of[i], add, start)
         total = jnp.maximum(total, TINY)
         return (mixed / total[..., None]).astype(v.dtype), peak + jnp.log(total)

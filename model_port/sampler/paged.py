@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from model_port.attention.rule import MASKED
+from model_port.attention.rule import MASKED, SoftmaxCarry, add_to_softmax, empty_softmax
 from model_port.sharding import per_device, platform
 
 TABLE_PAGES = 16  # a table's width is a multiple of this, so that kernels can split it
@@ -21,7 +21,7 @@ KERNEL_HEAD_DIM = 128  # the kernels compute multiples of this
 Decode = Callable[[Array, Array, Array, Array, Array], Array]
 
 
-def decode_attention(
+def _decode(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
@@ -31,14 +31,6 @@ def decode_attention(
     slots: Int[Array, " B"],
 ) -> tuple[Float[Array, "B N H"], Array, Array]:
     """Writes one new token of every row into the cache, and attends from it."""
-    return per_device(_decode, ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh"))(
-        q, k, v, keys, values, table, slots
-    )
-
-
-def _decode(
-    q: Array, k: Array, v: Array, keys: Array, values: Array, table: Array, slots: Array
-) -> tuple[Array, Array, Array]:
     page_tokens = keys.shape[2]
     page = jnp.take_along_axis(table, slots[:, None] // page_tokens, axis=1)[:, 0]
     # With an index for heads too, TPUs write to the cache as the kernel reads it. Otherwise they transpose all of it.
@@ -50,6 +42,9 @@ def _decode(
     else:
         mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
     return mixed, keys, values
+
+
+decode_attention = per_device(_decode, ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh"))
 
 
 def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array, interpret: bool = False) -> Array:
@@ -84,19 +79,13 @@ def walked(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = jnp.einsum("BTKRH->KBRTH", q.reshape(rows, num_queries, kv_heads, group, head_dim))
 
-    def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak, total, mixed = carry
+    def add(i: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         pages = lax.dynamic_slice_in_dim(table, i * block_pages, block_pages, axis=1)
         k, v = (cache[:, pages].reshape(kv_heads, rows, block_tokens, head_dim) for cache in (keys, values))
         visible = i * block_tokens + jnp.arange(block_tokens)[None, None] <= slots[:, :, None]
         scores = jnp.einsum("KBRTH,KBSH->KBRTS", grouped, k, preferred_element_type=wide) * head_dim**-0.5
-        scores = jnp.where(visible[None, :, None], scores, MASKED)
-        higher = jnp.maximum(peak, scores.max(axis=-1))
-        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
-        new = jnp.einsum("KBRTS,KBSH->KBRTH", weights.astype(v.dtype), v, preferred_element_type=wide)
-        return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+        return add_to_softmax(carry, jnp.where(visible[None, :, None], scores, MASKED), v, "KBRTS,KBSH->KBRTH")
 
-    each = grouped.shape[:-1]
-    start = jnp.full(each, MASKED, wide), jnp.zeros(each, wide), jnp.zeros(grouped.shape, wide)
+    start = empty_softmax(grouped.shape[:-1], head_dim, wide)
     _, total, mixed = lax.fori_loop(0, jnp.max(slots) // block_tokens + 1, add, start)
     return jnp.einsum("KBRTH->BTKRH", mixed / total[..., None]).reshape(q.shape).astype(values.dtype)

@@ -1,6 +1,7 @@
 """Requests to the sampler, and their completions."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -10,6 +11,7 @@ from jaxtyping import Int
 
 from model_port.config import ModelConfig
 from model_port.inputs import NOT_VISUAL, Frame, Tokens, place_tokens
+from model_port.sampler.pages import PAGE_TOKENS
 
 MAX_STOP_IDS = 8
 
@@ -85,13 +87,14 @@ class PreparedPrompt:
     def frame_spans(self) -> list[tuple[int, int]]:
         return list(pairwise(self.frame_starts))
 
-    def page_digests(self, page_tokens: int) -> list[bytes]:
+    @cached_property
+    def page_digests(self) -> list[bytes]:
         """One per page to prefill: equal digests mean equal tokens and frames from the prompt's start to the page's
         end. The last page may be partly filled."""
         starts = np.flatnonzero(self.visual_index != NOT_VISUAL)[list(self.frame_starts[:-1])]  # in tokens
         digests, chain = [], b""
-        for begin in range(0, self.num_cached, page_tokens):
-            end = min(begin + page_tokens, self.num_cached)
+        for begin in range(0, self.num_cached, PAGE_TOKENS):
+            end = min(begin + PAGE_TOKENS, self.num_cached)
             digest = blake2b(chain + self.ids[begin:end].tobytes(), digest_size=16)
             for number in np.flatnonzero((begin <= starts) & (starts < end)):
                 digest.update(self.frames[number].digest)

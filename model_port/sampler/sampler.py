@@ -167,7 +167,7 @@ class Sampler:
             if (pages := self._cached(prompt, -(-_num_tokens(request) // PAGE_TOKENS))) is None:
                 return
             self._waiting.popleft()
-            last = len(prompt.ids) - 1
+            last = prompt.num_cached
             self._rows[index] = BusyRow(
                 number,
                 request,
@@ -181,7 +181,7 @@ class Sampler:
 
     def _cached(self, prompt: PreparedPrompt, num_pages: int) -> list[int] | None:
         """As many pages for a prompt, with all its tokens but the last; None if there is no room yet."""
-        digests = prompt.page_digests(PAGE_TOKENS)
+        digests = prompt.page_digests
         held = self._pool.find(digests)
         self._pool.hold(held)
         num_whole = prompt.num_cached // PAGE_TOKENS

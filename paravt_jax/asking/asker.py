@@ -25,7 +25,7 @@ from rollout.chat import Chat
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch
 
-MAX_ROWS = 16  # concurrent rows of the embedded engine; each takes memory for a full context
+MAX_ROWS = 16  # concurrent requests of the embedded engine
 
 
 def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:

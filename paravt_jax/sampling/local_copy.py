@@ -30,8 +30,7 @@ class LocalCopy:
         """`beside_update`: sampling continues while updates donate the learner's arrays."""
         self._learner_mesh, self._beside_update = mesh, beside_update
         self._dtype = jnp.dtype(model.compute.dtype)
-        self._axes = () if mesh is None else _axes_of(model, mesh)
-        self.mesh = None if mesh is None else _sampling_mesh(mesh, self._axes)
+        self._axes, self.mesh = ((), None) if mesh is None else _sampling_mesh(model, mesh)
         self._frozen: tuple[list[jax.Array], nnx.State] | None = None  # leaves and their copy
 
     def of(self, model: Qwen3VL) -> Qwen3VL:
@@ -78,17 +77,13 @@ class LocalCopy:
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def _axes_of(model: Qwen3VL, mesh: Mesh) -> tuple[str, ...]:
+def _sampling_mesh(model: Qwen3VL, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:
+    """This host's devices, and the axes that become tensor; devices that tensor cannot use have copies."""
+    local = mesh.local_mesh if mesh.is_multi_process else mesh
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(model)).items()}
-    local = mesh.local_mesh if mesh.is_multi_process else mesh
-    return sampling_axes(shapes, local.shape)
-
-
-def _sampling_mesh(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
-    """This host's devices; those that tensor cannot use have copies."""
-    local = mesh.local_mesh if mesh.is_multi_process else mesh
+    axes = sampling_axes(shapes, local.shape)
     tensor = math.prod(local.shape[axis] for axis in axes)
-    return Mesh(local.devices.reshape(-1, 1, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return axes, Mesh(local.devices.reshape(-1, 1, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _cast(state: Any, dtype: jnp.dtype) -> Any:
