@@ -6,8 +6,9 @@ is faster in the language tower.
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ ROW_TOKENS = 4096
 MAX_ERROR = 0.03  # correct forms differ by 0.008 in bfloat16; without one of 32 blocks of keys, by 0.28
 TIMED_CALLS = 3
 
+Timed = tuple[list[np.ndarray], float]  # results as vectors of heads, and the milliseconds of one call
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -33,43 +36,61 @@ class Heads:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """The kernel against the scanned form. As a string, it completes the log line "attention: …"."""
+    """A kernel against a form in plain XLA. As a string, it completes the log line "attention: …"."""
 
-    error: float = 0.0  # of outputs and gradients, see `max_error`
+    error: float = 0.0  # of all results, see `max_error`
     kernel_ms: float = 0.0
-    scanned_ms: float = 0.0
+    plain_ms: float = 0.0
     failure: str = ""  # the error that the kernel raised
+    plain: str = "scanned"  # the plain form's name
 
     @property
     def passed(self) -> bool:
-        return not self.failure and self.error <= MAX_ERROR and self.kernel_ms < self.scanned_ms
+        return not self.failure and self.error <= MAX_ERROR and self.kernel_ms < self.plain_ms
 
     def __str__(self) -> str:
+        plain, error = self.plain, f"max error {self.error:.1g} of {self.plain}"
         if self.failure:
-            return f"scanned, because the kernel failed ({self.failure})"
+            return f"{plain}, because the kernel failed ({self.failure})"
         if not self.error <= MAX_ERROR:  # also if it is NaN
-            return f"scanned, because the kernel is wrong: max error {self.error:.1g} of scanned, at most {MAX_ERROR:g}"
-        times = f"{self.kernel_ms:.1f} against {self.scanned_ms:.1f} ms"
-        if not self.passed:
-            return f"scanned, because the kernel is slower: {times}"
-        return f"kernel, max error {self.error:.1g} of scanned, {times}"
+            return f"{plain}, because the kernel is wrong: {error}, at most {MAX_ERROR:g}"
+        times = f"{self.kernel_ms:.3g} against {self.plain_ms:.3g} ms"
+        return f"kernel, {error}, {times}" if self.passed else f"{plain}, because the kernel is slower: {times}"
 
 
 def check_kernel(
     kernel: Attention, text: Heads, vision: Heads, dtype: str, num_tokens: int = ROW_TOKENS
 ) -> KernelCheck:
-    """Runs both forms on this process's first device. A kernel that raises is a kernel that does not pass."""
-    errors, times = [], []
-    for heads in (text, vision):
-        scanned, scanned_ms = _run(scanned_attention, heads, dtype, num_tokens)
-        try:
-            ours, kernel_ms = _run(kernel, heads, dtype, num_tokens)
-        except Exception as problem:  # compilers and drivers raise errors of many types
-            message = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            return KernelCheck(failure=message[:200])
-        errors += [max_error(a, b) for a, b in zip(ours, scanned, strict=True)]
-        times.append((kernel_ms, scanned_ms))
-    return KernelCheck(float(np.max(errors)), *times[0])
+    """Runs both forms on this process's first device, and compares outputs and gradients."""
+    checks = [
+        compare("scanned", *(partial(_run, attend, heads, dtype, num_tokens) for attend in (scanned_attention, kernel)))
+        for heads in (text, vision)
+    ]
+    error = float(np.max([check.error for check in checks]))
+    return replace(checks[0], error=error, failure=checks[0].failure or checks[1].failure)
+
+
+def compare(name: str, plain: Callable[[], Timed], kernel: Callable[[], Timed]) -> KernelCheck:
+    """Runs both. A kernel that raises does not pass."""
+    expected, plain_ms = plain()
+    try:
+        results, kernel_ms = kernel()
+    except Exception as problem:  # compilers and drivers raise errors of many types
+        message = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        return KernelCheck(failure=message[:200], plain=name)
+    errors = [max_error(ours, theirs) for ours, theirs in zip(results, expected, strict=True)]
+    return KernelCheck(float(np.max(errors)), kernel_ms, plain_ms, plain=name)
+
+
+def fastest_ms(work: Callable[[], object]) -> float:
+    """Milliseconds of one call, after a first one that compiles."""
+    jax.block_until_ready(work())
+    seconds = []
+    for _ in range(TIMED_CALLS):
+        start_s = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds.append(time.perf_counter() - start_s)
+    return 1e3 * min(seconds)
 
 
 def max_error(ours: Float[np.ndarray, "T N H"], expected: Float[np.ndarray, "T N H"]) -> float:
@@ -91,8 +112,8 @@ def branched_row(num_tokens: int) -> Layout:
     return Layout(*(jnp.asarray(ids[None], jnp.int32) for ids in (segments, branches, np.arange(num_tokens))))
 
 
-def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> tuple[list[np.ndarray], float]:
-    """The output and the three gradients of the tokens that are not padding, and the milliseconds of one call."""
+def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> Timed:
+    """The output and the three gradients of the tokens that are not padding."""
     row = branched_row(num_tokens)
     real = row.segment_ids[0] != 0
     *inputs, weight = _inputs(heads, dtype, num_tokens)
@@ -102,14 +123,9 @@ def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> tuple[
         return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
     gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
-    (_, out), grads = jax.block_until_ready(gradients(*inputs))
-    seconds = []
-    for _ in range(TIMED_CALLS):
-        start_s = time.perf_counter()
-        jax.block_until_ready(gradients(*inputs))
-        seconds.append(time.perf_counter() - start_s)
+    (_, out), grads = gradients(*inputs)
     arrays = [np.asarray(array[0], np.float32)[np.asarray(real)] for array in (out, *grads)]
-    return arrays, 1e3 * min(seconds)
+    return arrays, fastest_ms(lambda: gradients(*inputs))
 
 
 def _inputs(heads: Heads, dtype: str, num_tokens: int) -> Iterator[Array]:

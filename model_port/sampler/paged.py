@@ -3,10 +3,11 @@
 A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
 The plain form walks over blocks of pages, up to the longest row. A block that a row does not reach changes nothing,
 exactly: so a row's result depends neither on the other rows nor on the cache's size. On accelerators, jax's kernels
-decode, which read each row's pages only.
+decode, which read each row's pages only; the sampler checks them first (check.py).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +22,15 @@ KERNEL_HEAD_DIM = 128  # the kernels compute multiples of this
 Decode = Callable[[Array, Array, Array, Array, Array], Array]
 
 
+def decode_attention(kernel: Decode | None) -> Callable[..., tuple[Array, Array, Array]]:
+    """Takes new queries, keys, values; the cache's keys and values; the page table and the rows' slots."""
+    return per_device(
+        partial(_decode, kernel), ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh")
+    )
+
+
 def _decode(
+    kernel: Decode | None,
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
@@ -36,15 +45,11 @@ def _decode(
     # With an index for heads too, TPUs write to the cache as the kernel reads it. Otherwise they transpose all of it.
     to = jnp.arange(len(keys))[None], page[:, None], (slots % page_tokens)[:, None]
     keys, values = keys.at[to].set(k), values.at[to].set(v)
-    kernel = KERNELS.get(platform()) if q.shape[2] % KERNEL_HEAD_DIM == 0 else None
     if kernel is None:
         mixed = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
     else:
         mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
     return mixed, keys, values
-
-
-decode_attention = per_device(_decode, ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh"))
 
 
 def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array, interpret: bool = False) -> Array:
@@ -62,6 +67,11 @@ def tpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Arra
 
 
 KERNELS: dict[str, Decode] = {"gpu": gpu_kernel, "tpu": tpu_kernel}
+
+
+def decode_kernel(head_dim: int) -> Decode | None:
+    """The kernel of this platform, if there is one."""
+    return KERNELS.get(platform()) if head_dim % KERNEL_HEAD_DIM == 0 else None
 
 
 def walked(

@@ -18,7 +18,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import VisionBatch
 from model_port.layers import Index
 from model_port.model import Qwen3VL
-from model_port.sampler.paged import decode_attention, walked
+from model_port.sampler.paged import Decode, decode_attention, walked
 from model_port.sharding import constrain, everywhere
 from model_port.text import Visual
 
@@ -110,22 +110,22 @@ def copy_page(cache: Cache, num_layers: int, source: Int[Array, ""], target: Int
     return jax.tree.map(lambda pages: pages.at[:, offsets + target].set(pages[:, offsets + source]), cache)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def decode(
-    graphdef: GraphDef, num_steps: int, params: nnx.State, cache: Cache, rows: Rows
+    graphdef: GraphDef, num_steps: int, kernel: Decode | None, params: nnx.State, cache: Cache, rows: Rows
 ) -> tuple[Cache, Int[Array, "B n"], Float[Array, "B n"], Int[Array, " B"]]:
     """Up to `num_steps` tokens in every running row, and the number of tokens in each row."""
     model = nnx.merge(graphdef, params)
     num_pages = cache.keys.shape[1] // model.config.text.num_layers
     rows = jax.tree.map(jnp.asarray, rows)
-    no_visual = jnp.full((len(rows.tokens), 1), -1)
+    no_visual, attend_new = jnp.full((len(rows.tokens), 1), -1), decode_attention(kernel)
 
     def one_token(carry: tuple[Cache, Rows], _: None) -> tuple[tuple[Cache, Rows], tuple[Array, Array]]:
         cache, rows = carry
 
         def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache, None]:
             table = index * num_pages + rows.table
-            mixed, *new = decode_attention(q[:, 0], k[:, 0], v[:, 0], cache.keys, cache.values, table, rows.slots)
+            mixed, *new = attend_new(q[:, 0], k[:, 0], v[:, 0], cache.keys, cache.values, table, rows.slots)
             return mixed[:, None], Cache(*new), None
 
         positions = jnp.broadcast_to(rows.positions[:, None, None], (len(rows.tokens), 1, 3))

@@ -18,8 +18,9 @@ from jaxtyping import Int
 
 from model_port.inputs import NOT_VISUAL, Frame, bucket, pack_vision
 from model_port.model import Qwen3VL
+from model_port.sampler.check import check_decoding
 from model_port.sampler.frames import FrameTable
-from model_port.sampler.paged import TABLE_PAGES
+from model_port.sampler.paged import TABLE_PAGES, decode_kernel
 from model_port.sampler.pages import PAGE_TOKENS, PagePool
 from model_port.sampler.programs import Chunk, Rows, copy_page, decode, empty_cache, empty_frames, encode, prefill
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
@@ -70,6 +71,9 @@ class Sampler:
         self._pool = PagePool(1 + -(-cache_tokens // PAGE_TOKENS) + max_rows)
         self._table_pages = bucket(-(-max_context_tokens // PAGE_TOKENS), TABLE_PAGES)
         dtype = model.compute.dtype
+        kernel = decode_kernel(model.config.text.head_dim)
+        self.kernel_check = None if kernel is None else check_decoding(kernel, model.config.text, dtype)
+        self._kernel = kernel if self.kernel_check is not None and self.kernel_check.passed else None
         self._cache = empty_cache(model.config, dtype, self._pool.num_pages, PAGE_TOKENS)
         self._table = FrameTable()
         self._frames = empty_frames(model.config, dtype, self._table.num_tokens)
@@ -113,7 +117,9 @@ class Sampler:
         if not any(row is not None for row in self._rows):
             return {}
         state = self._state()
-        self._cache, *results = decode(self._graphdef, self._tokens_per_step, self.params, self._cache, state)
+        self._cache, *results = decode(
+            self._graphdef, self._tokens_per_step, self._kernel, self.params, self._cache, state
+        )
         tokens, logp, counts = jax.device_get(results)
         finished = {}
         for index, row in enumerate(self._rows):

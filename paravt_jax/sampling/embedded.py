@@ -82,6 +82,7 @@ class EmbeddedEngine:
         self._copy = LocalCopy(model, mesh, beside_update=beside_update)
         with on_mesh(self._copy.mesh):
             self._sampler = Sampler(self._copy.of(model), **sampler)
+        self.kernel_check = self._sampler.kernel_check
         self._contract = contract
         self._version = version
         self._running: dict[int, Running] = {}  # by the sampler's number; only used in the thread

@@ -12,6 +12,7 @@ from model_port.config import read_config
 from model_port.layout import is_checkpoint
 from model_port.model import Qwen3VL
 from model_port.processing import VisionContract, settled_size
+from model_port.terminal import say
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.directory import user_cache
 from paravt_jax.run.gpu_assignment import Gpus
@@ -56,7 +57,7 @@ async def open_engine(
     """
     if settings.kind == "jax":
         assert model is not None
-        return EmbeddedEngine(
+        embedded = EmbeddedEngine(
             model,
             replace(policy.contract, max_pixels=max_pixels),
             version,
@@ -64,6 +65,9 @@ async def open_engine(
             beside_update=beside_update,
             **settings.sampler_sizes(max_context_tokens, num_hosts),
         )
+        if embedded.kernel_check is not None:
+            say(f"decoding: {embedded.kernel_check}")
+        return embedded
     if (make_engine := own_engine(settings)) is not None:
         engine = call_user_code(lambda: make_engine(settings, policy))
         engine = await engine if inspect.isawaitable(engine) else engine

@@ -91,7 +91,7 @@ HEADS = Heads(4, 2, 16, causal=True), Heads(2, 2, 8, causal=False)
 def test_the_check_finds_the_kernels_right(kernel, dtype):
     check = check_kernel(attention(kernel), *HEADS, dtype, num_tokens=64)
     assert not check.failure and 0 < check.error < MAX_ERROR / 2
-    assert min(check.kernel_ms, check.scanned_ms) > 0
+    assert min(check.kernel_ms, check.plain_ms) > 0
 
 
 def without_a_block(runs, query_tokens, key_tokens):

@@ -3,17 +3,24 @@
 import random
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from reference import DIVISIBLE
 
 from model_port.inputs import Frame
+from model_port.model import Qwen3VL
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+from model_port.sampler import sampler as sampler_module
+from model_port.sampler.check import check_decoding
 from model_port.sampler.frames import FrameTable
 from model_port.sampler.paged import gpu_kernel, tpu_kernel, walked
 from model_port.sampler.pages import PagePool
@@ -101,3 +108,49 @@ def test_a_kernel_attends_like_the_plain_form(kernel, context, atol):
     with context():
         got = jax.jit(kernel)(q * head_dim**-0.5, keys, values, table, slots + 1)
     np.testing.assert_allclose(got, expected, atol=atol)
+
+
+TEXT = replace(DIVISIBLE.text, head_dim=128, mrope_sections=(24, 20, 20))
+
+
+def plain_kernel(q, keys, values, table, lengths):
+    return walked(q[:, None] * q.shape[2] ** 0.5, keys, values, table, lengths[:, None] - 1, block_pages=1)[:, 0]
+
+
+def without_the_last_token(q, keys, values, table, lengths):
+    return plain_kernel(q, keys, values, table, jnp.maximum(lengths - 1, 1))
+
+
+def without_a_page(q, keys, values, table, lengths):
+    return plain_kernel(q, keys, values, table.at[:, 1].set(table[:, 0]), lengths)
+
+
+def heads_in_another_order(q, keys, values, table, lengths):
+    return plain_kernel(q, keys[::-1], values[::-1], table, lengths)
+
+
+def test_a_kernel_that_agrees_passes_its_check():
+    check = check_decoding(plain_kernel, TEXT, "bfloat16")
+    assert check.error < 0.01 and min(check.kernel_ms, check.plain_ms) > 0
+    faster = replace(check, kernel_ms=1.0, plain_ms=2.0)
+    assert faster.passed and str(faster).startswith("kernel, max error")
+
+
+@pytest.mark.parametrize("kernel", [without_the_last_token, without_a_page, heads_in_another_order])
+def test_the_check_rejects_a_wrong_decode_kernel(kernel):
+    check = check_decoding(kernel, TEXT, "bfloat16")
+    assert not check.passed and str(check).startswith("plain, because the kernel is wrong: max error ")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_sampler_decodes_with_the_kernel_only_if_it_passes_its_check(monkeypatch, works):
+    kernel = plain_kernel if works else without_a_page
+    monkeypatch.setattr(sampler_module, "decode_kernel", lambda head_dim: kernel)
+    monkeypatch.setattr(
+        sampler_module,
+        "check_decoding",
+        lambda *arguments: replace(check_decoding(*arguments), kernel_ms=1.0, plain_ms=2.0),
+    )
+    sampler = Sampler(Qwen3VL(replace(DIVISIBLE, text=TEXT), rngs=nnx.Rngs(0)), max_rows=1, max_context_tokens=64)
+    assert sampler.kernel_check.passed is works and sampler._kernel is (kernel if works else None)
+    assert len(sampler.generate([SamplerRequest(SamplerPrompt(np.arange(5)), SamplingParams(3))])[0].ids) == 3

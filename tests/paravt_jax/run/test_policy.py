@@ -51,7 +51,7 @@ def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, mon
         return blocked_attention(q, k, v, *[layout._replace(branch_ids=branches)] * 2, causal)
 
     def check(*arguments):
-        return replace(check_kernel(*arguments, num_tokens=96), kernel_ms=1.0, scanned_ms=2.0)
+        return replace(check_kernel(*arguments, num_tokens=96), kernel_ms=1.0, plain_ms=2.0)
 
     for name, value in {"platform": lambda: "gpu", "kernel_of": lambda _: kernel, "check_kernel": check}.items():
         monkeypatch.setattr(policy_module, name, value)

@@ -1,0 +1,41 @@
+"""Checks the kernel that decodes on the devices it will run on, before the sampler takes it.
+
+Rows of uneven lengths attend to a cache of random pages, with the kernel and with the plain form.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from model_port.attention.check import KernelCheck, Timed, compare, fastest_ms
+from model_port.config import TextConfig
+from model_port.sampler.paged import TABLE_PAGES, Decode, decode_attention
+from model_port.sampler.pages import PAGE_TOKENS
+
+ROW_PAGES = 4 * TABLE_PAGES
+ROW_TOKENS = (1, 64, 65, 500, 1500, 2500, 4000, ROW_PAGES * PAGE_TOKENS)  # whole pages, and parts of them
+
+
+def check_decoding(kernel: Decode, text: TextConfig, dtype: str) -> KernelCheck:
+    """Runs both forms on the current mesh, with the heads split over it."""
+    return compare("plain", *(partial(_run, form, text, dtype) for form in (None, kernel)))
+
+
+def _run(kernel: Decode | None, text: TextConfig, dtype: str) -> Timed:
+    """The rows' outputs."""
+    attend, inputs = jax.jit(decode_attention(kernel)), _inputs(text, dtype)
+    mixed, _, _ = attend(*inputs)
+    return [np.asarray(mixed, np.float32)], fastest_ms(lambda: attend(*inputs))
+
+
+def _inputs(text: TextConfig, dtype: str) -> list[Array]:
+    random = np.random.default_rng(0)
+    rows, num_pages = len(ROW_TOKENS), len(ROW_TOKENS) * ROW_PAGES
+    new = [(rows, num, text.head_dim) for num in (text.num_heads, text.num_kv_heads, text.num_kv_heads)]
+    cache = (text.num_kv_heads, num_pages, PAGE_TOKENS, text.head_dim)
+    arrays = [jnp.asarray(random.standard_normal(shape, np.float32), dtype) for shape in (*new, cache, cache)]
+    table = random.permutation(num_pages).reshape(rows, ROW_PAGES)
+    return [*arrays, jnp.asarray(table, jnp.int32), jnp.asarray(ROW_TOKENS, jnp.int32) - 1]
