@@ -13,6 +13,7 @@ working decoder's, so that a hanging decoder is detected and a large film is not
 
 import asyncio
 import logging
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
@@ -45,7 +46,8 @@ MAX_CACHED_VIDEOS = 1024  # frame times in memory take a few hundred KiB per vid
 # A tenth of a thread's slowest H.264 rate (docs/results/video.md): other codecs are slower, and cores are shared.
 SLOWEST_PX_PER_S = 20e6
 SLOWEST_BYTES_PER_S = 10e6  # for a network disk
-JOB_PX = 1e9  # a request is split into jobs of this size, some seconds each, for several workers
+JOB_PX = 1e9  # a job decodes about this many pixels at most, some seconds
+MIN_JOB_PX = 50e6  # a request is not split into smaller jobs for more workers: each opens the file again
 TIME_TOLERANCE_S = 1e-6  # absorbs rounding, so that a computed time maps to the frame that starts there
 
 
@@ -88,23 +90,32 @@ class _Video:
         frames = np.searchsorted(self.ticks - self.ticks[0], ticks, side="right") - 1
         return np.unique(frames.clip(0)).tolist()
 
-    def parts(self, frames: Sequence[int]) -> list["_Part"]:
-        """Splits ascending frames into parts of about JOB_PX.
+    def parts(self, frames: Sequence[int], num_workers: int = 1) -> list["_Part"]:
+        """Splits ascending frames into about equal parts: one per worker, more if they would exceed JOB_PX.
 
-        Frames that are decoded from the same keyframe stay together.
+        Frames that are decoded from the same keyframe stay together, so a split decodes exactly the same frames.
         """
-        parts: list[_Part] = []
+        groups = self._groups(frames)
+        total_px = sum(group.pixels for group in groups)
+        num_parts = max(math.ceil(total_px / JOB_PX), min(num_workers, int(total_px // MIN_JOB_PX)), 1)
+        by_number: dict[int, list[_Part]] = {}
+        done_px = 0.0
+        for group in groups:
+            middle_px = done_px + group.pixels / 2
+            by_number.setdefault(int(middle_px * num_parts / total_px), []).append(group)
+            done_px += group.pixels
+        return [_joined(part) for part in by_number.values()]
+
+    def _groups(self, frames: Sequence[int]) -> list["_Part"]:
+        """A part for each keyframe that any of the frames is decoded from."""
+        groups: list[_Part] = []
         keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
         for key in np.unique(keys):
             group = [frame for frame, its_key in zip(frames, keys.tolist(), strict=True) if its_key == key]
             key_tick = int(self.key_ticks[key] if key >= 0 else self.ticks[group[0]])
             first = int(np.searchsorted(self.ticks, key_tick))
-            part = _Part([(key_tick, self.ticks[group].tolist())], (group[-1] - first + 1) * self.frame_px)
-            if parts and parts[-1].pixels + part.pixels <= JOB_PX:
-                last = parts.pop()
-                part = _Part(last.groups + part.groups, last.pixels + part.pixels)
-            parts.append(part)
-        return parts
+            groups.append(_Part([(key_tick, self.ticks[group].tolist())], (group[-1] - first + 1) * self.frame_px))
+        return groups
 
 
 class _Part(NamedTuple):
@@ -112,6 +123,10 @@ class _Part(NamedTuple):
 
     groups: list[tuple[int, list[int]]]  # a keyframe's tick, and the ticks of the frames to decode from it
     pixels: float  # to decode
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    return _Part([group for part in parts for group in part.groups], sum(part.pixels for part in parts))
 
 
 @dataclass(eq=False)
@@ -351,7 +366,7 @@ class FrameReader:
         }
         work = [
             self._work(job | {"groups": part.groups}, deadline_s + part.pixels / SLOWEST_PX_PER_S, on_message)
-            for part in video.parts([key.frame for key in keys])
+            for part in video.parts([key.frame for key in keys], self.num_workers)
         ]
         outcomes = await asyncio.gather(*work, return_exceptions=True)  # one failure must not discard the other frames
         problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

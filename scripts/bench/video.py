@@ -4,6 +4,8 @@ A rollout reads an overview, then crops, including patches. The original decodes
 the other; we decode them once (cold), and the other rollouts of the group read them from memory (warm). Both sides read
 the same frames of the same file, which is in the page cache, and must agree on the pixels. Workers start before the
 measurement.
+
+With --split, only our side reads an overview: decoded in one piece by one decoder, and split over all of them.
 """
 
 import argparse
@@ -48,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=None, help="decoders; by default one per core, up to 8")
     parser.add_argument(
+        "--split", action="store_true", help="compare an overview by one decoder with the same over all, and exit"
+    )
+    parser.add_argument(
         "--qwen-vl-utils", metavar="DIR", help=f"directory with the packages of the original: {INSTALL}"
     )
 
@@ -57,14 +62,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     if args.seconds < NUM_CROPS * CROP_S:
         raise ValueError(f"--seconds {args.seconds} must be at least {NUM_CROPS * CROP_S}")
-    theirs = _make_original(args.qwen_vl_utils)
+    theirs = None if args.split else _make_original(args.qwen_vl_utils)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in SIZES_PX if args.size == "all" else [args.size]:
             path = Path(folder) / f"{name}.mp4"
             print(f"writing {args.seconds} s of {name} video", file=sys.stderr, flush=True)
             write_video(path, camera(*SIZES_PX[name], args.seconds), FPS)
-            for row in _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers):
+            if theirs is None:
+                found = [_split_row(path, args.seconds * FPS, args.repeats, args.workers)]
+            else:
+                found = _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers)
+            for row in found:
                 rows.append({"video": name, **row})
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
     return {"rows": rows, "seconds": args.seconds, "workers": args.workers}
@@ -73,10 +82,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
     head = "| video | read | frames | original s | ours s | original frames/s | ours frames/s | original / ours |"
-    return "\n".join([head, "|---" * 8 + "|", *(_line(row) for row in result["rows"])])
+    if "whole_s" in result["rows"][0]:
+        head = "| video | read | frames | decoders | in one piece s | split s | in one piece / split |"
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *(_line(row) for row in result["rows"])])
 
 
 def _line(row: dict[str, Any]) -> str:
+    if "whole_s" in row:
+        return (
+            f"| {row['video']} | {row['read']} | {row['frames']} | {row['decoders']} | {row['whole_s']:.2f} "
+            f"| {row['split_s']:.2f} | {row['whole_s'] / row['split_s']:.2f} |"
+        )
     theirs_s, ours_s, frames = row["original_s"], row["ours_s"], row["frames"]
     return (
         f"| {row['video']} | {row['read']} | {frames} | {theirs_s:.3f} | {ours_s:.4f} | {frames / theirs_s:.0f} "
@@ -94,6 +110,7 @@ def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: in
             pixels = [theirs(path, window) for windows in steps for window in windows]
             took["original"] = time.perf_counter() - start
             _require_same(took.pop("pixels"), pixels)
+            took.pop("decoders")
             if turn:  # the first turn warms up
                 for side, value in took.items():
                     seconds[side].append(value)
@@ -103,6 +120,22 @@ def _compare(theirs: Any, path: Path, num_frames: int, repeats: int, workers: in
             times = {"original_s": median["original"], "ours_s": median[temperature]}
             rows.append({"read": f"{name}, {temperature}", "frames": frames, **times})
     return rows
+
+
+def _split_row(path: Path, num_frames: int, repeats: int, workers: int | None) -> dict[str, Any]:
+    """Seconds of a cold overview in one piece and split; both must have the same pixels."""
+    steps = [[(0, num_frames - 1, OVERVIEW_FRAMES)]]
+    seconds: dict[str, list[float]] = {"whole_s": [], "split_s": []}
+    for turn in range(repeats + 1):
+        whole = asyncio.run(_ours(path, steps, 1))
+        split = asyncio.run(_ours(path, steps, workers))
+        if any(not np.array_equal(*pair) for pair in zip(whole["pixels"], split["pixels"], strict=True)):
+            raise RuntimeError("the split overview has other pixels")
+        if turn:  # the first turn warms up
+            seconds["whole_s"].append(whole["cold"])
+            seconds["split_s"].append(split["cold"])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {"read": "overview", "frames": OVERVIEW_FRAMES, "decoders": split["decoders"], **medians}
 
 
 def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
@@ -131,7 +164,7 @@ async def _ours(path: Path, steps: list[list[Window]], workers: int | None) -> d
             for windows in steps:
                 pixels += await asyncio.gather(*(_read(reader, path, window) for window in windows))
             took[temperature] = time.perf_counter() - start
-        took["pixels"] = pixels
+        took |= {"pixels": pixels, "decoders": reader.num_workers}
     return took
 
 

@@ -19,6 +19,14 @@ def test_our_side_reads_the_frames_of_every_window(tmp_path):
     assert 0 < times["warm"] < times["cold"]
 
 
+def test_a_split_overview_is_compared_with_one_in_one_piece_without_the_packages_of_the_original(tmp_path):
+    write_video(tmp_path / "video.mp4", bench.camera(96, 160, 3), bench.FPS)
+    row = {"video": "tiny", **bench._split_row(tmp_path / "video.mp4", 90, 1, 2)}
+    assert (row["frames"], row["decoders"]) == (bench.OVERVIEW_FRAMES, 2) and row["whole_s"] > 0 < row["split_s"]
+    head, rule, line = bench.table({"rows": [row]}).splitlines()
+    assert head.count("|") == rule.count("|") == line.count("|") == 8
+
+
 def test_missing_packages_of_the_original_are_named(monkeypatch):
     monkeypatch.setenv("FORCE_QWENVL_VIDEO_READER", "")
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)

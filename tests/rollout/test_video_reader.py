@@ -245,28 +245,67 @@ def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeyp
     film = _Video("a.mp4", info, 3 * np.arange(300), 3 * np.arange(0, 300, 100), Fraction(1, 90), 2_000_000, 1)
     # 50 frames of the first hundred, 100 of the next, 2 of the last
     groups = [(0, [0, 147]), (300, [450, 597]), (600, [603])]
+    whole, halves = [(groups, 152 * 2e6)], [(groups[:1], 100e6), (groups[1:], 204e6)]
 
-    def parts() -> list[tuple]:
-        return [tuple(part) for part in film.parts([0, 49, 150, 199, 201])]
+    def parts(num_workers: int = 1) -> list[tuple]:
+        return [tuple(part) for part in film.parts([0, 49, 150, 199, 201], num_workers)]
 
-    assert parts() == [(groups, 152 * 2e6)]
+    assert parts() == whole and parts(2) == halves
+    monkeypatch.setattr(reader_module, "MIN_JOB_PX", 200e6)
+    assert parts(2) == whole
     monkeypatch.setattr(reader_module, "JOB_PX", 210e6)
-    assert parts() == [(groups[:1], 100e6), (groups[1:], 204e6)]
+    assert parts() == halves
     monkeypatch.setattr(reader_module, "JOB_PX", 1)
     assert parts() == [(groups[:1], 100e6), (groups[1:2], 200e6), (groups[2:], 4e6)]
+    assert film.parts([]) == []
 
 
-def test_an_overview_in_several_jobs_has_the_same_frames(video, monkeypatch):
-    async def test(reader: FrameReader) -> tuple[list[tuple[float, int]], float]:
-        await reader.info(video, PATIENCE_S)
-        frames = await reader.frames(video, overview_times(10, 300, 32), PATIENCE_S)
-        return shown(frames), reader.metrics()["video/jobs"]
+def overview_pixels(path: Path, **options: Any) -> tuple[list[np.ndarray], float]:
+    """The frames of an overview, and the number of jobs that decoded them."""
 
-    whole, jobs = with_reader(test)
-    assert jobs == 2  # the probe is one
-    monkeypatch.setattr(reader_module, "JOB_PX", 1)
-    frames, jobs = with_reader(test)
-    assert frames == whole and jobs > 10  # of ten groups of pictures or more
+    async def test(reader: FrameReader) -> tuple[list[np.ndarray], float]:
+        info = await reader.info(path, PATIENCE_S)
+        jobs = reader.metrics()["video/jobs"]
+        frames = await reader.frames(path, overview_times(info.duration_s, info.num_frames, 32), PATIENCE_S)
+        return [frame.picture.pixels for frame in frames], reader.metrics()["video/jobs"] - jobs
+
+    return with_reader(test, **options)
+
+
+@pytest.mark.parametrize(
+    ("gop_frames", "options", "num_jobs"),
+    [(30, {}, 3), (30, {"bf": "3", "x264-params": "open-gop=1"}, 3), (10_000, {"sc_threshold": "0"}, 1)],
+    ids=["ten keyframes", "open groups with B-frames", "one keyframe"],
+)
+def test_an_overview_that_is_split_over_the_workers_equals_the_undivided_one(
+    tmp_path, monkeypatch, gop_frames, options, num_jobs
+):
+    path = write_video(tmp_path / "video.mp4", at_fps(30, 300), gop_frames=gop_frames, options=options)
+    monkeypatch.setattr(reader_module, "MIN_JOB_PX", 1)
+    whole, one = overview_pixels(path, num_workers=1)
+    split, jobs = overview_pixels(path, num_workers=3)
+    assert (one, jobs, len(whole)) == (1, num_jobs, 32)
+    np.testing.assert_array_equal(split, whole)
+
+
+def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_decodes_only_its_frames(
+    long_video, monkeypatch
+):
+    monkeypatch.setattr(reader_module, "MIN_JOB_PX", 1)
+    times_s = overview_times(20, 600, 40)
+
+    async def test(reader: FrameReader) -> None:
+        await all_up(reader, long_video)  # decodes one frame of the overview, and three others
+        reading = asyncio.create_task(reader.frames(long_video, times_s, PATIENCE_S))
+        await until(lambda: len(reader._pool._busy) == 2)
+        next(iter(reader._pool._busy)).process.kill()
+        await fails_with(VideoError, "the decoder died", reading)
+        assert not reader._reads and not reader._pool._busy
+        assert 20 <= reader.metrics()["video/decoded_frames"] - 3 < 40
+        assert len(await reader.frames(long_video, times_s, PATIENCE_S)) == 40
+        assert reader.metrics()["video/decoded_frames"] - 3 == 40
+
+    with_reader(test)
 
 
 @reading()
