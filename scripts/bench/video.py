@@ -126,16 +126,18 @@ def _split_row(path: Path, num_frames: int, repeats: int, workers: int | None) -
     """Seconds of a cold overview in one piece and split; both must have the same pixels."""
     steps = [[(0, num_frames - 1, OVERVIEW_FRAMES)]]
     seconds: dict[str, list[float]] = {"whole_s": [], "split_s": []}
+    num_decoders = 0
     for turn in range(repeats + 1):
         whole = asyncio.run(_ours(path, steps, 1))
         split = asyncio.run(_ours(path, steps, workers))
         if any(not np.array_equal(*pair) for pair in zip(whole["pixels"], split["pixels"], strict=True)):
             raise RuntimeError("the split overview has other pixels")
+        num_decoders = split["decoders"]
         if turn:  # the first turn warms up
             seconds["whole_s"].append(whole["cold"])
             seconds["split_s"].append(split["cold"])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {"read": "overview", "frames": OVERVIEW_FRAMES, "decoders": split["decoders"], **medians}
+    return {"read": "overview", "frames": OVERVIEW_FRAMES, "decoders": num_decoders, **medians}
 
 
 def reads_of(num_frames: int) -> dict[str, list[list[Window]]]:
