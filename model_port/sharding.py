@@ -195,6 +195,11 @@ def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) 
     return MESH_AXES[-1:]
 
 
+def sampling_tensor(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) -> int:
+    """The number of devices in a host over which the sampler splits the heads."""
+    return math.prod(local[axis] for axis in sampling_axes(shapes, local))
+
+
 def _divides(tensor: int, shapes: dict[str, tuple[int, ...]]) -> bool:
     try:
         for path, shape in shapes.items():

@@ -25,7 +25,7 @@ from model_port.loading import abstract_model, abstract_params
 from model_port.sampler.frames import TABLE_TOKENS
 from model_port.sampler.pages import PAGE_TOKENS
 from model_port.sampler.sampler import CHUNK_TOKENS
-from model_port.sharding import check_divisible, param_spec, sampling_axes
+from model_port.sharding import check_divisible, param_spec, sampling_tensor
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
@@ -240,8 +240,7 @@ class Share:
 
     def sampling_tensor(self, sampler: SamplerShape) -> int:
         """The devices of a host over which the sampler splits the heads."""
-        local = asdict(sampler.local)
-        return math.prod(local[axis] for axis in sampling_axes(param_shapes(self.model), local))
+        return sampling_tensor(param_shapes(self.model), asdict(sampler.local))
 
     def copied_bytes(self, sampler: SamplerShape) -> int:
         """Bytes of the weights to sample from, unless they are the learner's own."""

@@ -55,7 +55,6 @@ class Workload:
     max_frames: int
     frame_tokens: int  # with the frame's text
     prompt_tokens: int  # the mean
-    max_prompt_tokens: int
     response_tokens: int
     num_groups: int
     group_size: int
@@ -121,7 +120,7 @@ def workload_of(
     frame_tokens = tokens_per_frame(video.max_pixels, model.vision)
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
-    prompt, max_prompt = (min(round(n * frame_tokens) + PROMPT_TEXT_TOKENS, room) for n in (frames, most))
+    prompt = min(round(frames * frame_tokens) + PROMPT_TEXT_TOKENS, room)
     calls = min(CALLS, rollout.tool_turns * rollout.calls_per_turn)
     call_prompt = min(rollout.subagent_max_frames * frame_tokens + PROMPT_TEXT_TOKENS, room)
     report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
@@ -139,7 +138,6 @@ def workload_of(
         max_frames=most,
         frame_tokens=frame_tokens,
         prompt_tokens=prompt,
-        max_prompt_tokens=max_prompt,
         response_tokens=response,
         num_groups=num_groups,
         group_size=train.group_size,

@@ -8,7 +8,6 @@ own episodes: all hosts would have to start a program on the whole mesh together
 programs on its own devices independently.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from model_port.layers import unstacked
 from model_port.model import Qwen3VL
-from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes
+from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes, sampling_tensor
 
 SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the mesh, in and between hosts
 
@@ -82,7 +81,7 @@ def _sampling_mesh(model: Qwen3VL, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:
     local = mesh.local_mesh if mesh.is_multi_process else mesh
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(model)).items()}
     axes = sampling_axes(shapes, local.shape)
-    tensor = math.prod(local.shape[axis] for axis in axes)
+    tensor = sampling_tensor(shapes, local.shape)
     return axes, Mesh(local.devices.reshape(-1, 1, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
