@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate without compiling")
     parser.add_argument("--config", metavar="FILE", help="a run's config, instead of these flags")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the config file")
-    parser.add_argument("--price", type=float, help="price of a device per hour, in any currency")
+    parser.add_argument("--price", type=float, help="price of a device per hour, in any currency: adds prices")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

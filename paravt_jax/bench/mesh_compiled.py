@@ -31,7 +31,7 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
     for shape in shapes_of(args, len(learner)):
         print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
         own, _, mesh_estimate = estimated_on(shape, run, target.device, devices)
-        rows.append(row_of(mesh_estimate, own, args.price))
+        rows.append(row_of(mesh_estimate, own, run, target.num_hosts))
         print(summary(rows[-1]), file=sys.stderr, flush=True)
     return {
         "title": run.title,
@@ -40,6 +40,7 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "num_devices": len(learner),
         "num_hosts": target.num_hosts,
         "price": args.price,
+        "num_steps": run.num_steps,
         "assumed": [*remarks, *assumed_of_seconds(target.device, run.dtype, len(learner)), *unknowns(rows)],
         "rows": in_order(rows),
     }

@@ -79,7 +79,8 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "num_devices": num_devices,
         "num_hosts": 1,
         "price": args.price,
-        "rates": None if rates is None else _finite(dataclasses.asdict(rates)),
+        "num_steps": run.num_steps,
+        "rates": None if rates is None else _finite(rates),
         "assumed": [*remarks, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
         "rows": in_order(rows.values()),
     }
@@ -121,9 +122,10 @@ def _rates(dtype: str) -> Rates | None:
     return Rates(flops, memory_bytes, memory_bytes / 2)  # sent data is read and written
 
 
-def _finite(rates: dict[str, float]) -> dict[str, float | None]:
+def _finite(rates: Rates) -> dict[str, float | None]:
     """JSON has no infinity, which is the rate to hosts that do not exist."""
-    return {name: rate if math.isfinite(rate) else None for name, rate in rates.items()}
+    numbers = {name: rate for name, rate in vars(rates).items() if isinstance(rate, float)}
+    return {name: rate if math.isfinite(rate) else None for name, rate in numbers.items()}
 
 
 def _best_s(function: Callable[..., Any], *arguments: Any) -> float:
@@ -160,7 +162,7 @@ def _row(run: BenchedRun, device: DeviceSpec, shape: Shape, rates: Rates | None)
     tokens_per_s = measured["tokens"] / measured["update_s"] if measured else None
     unknown = {name: why for name, why in estimated.unknown.items() if name != "tokens_per_s"}
     estimated = dataclasses.replace(estimated, tokens_per_s=tokens_per_s, unknown=unknown)
-    return row_of(estimated, own, run.args.price) | dict.fromkeys(MEASURED) | measured
+    return row_of(estimated, own, run, 1) | dict.fromkeys(MEASURED) | measured
 
 
 def no_room(problem: RuntimeError) -> str:

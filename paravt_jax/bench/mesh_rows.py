@@ -22,6 +22,7 @@ from paravt_jax.plan.step_time import Interval, step_time
 from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]
+SIMILAR_FRAC = 0.01  # of a step
 MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null if nothing ran
 
 
@@ -38,6 +39,13 @@ class BenchedRun:
     @property
     def dtype(self) -> str:
         return self.args.dtype if self.config is None else self.config.model.dtype
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the config's run; without a config, none."""
+        if self.config is None:
+            return 0
+        return self.config.sft.num_steps if isinstance(self.config, SftConfig) else self.config.train.num_steps
 
     @property
     def server_gpus(self) -> list[int]:
@@ -97,15 +105,27 @@ def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
         yield f"engine.gpus={list(gpus)} are for servers; {num_devices} devices remain for the learner"
 
 
-def row_of(estimated: MeshEstimate, own: PlannedRun | None, price: float | None) -> Row:
-    """`own` is the run on that mesh, if possible; `price` is for a device and an hour."""
+def row_of(estimated: MeshEstimate, own: PlannedRun | None, run: BenchedRun, num_hosts: int) -> Row:
+    """`own` is the run on that mesh, if possible; it has `num_hosts` hosts with servers."""
+    price = run.args.price
     return {
         **dataclasses.asdict(estimated),
         "run_step_s": estimated.run_step_s and list(estimated.run_step_s),
         "seconds": None if estimated.seconds is None else estimated.seconds._asdict(),
         "num_rows": None if own is None else own.pack.num_rows,
         "price_per_mtokens": _price_of_mtokens(price, estimated.mesh, estimated.tokens_per_s),
+        "run_price": _price_of_run(price, estimated, run, num_hosts),
     }
+
+
+def _price_of_run(price: float | None, estimated: MeshEstimate, run: BenchedRun, num_hosts: int) -> list[float] | None:
+    """Price of all steps on all devices of learner and servers. A step of SFT is an update."""
+    update_s = estimated.est_step_s if isinstance(run.config, SftConfig) and estimated.fits else None
+    step_s = (update_s, update_s) if update_s is not None else estimated.run_step_s
+    if price is None or step_s is None:
+        return None
+    rented = math.prod(estimated.mesh) + num_hosts * len(run.server_gpus)
+    return [price * rented * run.num_steps * seconds / 3600 for seconds in step_s]
 
 
 def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
@@ -126,6 +146,11 @@ def _slowness(row: Row) -> float:
     return -(row["tokens_per_s"] or 0.0)
 
 
+def is_similar(row: Row, fastest: Row) -> bool:
+    """Whether the plan cannot tell these two steps apart."""
+    return _slowness(row) <= (1 + SIMILAR_FRAC) * _slowness(fastest)
+
+
 def unknowns(rows: Iterable[Row]) -> list[str]:
     return sorted({f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()})
 
@@ -136,12 +161,12 @@ def summary(row: Row) -> str:
         return row["problem"]
     compiled = "" if row["compile_s"] is None else f", compiled in {row['compile_s']:.0f} s"
     step_s, estimated = row.get("update_s"), row["est_step_s"]
-    step = f"{estimated:.2f} s" if step_s is None else f"{step_s:.3f} s measured"
-    return f"{_gib(row['hbm_gib'])} GiB{compiled}, a step in {step}"
+    update = f"{estimated:.2f} s" if step_s is None else f"{step_s:.3f} s measured"
+    return f"{_gib(row['hbm_gib'])} GiB{compiled}, an update in {update}"
 
 
 def page(result: dict[str, Any]) -> Iterator[str]:
-    """Meshes that fit, fastest first; rejected meshes with the reason; assumptions; and the mesh to use."""
+    """Meshes that fit, fastest first; rejected meshes with the reason; assumptions; similar meshes; the one to use."""
     fitting, columns = [row for row in result["rows"] if row["fits"]], _columns(result)
     hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
     yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
@@ -153,6 +178,9 @@ def page(result: dict[str, Any]) -> Iterator[str]:
             yield f"rejected: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])
     full = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
+    similar = [name_of(row["mesh"]) for row in full[1:] if row["run_step_s"] and is_similar(row, full[0])]
+    if similar:
+        yield f"within {SIMILAR_FRAC:.0%} of the fastest step: {', '.join(similar)}"
     yield f"recommended: {name_of(full[0]['mesh'])}" if full else "no mesh fits these devices"
 
 
@@ -176,6 +204,8 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         columns["efficiency"] = lambda row: _formatted(row["efficiency"], 2)
     if result["price"]:
         columns["price of 1M tokens"] = lambda row: _formatted(row["price_per_mtokens"], 2)
+    if any(row["run_price"] for row in result["rows"]):
+        columns[f"price of {result['num_steps']} steps"] = lambda row: str(Interval(*row["run_price"]))
     return columns
 
 

@@ -2,12 +2,11 @@
 
 For GPUs, from NVIDIA's data sheets of H100, H200, A100, L4 and DGX B200: dense bfloat16, NVLink in one direction (an L4
 has PCIe), and the network card that a box of eight has for each GPU. For TPUs, from Google Cloud's system architecture
-pages of v5e, v5p and v6e: a chip's links in one direction; they reach every chip of the slice. Memory is as the runtime
-reports it.
+pages of v5e, v5p and v6e: all links of a chip, in one direction. Memory is as the runtime reports it.
 """
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 
 from paravt_jax.run.process import RESERVE_FRAC
 
@@ -20,17 +19,43 @@ PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # fractions of the data shee
 
 
 @dataclass(frozen=True)
+class Links:
+    """A TPU's links: two in each dimension."""
+
+    dimensions: int
+    ring_side: int  # a slice whose sides are all this long has wraparound links
+
+    def used_frac(self, num_devices: int) -> float:
+        """The fraction of a chip's links that lead to another one of these devices, for the chip with the fewest.
+
+        Without wraparound a corner has one link in each dimension, and none in a dimension of size 1. Devices are
+        assumed as close to a cube (or a square, with links in two dimensions) as powers of two allow.
+        """
+        sides = [1] * self.dimensions
+        for number in range(round(math.log2(num_devices))):
+            sides[number % self.dimensions] *= 2
+        in_each = 2 if min(sides) >= self.ring_side else 1
+        return in_each * sum(side > 1 for side in sides) / (2 * self.dimensions)
+
+
+@dataclass(frozen=True)
 class Rates:
     """Sustained rates of a device, per second."""
 
     flops: float
     memory_bytes: float
-    link_bytes: float  # to the devices of its host or slice
+    link_bytes: float  # to the devices of its host or slice, over all links
     network_bytes: float = math.inf  # to other hosts
+    links: Links | None = None  # None: all links reach every device
+
+    def link_bytes_among(self, num_devices: int) -> float:
+        """To the others of this many devices, over the links between them."""
+        return self.link_bytes * (1.0 if self.links is None else self.links.used_frac(num_devices))
 
     def shared_by(self, num_devices: int) -> "Rates":
         """Rates per virtual device, if several share this device, as on a CPU."""
-        return Rates(*(rate / num_devices for rate in astuple(self)))
+        names = ("flops", "memory_bytes", "link_bytes", "network_bytes")
+        return replace(self, **{name: getattr(self, name) / num_devices for name in names})
 
 
 @dataclass(frozen=True)
@@ -42,16 +67,13 @@ class DeviceSpec:
     memory_gib: float | None  # as the runtime reports it; None: unlimited
     peak_tflops: float | None  # dense, in bfloat16
     memory_tb_per_s: float | None
-    link_gb_per_s: float | None  # one way, to the devices of its host or slice
+    link_gb_per_s: float | None  # one way, over all links to the devices of its host or slice
     network_gb_per_s: float = math.inf  # one way, to other hosts; TPUs of a slice have links to them
     platform: str = "gpu"
-    link_dimensions: int = 2  # of a TPU's torus
+    links: Links | None = None  # a TPU's
 
-    def rates(self, dtype: str, num_devices: int = 0) -> "Rates | None":
-        """Sustained rates with activations of this dtype, in a slice of `num_devices` (0: a whole pod).
-
-        None without a data sheet.
-        """
+    def rates(self, dtype: str) -> "Rates | None":
+        """Sustained rates with activations of this dtype; None without a data sheet."""
         if self.peak_tflops is None or self.memory_tb_per_s is None or self.link_gb_per_s is None:
             return None
         # By default, float32 products use TF32 on a GPU and bfloat16 on a TPU.
@@ -59,22 +81,10 @@ class DeviceSpec:
         return Rates(
             PEAK_FRAC * peak_flops,
             MEMORY_FRAC * 1e12 * self.memory_tb_per_s,
-            LINK_FRAC * 1e9 * self.link_gb_per_s * self.links_frac(num_devices),
+            LINK_FRAC * 1e9 * self.link_gb_per_s,
             LINK_FRAC * 1e9 * self.network_gb_per_s,
+            self.links,
         )
-
-    def links_frac(self, num_devices: int) -> float:
-        """The fraction of a TPU chip's links with a neighbor: in a dimension of size 2 half of them, of size 1 none.
-
-        Slices are assumed as close to a cube (or a square, with links in two dimensions) as powers of two allow.
-        """
-        if self.platform != "tpu" or not num_devices:
-            return 1.0
-        dimensions = self.link_dimensions
-        sides = [1] * dimensions
-        for number in range(round(math.log2(num_devices))):
-            sides[number % dimensions] *= 2
-        return sum(min(side - 1, 2) for side in sides) / (2 * dimensions) or 1.0
 
     def num_hosts(self, num_devices: int) -> int:
         """The number of hosts, with the usual number of devices on each."""
@@ -95,9 +105,9 @@ DEVICES = {
         DeviceSpec("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312.0, 2.04, 300.0, 25.0),
         DeviceSpec("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312.0, 1.56, 300.0, 25.0),
         DeviceSpec("l4", "NVIDIA L4", 22.0, 121.0, 0.3, 32.0, 12.5),
-        DeviceSpec("v5p", "TPU v5", 95.0, 459.0, 2.77, 600.0, platform="tpu", link_dimensions=3),
-        DeviceSpec("v6e", "TPU v6 lite", 31.2, 918.0, 1.64, 400.0, platform="tpu"),
-        DeviceSpec("v5e", "TPU v5 lite", 15.7, 197.0, 0.82, 200.0, platform="tpu"),
+        DeviceSpec("v5p", "TPU v5", 95.0, 459.0, 2.77, 600.0, platform="tpu", links=Links(3, ring_side=4)),
+        DeviceSpec("v6e", "TPU v6 lite", 31.2, 918.0, 1.64, 400.0, platform="tpu", links=Links(2, ring_side=16)),
+        DeviceSpec("v5e", "TPU v5 lite", 15.7, 197.0, 0.82, 200.0, platform="tpu", links=Links(2, ring_side=16)),
         DeviceSpec("cpu", "cpu", None, None, None, None, platform="cpu"),
     )
 }

@@ -82,7 +82,7 @@ def estimate(
         compile_s=compile_s if programs else None,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
     )
-    rates = device.rates(run.update.policy.dtype, mesh.num_devices) if rates is None else rates
+    rates = device.rates(run.update.policy.dtype) if rates is None else rates
     return _timed(untimed, run, step, largest, device, programs, rates)
 
 

@@ -132,7 +132,7 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
 
 
 def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> StepSeconds | None:
-    rates = device.rates(update.policy.dtype, update.mesh.num_devices)
+    rates = device.rates(update.policy.dtype)
     if rates is None:
         return None
     return step_seconds(batch_works(update, model, step.shape, device.platform), step, rates)
@@ -231,7 +231,7 @@ def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
 
 
 def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iterator[str]:
-    rates = device.rates(dtype, num_devices)
+    rates = device.rates(dtype)
     if rates is None:
         yield f"no seconds, because {device.name} has no data sheet"
         return
@@ -239,6 +239,6 @@ def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iter
     yield (
         f"seconds: matrix products at {rates.flops / 1e12:.0f} TFLOP/s ({PEAK_FRAC:.0%} of the peak in {dtype}), "
         f"memory traffic at {rates.memory_bytes / 1e12:.2f} TB/s ({MEMORY_FRAC:.0%}), collectives at "
-        f"{rates.link_bytes / 1e9:.0f} GB/s per device{network} ({LINK_FRAC:.0%}), without overlap"
+        f"{rates.link_bytes_among(num_devices) / 1e9:.0f} GB/s per device{network} ({LINK_FRAC:.0%}), without overlap"
     )
     yield "FLOPs include recomputation and padding; memory traffic includes weights, activations, scores and logits"

@@ -20,6 +20,7 @@ from paravt_jax.bench.mesh_rows import MEASURED, benched_run
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.meshes import UNTIMED, estimate, mesh_shapes
 from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.step_time import Interval
 from paravt_jax.plan.topology import check_compiler, topology
 from paravt_jax.plan.workload import full_step
 from paravt_jax.run.process import MEMORY_FRAC
@@ -55,7 +56,7 @@ def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
     keys = {*estimated_rows("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
     for row in rows.values():
         unknown = [name for name, value in row.items() if value is None]
-        assert set(row) == keys and unknown == ["run_step_s", "problem"]  # only a config has a whole step
+        assert set(row) == keys and unknown == ["run_step_s", "problem", "run_price"]  # a config's
     assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
     assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count(" s measured\n") == 4
     assert run.stdout.splitlines()[-1] == f"recommended: {' x '.join(map(str, result['rows'][0]['mesh']))}"
@@ -197,6 +198,35 @@ def test_fewer_rows_are_not_a_faster_mesh():
     )
     assert shared["est_step_s"] < split["est_step_s"]  # an eighth of the rows
     assert shared["tokens_per_s"] < split["tokens_per_s"]
+
+
+def test_the_price_of_a_run_has_all_steps_on_learner_and_servers():
+    arguments = ("--topology", "h100:8", "--plan-only", "--price", "2.5", "--mesh", "1,4,1")
+    result = result_of(*arguments, "--config", f"{CONFIGS}/8b_8x80gb.yaml", "train.num_steps=100")
+    (row,) = result["rows"]
+    low, high = (2.5 * 8 / 3600 * 100 * seconds for seconds in row["run_step_s"])  # four of eight GPUs are servers'
+    assert row["run_price"] == [pytest.approx(low), pytest.approx(high)]
+    assert "price of 100 steps |\n|" in mesh.table(result) and f"| {Interval(low, high)} |" in mesh.table(result)
+
+
+def test_the_price_of_a_cold_start_has_all_updates():
+    result = result_of(
+        *("--topology", "h100:8", "--plan-only", "--price", "2.5", "--mesh", "1,8,1"),
+        *("--config", f"{CONFIGS}/sft_8b.yaml"),
+    )
+    (row,) = result["rows"]
+    assert row["run_price"] == 2 * [pytest.approx(2.5 * 8 / 3600 * 500 * row["est_step_s"])]
+
+
+def test_meshes_whose_steps_the_plan_cannot_tell_apart_are_listed():
+    arguments = ("--topology", "h100:8", "--plan-only", "--config", f"{CONFIGS}/8b_8x80gb_embedded.yaml")
+    result = result_of(*arguments)
+    fitting = [row for row in result["rows"] if row["fits"]]
+    middle = [Interval(*row["run_step_s"]).middle for row in fitting]
+    similar = [row for row, seconds in zip(fitting, middle, strict=True) if seconds <= 1.01 * middle[0]]
+    assert middle == sorted(middle) and 1 < len(similar) < len(fitting)
+    names = ", ".join(" x ".join(map(str, row["mesh"])) for row in similar[1:])
+    assert f"within 1% of the fastest step: {names}" == mesh.table(result).splitlines()[-2]
 
 
 def test_the_price_of_a_million_tokens_follows_from_the_rate():

@@ -87,6 +87,32 @@ def test_seconds_of_a_ring():
     assert Collective("all-gather", 450 * 10**9, 1).seconds(h100) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "num_devices", "links"),
+    [
+        ("v5p", 4, 2),  # 2x2x1: a neighbor in two of three dimensions, no wraparound
+        ("v5p", 8, 3),  # 2x2x2
+        ("v5p", 16, 3),  # 4x2x2
+        ("v5p", 64, 6),  # 4x4x4 is a torus
+        ("v6e", 4, 2),  # 2x2
+        ("v6e", 16, 2),  # a corner of 4x4
+        ("v6e", 256, 4),  # 16x16 is a torus
+        ("v5e", 16, 2),
+    ],
+)
+def test_a_chip_uses_the_links_that_its_slice_has(name, num_devices, links):
+    gb_per_s = {"v5p": 100, "v6e": 100, "v5e": 50}[name]  # of a link in one direction
+    rates = DEVICES[name].rates("bfloat16")
+    assert rates.link_bytes_among(num_devices) == pytest.approx(0.75 * 1e9 * gb_per_s * links)
+
+
+def test_a_collective_on_one_axis_of_a_slice_uses_the_links_of_that_axis():
+    """All four chips of a v5p 2x2x1 have two links of 75 GB/s; two of them share one."""
+    rates = DEVICES["v5p"].rates("bfloat16")
+    assert Collective("all-gather", 300 * 10**9, 4).seconds(rates) == pytest.approx(3 / 4 * 300 / 150)
+    assert Collective("all-gather", 300 * 10**9, 2).seconds(rates) == pytest.approx(1 / 2 * 300 / 75)
+
+
 def test_traffic_between_hosts_is_shared_by_their_network_cards():
     h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
     whole_hosts = Collective("all-gather", 400 * 10**9, 16, 2).seconds(h100)  # half comes by eight cards of 50 GB/s

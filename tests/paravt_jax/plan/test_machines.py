@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
 from paravt_jax.plan.plan import Plan, make_plan, model_config, planned_memory, update_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
-from paravt_jax.plan.step_time import StepTime
+from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.tables import render
 from paravt_jax.plan.topology import Topology, check_compiler, topology
 
@@ -149,6 +150,19 @@ def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     assert max(map(len, render(plan).splitlines())) <= 100
 
 
+@pytest.mark.parametrize("name", [name for name in LEARNERS if config_of(name).mesh.num_devices > 1])
+def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
+    run, device, seconds = planned(config_of(name)), device_of(name), {}
+    for shape in mesh_shapes(run.num_devices):
+        with suppress(ValueError):  # a mesh that does not divide the model or the hosts
+            other = run.on_mesh(MeshConfig(*shape))
+            if planned_memory(other, device).peak_bytes <= device.usable_bytes:
+                step = step_time(other, device, _update_s(other, device))
+                seconds[shape] = 0.0 if step is None else step.seconds.middle
+    mesh = run.update.mesh
+    assert len(seconds) > 1 and seconds[mesh.data, mesh.fsdp, mesh.tensor] <= 1.01 * min(seconds.values()), seconds
+
+
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     commands = header_of(name)
@@ -228,8 +242,8 @@ def test_the_mesh_of_the_method_configs_is_the_fastest_for_all_of_them_that_fits
     assert {run.update.mesh for run in runs} == {min(seconds, key=lambda mesh: seconds[mesh])}
 
 
-def _update_s(run: PlannedRl) -> float:
-    estimated = update_seconds(run.update, run.model, H100, run.typical_step())
+def _update_s(run: PlannedRl, device: DeviceSpec = H100) -> float:
+    estimated = update_seconds(run.update, run.model, device, run.typical_step())
     assert estimated is not None
     return estimated.total
 

@@ -1,0 +1,148 @@
+"""The parts of a step: each one is its work divided by a rate."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from model_port.config import ModelConfig
+from model_port.sampler.sampler import CHUNK_TOKENS
+from model_port.sharding import sampling_tensor
+from paravt_jax.config import EngineConfig, MeshConfig
+from paravt_jax.plan.collectives import Collective
+from paravt_jax.plan.devices import GIB, DeviceSpec
+from paravt_jax.plan.hosts import mesh_of_host, num_hosts
+from paravt_jax.plan.memory import param_shapes, values_on
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.step_rates import StepRates
+from paravt_jax.plan.workload import BF16_BYTES, Workload, cached_bytes, decoded_bytes, frame_flops, token_flops
+from rollout.server import ServerSettings
+from rollout.video.reader import MAX_WORKERS
+
+MAX_RUNNING = 256  # a server's decode batch, if memory allows
+SERVER_WEIGHTS_FRAC = 0.6  # of a server's memory, for weights; a larger model gets more devices per server
+TENSOR_SIZES = (1, 2, 4, 8)
+
+
+class Samplers(NamedTuple):
+    """The servers, or the embedded sampler of each host."""
+
+    replicas: int
+    devices: int  # of each
+    rows: float  # requests that fit each
+    weight_passes: float  # per token
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a step at given rates."""
+
+    run: PlannedRl
+    device: DeviceSpec
+    rates: StepRates
+    overlaps: bool = False  # work spreads evenly over replicas
+
+    @cached_property
+    def work(self) -> Workload:
+        rollout = self.run.rollout
+        return self.run.work.with_calls(min(self.rates.calls, rollout.tool_turns * rollout.calls_per_turn))
+
+    @property
+    def on_servers(self) -> bool:
+        return self.run.engine.kind != "jax"
+
+    @property
+    def later_turns(self) -> float:
+        """Turns of all main agents after a turn with calls."""
+        most = min(self.rates.turns - 1, self.run.rollout.tool_turns)
+        return self.work.num_episodes * min(most, self.work.calls)
+
+    @property
+    def pictures(self) -> float:
+        """In the requests to servers; each request of a dialogue repeats its pictures."""
+        work = self.work
+        return (work.num_episodes + self.later_turns) * work.frames + work.num_calls * work.call_frames
+
+    @property
+    def row_bytes(self) -> int:
+        return (self.work.prompt_tokens + self.work.response_tokens) * cached_bytes(self.run.model)
+
+    def seconds(self, update_s: float) -> Mapping[str, float]:
+        """Seconds of every part, each as if it ran alone."""
+        work, rates, run, sampler, peak_tflops = self.work, self.rates, self.run, self.sampler, self.device.peak_tflops
+        assert peak_tflops is not None
+        groups = -(-work.num_groups // num_hosts(run.hosts, run.num_devices, self.device))
+        share = 1 / sampler.replicas if self.overlaps else -(-work.num_groups // sampler.replicas) / work.num_groups
+        frames = work.num_groups * work.frames + work.num_calls * work.call_frames
+        flops_per_s = sampler.devices * rates.matmul_frac * 1e12 * peak_tflops
+        return {
+            "frames on CPUs": groups * rates.overview_s / (run.video.num_workers or MAX_WORKERS),
+            "pictures on servers' CPUs": share * rates.picture_s * self.pictures if self.on_servers else 0.0,
+            "vision tower": share * frames * frame_flops(run.model, run.row_patches) / flops_per_s,
+            "prefill": share * self.prefill_s(flops_per_s),
+            "decode": self.decode_s(share),
+            "update": rates.update * update_s * work.shared_tokens / run.work.shared_tokens,
+            "publish": weight_bytes(run.model) / rates.publish_bytes_per_s if self.on_servers else 0.0,
+        }
+
+    @cached_property
+    def sampler(self) -> Samplers:
+        run, model, device = self.run, self.run.model, self.device
+        if self.on_servers:
+            assert device.memory_gib is not None
+            devices = server_devices(run.engine, model, device)
+            room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
+            rows = min(MAX_RUNNING, room // self.row_bytes)
+            return Samplers(len(run.engine.urls) or run.engine.num_servers, devices, rows, 1.0)
+        hosts = num_hosts(run.hosts, run.num_devices, device)
+        devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
+        sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
+        rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model) / self.row_bytes)
+        passes = self.rates.weight_passes if run.num_devices == 1 else self.rates.copy_passes
+        return Samplers(hosts, devices, rows, passes)
+
+    def decode_s(self, share: float) -> float:
+        """Until the last token of the busiest replica, which samples this share of the episodes."""
+        work, sampler = self.work, self.sampler
+        rows = max(1.0, min(share * work.num_episodes, sampler.rows))
+        tokens = max(self.rates.tail * work.longest_tokens, share * work.sampled_tokens / rows)
+        return tokens * self.token_s(rows)
+
+    def token_s(self, rows: float) -> float:
+        model, sampler, memory_tb_per_s = self.run.model, self.sampler, self.device.memory_tb_per_s
+        assert memory_tb_per_s is not None
+        num_bytes = sampler.weight_passes * decoded_bytes(model) + rows * self.row_bytes
+        return num_bytes / (sampler.devices * self.rates.memory_frac * 1e12 * memory_tb_per_s) + self.hops_s(rows)
+
+    def prefill_s(self, flops_per_s: float) -> float:
+        """Members of a group share its prompt's cache, and a later turn prefills what is new."""
+        work, hops_s = self.work, self.hops_s(CHUNK_TOKENS) / CHUNK_TOKENS
+        prefills = (
+            (work.num_groups, work.prompt_tokens),
+            (self.later_turns, work.response_tokens + CHUNK_TOKENS),  # from the start of a chunk
+            (work.num_calls, work.call_prompt_tokens),
+        )
+        return sum(
+            count * length * (token_flops(self.run.model, length) / flops_per_s + hops_s) for count, length in prefills
+        )
+
+    def hops_s(self, tokens: float) -> float:
+        """The all-reduces of these tokens' activations over a sampler's devices."""
+        text, devices = self.run.model.text, self.sampler.devices
+        rates = self.device.rates("bfloat16")
+        assert rates is not None
+        moved = Collective("all-reduce", round(tokens * text.width * BF16_BYTES), devices)
+        return (2 * text.num_layers + 1) * (self.rates.hop_s * (devices > 1) + moved.seconds(rates))
+
+
+def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec) -> int:
+    """Devices of each server: its part of `engine.gpus`, or the fewest that hold the weights and a cache."""
+    if engine.gpus:
+        return len(engine.gpus) // engine.num_servers
+    room = SERVER_WEIGHTS_FRAC * ServerSettings.memory_frac * (device.memory_gib or math.inf) * GIB
+    return next((size for size in TENSOR_SIZES if weight_bytes(model) / size <= room), TENSOR_SIZES[-1])
+
+
+def weight_bytes(model: ModelConfig) -> int:
+    return BF16_BYTES * values_on(MeshConfig(), model)
