@@ -61,7 +61,15 @@ def main() -> None:
         "Without --config, the settings are those of RUN_DIR with run_dir=RUN_DIR/replay; change loss, advantage, "
         "reward, optim and so on with a.b=c",
     )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RUN_DIR",
+        help="for --plan: replace the published rates that this run's log determines by the measured ones",
+    )
     args = parser.parse_intermixed_args()
+    if args.calibrate is not None and not args.plan:
+        parser.error("--calibrate needs --plan")
     if args.replay is not None and args.config is None:
         args.config = args.replay / SETTINGS_FILE
         args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]
@@ -73,7 +81,7 @@ def main() -> None:
     if args.plan:
         from paravt_jax.plan.tables import plan_of
 
-        print(plan_of(config, args.device))
+        print(plan_of(config, args.device, args.calibrate))
         return
     from paravt_jax.run.compiles import use_compilation_cache
 

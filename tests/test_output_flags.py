@@ -49,6 +49,7 @@ READ_FROM = {  # settings, flags and arguments that name what is read, or where 
 READ = {  # or no path at all, or a log that is added to
     *(
         "--api-key",
+        "--calibrate",
         "--config",
         "--device",
         "--dtype",

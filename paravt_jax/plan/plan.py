@@ -21,6 +21,7 @@ from paravt_jax.plan.hosts import HostPart, host_part, mesh_of_host, num_hosts
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.step_rates import PUBLISHED, RateRange
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.workload import PlannedUpdate, Step, Workload, adapter_params, step_flops
 from paravt_jax.run.process import RESERVE_FRAC
@@ -82,7 +83,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return preset(size[0]), (f"{path} is not a local directory: dimensions of Qwen3-VL {size[0].upper()}, by its name",)
 
 
-def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"]) -> Plan:
+def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
     model, update, work, step = run.model, run.update, run.work, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
@@ -101,7 +102,7 @@ def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"]) -> Plan:
         workload=work,
         flops=step_flops(update, model, work, step, device.platform),
         update=seconds,
-        step=step_time(run, device, None if seconds is None else seconds.total),
+        step=step_time(run, device, None if seconds is None else seconds.total, rates),
         fit=fit_of(run, memory, device),
         assumptions=tuple(_assumptions(run, device)),
     )

@@ -46,7 +46,8 @@ class StepParts:
     @cached_property
     def work(self) -> Workload:
         rollout = self.run.rollout
-        return self.run.work.with_calls(min(self.rates.calls, rollout.tool_turns * rollout.calls_per_turn))
+        calls = min(self.rates.calls, rollout.tool_turns * rollout.calls_per_turn)
+        return self.run.work.with_calls(calls, self.rates.length)
 
     @property
     def on_servers(self) -> bool:

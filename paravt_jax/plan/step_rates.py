@@ -11,6 +11,7 @@ from typing import NamedTuple
 class StepRates(NamedTuple):
     calls: float  # per episode
     turns: float  # requests per main agent; each sends all pictures again
+    length: float  # sampled tokens over the plan's assumption
     tail: float  # the longest dialogue over the mean
     matmul_frac: float  # fraction of peak FLOPs, in prefill and the vision tower
     memory_frac: float  # fraction of memory bandwidth, in decoding
@@ -26,6 +27,7 @@ class StepRates(NamedTuple):
 TEXTS = {  # name, factor of the printed unit, unit
     "calls": ("calls per episode", 1, ""),
     "turns": ("requests of a main agent", 1, ""),
+    "length": ("sampled tokens over the assumed", 1, ""),
     "tail": ("the longest dialogue over the mean", 1, ""),
     "matmul_frac": ("prefill, of peak FLOPs", 100, " %"),
     "memory_frac": ("decoding, of memory bandwidth", 100, " %"),
@@ -52,12 +54,15 @@ class RateRange(NamedTuple):
 
     def text(self, name: str) -> str:
         """For example `a picture on the server's CPU (8 to 30 ms)`."""
-        label, factor, unit = TEXTS[name]
+        return f"{TEXTS[name][0]} ({self.values(name)})"
+
+    def values(self, name: str) -> str:
+        _, factor, unit = TEXTS[name]
         best, worst = (f"{factor * value:.2g}" for value in (getattr(self.low, name), getattr(self.high, name)))
-        return f"{label} ({best if best == worst else f'{best} to {worst}'}{unit})"
+        return f"{best if best == worst else f'{best} to {worst}'}{unit}"
 
 
 PUBLISHED = RateRange(
-    StepRates(0.21, 2.0, 1.3, 0.56, 0.81, 1.0, 1.0, 6e-6, 5.0, 0.008, 2e9, 0.85),
-    StepRates(2.5, 4.0, 3.0, 0.26, 0.5, 3.5, 1.84, 2.6e-5, 22.0, 0.030, 1e9, 1.5),
+    StepRates(0.21, 2.0, 1.0, 1.3, 0.56, 0.81, 1.0, 1.0, 6e-6, 5.0, 0.008, 2e9, 0.85),
+    StepRates(2.5, 4.0, 1.0, 3.0, 0.26, 0.5, 3.5, 1.84, 2.6e-5, 22.0, 0.030, 1e9, 1.5),
 )

@@ -4,16 +4,19 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.plan.batch import BatchShape
+from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
 from paravt_jax.plan.run import PlannedRl, PlannedSft
+from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, StepRates
 from paravt_jax.plan.step_time import StepTime
 
 Planned = TypeVar("Planned", Config, SftConfig)
@@ -21,12 +24,14 @@ MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100") -> str:
-    """The plan of a run as text, for a device by its name."""
+def plan_of(config: Config, device: str = "h100", run_dir: Path | None = None) -> str:
+    """The plan of a run as text, for a device by its name, with the rates in another run's log."""
     config, remarks = _used_on(config, device)
     model, more = model_config(config.model.path)
-    plan = make_plan(PlannedRl.of(config, model), _device_named(device))
-    return render(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
+    calibration = None if run_dir is None else calibrated(run_dir, _device_named(device))
+    rates = PUBLISHED if calibration is None else calibration.rates
+    plan = make_plan(PlannedRl.of(config, model), _device_named(device), rates)
+    return render(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)), calibration)
 
 
 def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
@@ -51,7 +56,7 @@ def _device_named(device: str) -> DeviceSpec:
     return DEVICES[device]
 
 
-def render(plan: Plan) -> str:
+def render(plan: Plan, calibration: Calibration | None = None) -> str:
     """For a terminal of 100 columns."""
     blocks = [
         [_title(plan.mesh, plan.device, plan.host.num_hosts)],
@@ -59,6 +64,7 @@ def render(plan: Plan) -> str:
         _memory_lines(plan.memory),
         _step_lines(plan),
         *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
+        *([] if calibration is None else [_calibration_lines(calibration)]),
         _step_time_lines(plan.step),
         ["what fits", *_wrapped(_fit_lines(plan.fit, plan.batch, plan.memory, plan.device))],
         ["assumptions", *_wrapped(plan.assumptions)],
@@ -156,6 +162,21 @@ def _host_lines(host: HostPart) -> list[str]:
         ["MB received from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
     ]
     return [f"per host, of {host.num_hosts}", *_aligned(rows)]
+
+
+def _calibration_lines(calibration: Calibration) -> list[str]:
+    measured = [name for name in StepRates._fields if name not in calibration.kept]
+    rows = [["", "published", "measured"]]
+    rows += [[TEXTS[name][0], PUBLISHED.values(name), calibration.rates.values(name)] for name in measured]
+    by_reason = {
+        why: [name for name in calibration.kept if calibration.kept[name] == why] for why in calibration.kept.values()
+    }
+    kept = [f"published: {'; '.join(TEXTS[name][0] for name in names)}: {why}" for why, names in by_reason.items()]
+    remarks = [
+        f"measured: {calibration.source}",
+        "calls, requests and lengths are of its policy and data; an overview's time is of its videos and CPU",
+    ]
+    return ["rates", *_aligned(rows), *_wrapped([*remarks, *kept])]
 
 
 def _step_time_lines(step: StepTime | None) -> list[str]:

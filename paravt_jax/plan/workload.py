@@ -106,10 +106,11 @@ class Workload:
     def computed_rows(self) -> int:
         return self.num_batches * self.batch_rows
 
-    def with_calls(self, calls: float) -> "Workload":
-        """The same episodes with another number of calls and reports."""
-        response_tokens = self.response_tokens + round((calls - self.calls) * self.report_tokens)
-        return replace(self, calls=calls, response_tokens=response_tokens)
+    def with_calls(self, calls: float, length: float = 1.0) -> "Workload":
+        """The same episodes with another number of calls and reports, and `length` times as many sampled tokens."""
+        report_tokens = round(length * self.report_tokens)
+        response_tokens = round(length * self.own_tokens + calls * report_tokens)
+        return replace(self, calls=calls, report_tokens=report_tokens, response_tokens=response_tokens)
 
 
 def workload_of(

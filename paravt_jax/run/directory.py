@@ -146,12 +146,12 @@ class LogCopies:
         self._copied |= {name: now[name] for name in changed}
 
 
-def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0) -> None:
-    """Writes RUN/config.json: every setting in use, the commit, and package versions.
+def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, **facts: Any) -> None:
+    """Writes RUN/config.json: every setting in use, the commit, package versions, and other facts of the run.
 
     Each change adds a line to RUN/settings.jsonl, with the number of steps done before it.
     """
-    record = {"config": settings, **versions()}
+    record = {"config": settings, **versions(), **facts}
     path = directory / SETTINGS_FILE
     previous = json.loads(path.read_bytes()) if path.exists() else None
     if previous == json.loads(json.dumps(record)):

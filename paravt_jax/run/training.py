@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from model_port.bucket import Bucket, is_address
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
@@ -184,7 +186,7 @@ class Training:
         step = int(progress["step"])
         settings = dict(directory.settings)
         if hosts.leads:
-            write_settings(settings, directory.path, step)
+            write_settings(settings, directory.path, step, device_kind=jax.devices()[0].device_kind)
             run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
         else:
             run_log = None

@@ -1,0 +1,206 @@
+"""Rates of a step from a run's log, in place of the published ones.
+
+Calls, turns and lengths belong to the policy and its data, and hold on any machine. Decoding of videos depends on the
+videos and on the CPU. The rates in OF_DEVICES hold for the run's kind of device only. Rates that a log cannot separate,
+such as prefill, stay published.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paravt_jax.config import Config, load_config
+from paravt_jax.plan.devices import DeviceSpec
+from paravt_jax.plan.plan import model_config, update_seconds
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.step_parts import StepParts, weight_bytes
+from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
+from paravt_jax.run.directory import SETTINGS_FILE
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
+
+OF_DEVICES = ("memory_frac", "publish_bytes_per_s", "update")
+IN_A_TOKEN = ("weight_passes", "copy_passes")  # a token's measured time includes them
+
+KEPT = "no logged step determines it"
+KEPT_OF: dict[str, str] = dict.fromkeys(
+    ("matmul_frac", "hop_s", "picture_s"), "the log does not separate its time from a rollout's"
+)
+MAX_STEPS = 20  # the newest steps, which predict the next ones best
+LONG_TOKENS = 64  # turns of at least as many tokens show the time of a token
+MAX_BYTES_PER_S = 1e11  # a faster publish sent nothing, as in a replay
+SPREAD = (0.1, 0.9)  # quantiles over steps or turns
+
+
+class LoggedStep(NamedTuple):
+    metrics: Mapping[str, float]
+    episodes: Sequence[Mapping[str, Any]]  # that are not missing
+
+
+@dataclass(frozen=True)
+class Calibration:
+    source: str
+    rates: RateRange
+    kept: Mapping[str, str]  # why a rate is still the published one
+
+
+def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
+    """The rates for a plan on `device`."""
+    settings = run_dir / SETTINGS_FILE
+    if not settings.is_file():
+        raise ValueError(f"--calibrate {run_dir}: it has no {SETTINGS_FILE}; give the directory of a run of train")
+    config, kind = load_config(settings, schema=Config), json.loads(settings.read_bytes()).get("device_kind")
+    run, is_same = PlannedRl.of(config, model_config(config.model.path)[0]), kind == device.kind
+    try:
+        steps = list(_steps(run_dir))
+        logged = LoggedRates(run, steps, device)
+        values, most_picture_s = logged.of_policy() | (logged.of_device() if is_same else {}), logged.most_picture_s()
+    except (AttributeError, IndexError, KeyError, TypeError) as problem:
+        raise ValueError(f"--calibrate {run_dir}: its log has another form than a run of train: {problem!r}") from None
+    other = f"the run's device is {kind or 'not in its log'}, not {device.kind}"
+    kept = {name: KEPT_OF.get(name, KEPT) for name in StepRates._fields if name not in values}
+    kept |= {name: other for name in (*OF_DEVICES, *IN_A_TOKEN) if not is_same}
+    low, high = (end._asdict() for end in PUBLISHED)
+    for name in values.keys() - kept.keys():
+        rises = low[name] <= high[name]  # the worst value is the largest
+        low[name], high[name] = np.quantile(values[name], SPREAD if rises else SPREAD[::-1]).tolist()
+    if most_picture_s < high["picture_s"]:
+        low["picture_s"], high["picture_s"] = min(low["picture_s"], most_picture_s), most_picture_s
+        del kept["picture_s"]
+    numbers = [round(step.metrics["step"]) for step in steps]
+    source = f"{run_dir}, steps {numbers[0]} to {numbers[-1]}, {config.model.path} on {kind or 'an unknown device'}"
+    return Calibration(source, RateRange(StepRates(**low), StepRates(**high)), kept)
+
+
+def _steps(run_dir: Path) -> Iterator[LoggedStep]:
+    rows = list(load_jsonl(run_dir / METRICS_FILE)) if (run_dir / METRICS_FILE).is_file() else []
+    rows = [row for row in rows if row.get("rollout/num_episodes") and isinstance(row.get("step"), int)]
+    if not rows:
+        raise ValueError(f"--calibrate {run_dir}: {METRICS_FILE} has no step with rollouts; let the run log some")
+    for row in rows[-MAX_STEPS:]:
+        path = run_dir / EPISODES_DIR / f"{row['step']:06d}.jsonl"
+        episodes = [episode for episode in load_jsonl(path) if not episode["missing"]] if path.is_file() else []
+        yield LoggedStep({key: value for key, value in row.items() if isinstance(value, int | float)}, episodes)
+
+
+@dataclass(frozen=True)
+class LoggedRates:
+    """The rates that a run's steps determine, each as one value per step or turn."""
+
+    run: PlannedRl
+    steps: Sequence[LoggedStep]
+    device: DeviceSpec
+
+    def of_policy(self) -> dict[str, list[float]]:
+        """And of its data's videos."""
+        values = {
+            "calls": self._metric("rollout/tool_calls_mean"),
+            "turns": self._metric("rollout/turns_mean"),
+            "length": list(self._lengths()),
+            "tail": list(self._tails()),
+            "overview_s": list(self._overviews_s()),
+        }
+        return {name: of_rate for name, of_rate in values.items() if of_rate}
+
+    def of_device(self) -> dict[str, list[float]]:
+        """If the run's devices are of this kind."""
+        values = {
+            "publish_bytes_per_s": list(self._publish_rates()),
+            "update": list(self._updates()),
+            "memory_frac": list(self._memory_fracs()),
+        }
+        if values["memory_frac"]:
+            values |= {name: [1.0] for name in IN_A_TOKEN}
+        return {name: of_rate for name, of_rate in values.items() if of_rate}
+
+    def _metric(self, key: str) -> list[float]:
+        return [step.metrics[key] for step in self.steps if key in step.metrics]
+
+    @cached_property
+    def _mean_parts(self) -> StepParts:
+        """The run's parts at the mean calls, turns and lengths, and otherwise at rates of 1."""
+        means = {"calls": self._metric("rollout/tool_calls_mean"), "turns": self._metric("rollout/turns_mean")}
+        rates = PUBLISHED.low._replace(memory_frac=1.0, update=1.0, weight_passes=1.0, copy_passes=1.0, hop_s=0.0)
+        measured = {name: float(np.mean(of_rate)) for name, of_rate in means.items() if of_rate}
+        return StepParts(self.run, self.device, rates._replace(**measured), overlaps=True)
+
+    def _lengths(self) -> Iterator[float]:
+        """Sampled tokens over the planned ones with as many calls."""
+        for step in self.steps:
+            if step.episodes:
+                calls = sum(len(turn["calls"]) for episode in step.episodes for turn in episode["turns"])
+                planned = self.run.work.with_calls(calls / len(step.episodes))
+                sampled = sum(_sampled(episode) + sum(_reports(episode)) for episode in step.episodes)
+                yield sampled / len(step.episodes) * planned.num_episodes / planned.sampled_tokens
+
+    def _tails(self) -> Iterator[float]:
+        """A turn's reports are sampled together, so the longest counts."""
+        for step in self.steps:
+            lengths = [_sampled(episode) + _longest_reports(episode) for episode in step.episodes]
+            if sum(lengths):
+                yield max(lengths) * len(lengths) / sum(lengths)
+
+    def _overviews_s(self) -> Iterator[float]:
+        """Decoders' seconds per group of this host. Totals start again when a run is resumed."""
+        totals = [0.0, *self._metric("perf/video/decode_s")]
+        groups = self._metric("rollout/num_groups")
+        first = self.steps[0].metrics["step"] > 1  # its total includes earlier steps
+        spent = [now - before if now >= before else now for before, now in pairwise(totals)]
+        for seconds, num_groups in list(zip(spent, groups, strict=False))[first:]:
+            yield seconds / max(1.0, num_groups / self.run.hosts.num)
+
+    def most_picture_s(self) -> float:
+        """As if rollouts waited for nothing but pictures. With the embedded engine a log shows nothing of it."""
+        rollouts_s = self._metric("time/step_s" if self.run.train.steps_ahead else "time/rollout_s")
+        if not self._mean_parts.on_servers or not rollouts_s or not self._mean_parts.pictures:
+            return math.inf
+        servers = len(self.run.engine.urls) or self.run.engine.num_servers
+        return float(np.median(rollouts_s)) * servers / self._mean_parts.pictures
+
+    def _publish_rates(self) -> Iterator[float]:
+        if self._mean_parts.on_servers:
+            num_bytes = weight_bytes(self.run.model)
+            yield from (
+                num_bytes / seconds
+                for seconds in self._metric("time/publish_s")
+                if seconds * MAX_BYTES_PER_S > num_bytes
+            )
+
+    def _updates(self) -> Iterator[float]:
+        """Steps that compiled a program are left out."""
+        roofline = update_seconds(self.run.update, self.run.model, self.device, self.run.typical_step())
+        if roofline is not None:
+            planned_s = self._mean_parts.seconds(roofline.total)["update"]
+            for step in self.steps:
+                if not step.metrics.get("perf/num_compiles") and "time/update_s" in step.metrics:
+                    yield step.metrics["time/update_s"] / planned_s
+
+    def _memory_fracs(self) -> Iterator[float]:
+        """Of long turns: the time of a token at full bandwidth, over the measured one with prefill and waiting."""
+        if self.device.memory_tb_per_s is None:
+            return
+        parts = self._mean_parts
+        rows = max(1.0, min(parts.work.num_episodes / parts.sampler.replicas, parts.sampler.rows))
+        for turn in (turn for step in self.steps for episode in step.episodes for turn in episode["turns"]):
+            num_tokens = turn["token_span"][1] - turn["token_span"][0]
+            if num_tokens >= LONG_TOKENS and turn["latency_s"] > 0:
+                yield min(1.0, parts.token_s(rows) * num_tokens / turn["latency_s"])
+
+
+def _sampled(record: Mapping[str, Any]) -> int:
+    """Tokens that an agent sampled: an episode's main agent, or a call's sub-agent."""
+    return sum(len(segment["ids"]) for segment in record["segments"] or () if segment["kind"] == "sampled")
+
+
+def _reports(episode: Mapping[str, Any]) -> list[int]:
+    return [_sampled(call) for turn in episode["turns"] for call in turn["calls"]]
+
+
+def _longest_reports(episode: Mapping[str, Any]) -> int:
+    return sum(max(map(_sampled, turn["calls"]), default=0) for turn in episode["turns"])

@@ -1,0 +1,201 @@
+"""Rates from a run's log: hand arithmetic on a written log, a real run's log, and logs that are not a run's."""
+
+import json
+
+import pytest
+from training import QUICK, train_here
+
+from paravt_jax import train
+from paravt_jax.config import load_config, to_record
+from paravt_jax.plan.calibrate import Calibration, calibrated
+from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.plan import make_plan, model_config
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.step_rates import PUBLISHED, StepRates
+from paravt_jax.plan.tables import plan_of
+from paravt_jax.run.directory import write_settings
+
+H100, V5P = DEVICES["h100"], DEVICES["v5p"]
+CONFIG = load_config("configs/8b_8x80gb.yaml")
+WEIGHT_BYTES = 2 * 8_767_123_696
+POLICY, CPU = {"calls", "turns", "length", "tail"}, {"overview_s"}
+
+
+def metrics(step: int, **changes: float) -> dict:
+    """A step of 20 s. The second step has twice the calls, decoding, publishing and update of the first."""
+    values = {
+        "rollout/num_episodes": 56,
+        "rollout/num_groups": 7,
+        "rollout/tool_calls_mean": 1.0 * step,
+        "rollout/turns_mean": 1.0 + step,
+        "perf/video/decode_s": {1: 35.0, 2: 35.0 + 70.0}[step],  # a total
+        "perf/num_compiles": 0,
+        "time/publish_s": 10.0 * step,
+        "time/update_s": 3.0 * step,
+        "time/step_s": 20.0,
+    }
+    return {"step": step} | values | changes
+
+
+def segments(*sampled: int) -> list[dict]:
+    return [{"kind": "prompt", "ids": [1] * 900}, *({"kind": "sampled", "ids": [1] * number} for number in sampled)]
+
+
+def turn(num_tokens: int, latency_s: float, *reports: int) -> dict:
+    calls = [{"segments": segments(number)} for number in reports]
+    return {"token_span": [900, 900 + num_tokens], "latency_s": latency_s, "calls": calls}
+
+
+EPISODES = [
+    {"missing": False, "segments": segments(100), "turns": [turn(100, 1.0)]},
+    {"missing": False, "segments": segments(150, 50), "turns": [turn(150, 1.5, 100, 50), turn(50, 9.0)]},
+    {"missing": True, "id": "lost"},
+]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Writes a run's log and returns its directory."""
+
+    def write(*rows, episodes=EPISODES, config=CONFIG, kind=H100.kind):
+        write_settings(to_record(config), tmp_path, device_kind=kind)
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "episodes").mkdir(exist_ok=True)
+        for row in rows:
+            path = tmp_path / "episodes" / f"{row['step']:06d}.jsonl"
+            path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+        return tmp_path
+
+    return write
+
+
+def spread(first: float, second: float) -> tuple:
+    """From a tenth of the way between the values of two steps to nine tenths."""
+    return pytest.approx(first + 0.1 * (second - first)), pytest.approx(second - 0.1 * (second - first))
+
+
+def ends(calibration: Calibration, name: str) -> tuple[float, float]:
+    low, high = calibration.rates
+    return getattr(low, name), getattr(high, name)
+
+
+def measured(calibration: Calibration) -> set[str]:
+    return set(StepRates._fields) - calibration.kept.keys()
+
+
+def test_the_rates_of_policy_and_data_are_means_over_steps(log):
+    calibration = calibrated(log(metrics(1), metrics(2)), H100)
+    assert ends(calibration, "calls") == spread(1.0, 2.0)
+    assert ends(calibration, "turns") == spread(2.0, 3.0)
+    assert ends(calibration, "overview_s") == spread(35 / 7, 70 / 7)
+    # Both steps have 100 + 200 + 150 tokens in two episodes with a call each; the plan has 256 and 256 per call.
+    assert ends(calibration, "length") == spread(225 / 512, 225 / 512)
+    # 100, and 200 with the longer of two reports sampled together.
+    assert ends(calibration, "tail") == spread(300 / 200, 300 / 200)
+
+
+def test_the_rates_of_devices_are_work_over_measured_seconds(log):
+    calibration = calibrated(log(metrics(1), metrics(2)), H100)
+    slow, fast = WEIGHT_BYTES / 20, WEIGHT_BYTES / 10
+    assert ends(calibration, "publish_bytes_per_s") == spread(fast, slow)
+    # At 1.5 calls and 2.5 requests an update has 1988 + 8 x 640 tokens per group, and the plan's 1988 + 8 x 512.
+    model, _ = model_config(CONFIG.model.path)
+    roofline = make_plan(PlannedRl.of(CONFIG, model), H100).update_s * (1988 + 8 * 640) / (1988 + 8 * 512)
+    assert ends(calibration, "update") == spread(3 / roofline, 6 / roofline)
+    # Long turns take 10 ms per token; 14 rows of 2,628 tokens on each server at full bandwidth take less.
+    full_s = (2 * (6_945_767_424 + 151_936 * 4096) + 14 * 2628 * 2 * 2 * 36 * 8 * 128) / 3.35e12
+    assert ends(calibration, "memory_frac") == spread(full_s / 0.010, full_s / 0.010)
+    assert ends(calibration, "weight_passes") == ends(calibration, "copy_passes") == (1.0, 1.0)
+
+
+def test_rollouts_bound_the_time_of_a_picture(log):
+    """56 + 84 requests of 24.8 frames and 84 calls of 16 are 4,816 pictures, in 20 s on four servers."""
+    calibration = calibrated(log(metrics(1), metrics(2)), H100)
+    assert ends(calibration, "picture_s") == (0.008, pytest.approx(20 * 4 / 4816))
+    slow = calibrated(log(*(metrics(step) | {"time/step_s": 100.0} for step in (1, 2))), H100)
+    assert ends(slow, "picture_s") == (0.008, 0.030) and "picture_s" in slow.kept
+
+
+def test_another_kind_of_device_takes_only_the_rates_of_policy_and_data(log):
+    run_dir = log(metrics(1), metrics(2))
+    assert measured(calibrated(run_dir, V5P)) == POLICY | CPU | {"picture_s"}
+    assert calibrated(run_dir, V5P).kept["update"] == "the run's device is NVIDIA H100 80GB HBM3, not TPU v5"
+    assert measured(calibrated(run_dir, H100)) == {*StepRates._fields} - {"matmul_frac", "hop_s"}
+
+
+def test_steps_that_compile_and_publishes_that_send_nothing_are_left_out(log):
+    rows = [metrics(step) | {"perf/num_compiles": 3.0, "time/publish_s": 0.001} for step in (1, 2)]
+    calibration = calibrated(log(*rows), H100)
+    assert {"update", "publish_bytes_per_s"} <= calibration.kept.keys()
+    assert ends(calibration, "update") == (PUBLISHED.low.update, PUBLISHED.high.update)
+
+
+def test_a_resumed_run_counts_decoding_once(log):
+    """The log starts after step 1, whose decoding the first total has; then the run was resumed."""
+    rows = [metrics(2), metrics(1) | {"step": 3}]
+    assert ends(calibrated(log(*rows), H100), "overview_s") == (35 / 7, 35 / 7)
+
+
+def test_the_embedded_engine_determines_no_rates_of_servers(log):
+    config = load_config("configs/8b_8x80gb_embedded.yaml")
+    kept = calibrated(log(metrics(1), metrics(2), config=config), H100).kept
+    assert kept.keys() == {"matmul_frac", "hop_s", "picture_s", "publish_bytes_per_s"}
+
+
+def test_measured_rates_narrow_the_interval(log):
+    """The same work at rates that the log determines has a narrower interval than the published one."""
+    run_dir = log(metrics(1), metrics(2))
+    text, published = plan_of(CONFIG, "h100", run_dir), plan_of(CONFIG, "h100")
+    assert f"measured: {run_dir}, steps 1 to 2, paravt/sft-8b.hf on NVIDIA H100 80GB HBM3" in " ".join(text.split())
+    assert "calls per episode" in text and "0.21 to 2.5        1.1 to 1.9" in text
+    low, high = (
+        next(line for line in plan.splitlines() if "a step  " in line).split()[-1] for plan in (text, published)
+    )
+    assert float(low) < 0.7 * float(high)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("none", "it has no config.json; give the directory of a run of train"),
+        ("empty", "metrics.jsonl has no step with rollouts; let the run log some"),
+        ("step", "metrics.jsonl has no step with rollouts; let the run log some"),
+        ("list", "its log has another form than a run of train: AttributeError"),
+        ("episode", "its log has another form than a run of train: KeyError"),
+        ("sft", r"config\.json is for python -m paravt_jax\.sft"),
+    ],
+)
+def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path):
+    if broken != "none":
+        log(metrics(1), episodes=[{"missing": False, "segments": []}] if broken == "episode" else EPISODES)
+    texts = {"empty": "", "list": "[1]\n", "step": json.dumps(metrics(1) | {"step": "one"}) + "\n"}
+    if broken in texts:
+        (tmp_path / "metrics.jsonl").write_text(texts[broken])
+    if broken == "sft":
+        (tmp_path / "config.json").write_text(json.dumps({"config": {"sft": {"num_steps": 3}}}))
+    with pytest.raises(ValueError, match=message):
+        calibrated(tmp_path, H100)
+
+
+def test_the_log_of_a_real_run_replaces_the_rates_of_its_policy(tmp_path, capsys, monkeypatch):
+    run_dir = tmp_path / "run"
+    train_here(run_dir, *QUICK, "train.num_steps=2")
+    config = ("--config", "configs/8b_8x80gb.yaml")
+    monkeypatch.setattr("sys.argv", ["train", "--plan", *config, "--calibrate", str(run_dir)])
+    train.main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "steps 1 to 2, tiny on cpu" in text and "the run's device is cpu, not NVIDIA H100" in text
+    calibration = calibrated(run_dir, H100)
+    assert measured(calibration) == POLICY | CPU
+    calls = [
+        json.loads(line)["rollout/tool_calls_mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert ends(calibration, "calls") == spread(*sorted(calls))
+    assert ends(calibrated(run_dir, DEVICES["cpu"]), "calls") == ends(calibration, "calls")
+
+
+def test_calibrate_needs_a_plan(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train", "--config", "configs/smoke_cpu.yaml", "--calibrate", "runs/x"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "--calibrate needs --plan" in capsys.readouterr().err
