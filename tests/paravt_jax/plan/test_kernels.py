@@ -1,4 +1,4 @@
-"""The attention kernels, compiled for chips that this machine lacks."""
+"""The attention kernels and the sampler, compiled for chips that this machine lacks."""
 
 import json
 import os
@@ -9,18 +9,26 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("compiled_kernel.py")
+from paravt_jax.config import load_config
+from paravt_jax.plan.plan import model_config, planned_memory
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.topology import topology
+
+FOLDER = Path(__file__).parent
 TOKENS = 2048
 KERNELS = 3  # forward, gradient of the queries, gradients of keys and values
 
 
-def compiled(*arguments):
+def compiled(script, *arguments):
+    """What a script prints. Skips the test without the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    process = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=280, env=environment
-    )
+    command = [sys.executable, FOLDER / script, *map(str, arguments)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    result = json.loads(process.stdout.splitlines()[-1])
+    if "missing" in result:
+        pytest.skip(result["missing"])
+    return result
 
 
 @pytest.mark.slow
@@ -36,10 +44,29 @@ def compiled(*arguments):
     ],
 )
 def test_auto_attention_compiles_the_kernel_of_the_target_chip(name, heads, kv_heads, head_dim, kind):
-    program = compiled(name, heads, kv_heads, head_dim, kind, TOKENS)
-    if "missing" in program:
-        pytest.skip(program["missing"])
+    program = compiled("compiled_kernel.py", name, heads, kv_heads, head_dim, kind, TOKENS)
     call = "tpu_custom_call" if name.startswith("v") else "triton"
     assert len(re.findall(rf"custom_call @[\w$.]*{call}", program["text"])) == KERNELS
     float32_scores_bytes = 4 * heads // 2 * TOKENS**2
     assert program["temp_bytes"] < float32_scores_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "name", "tensor", "stacking"),
+    [
+        ("8b_8x80gb_embedded", "h100:8", 8, "unstacked"),
+        ("8b_v5p8", "v5p:2x2x1", 4, "stacked"),
+        ("8b_lora_1x80gb", "h100:1", 1, "stacked"),
+    ],
+)
+def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(recipe, name, tensor, stacking):
+    config = load_config(f"configs/{recipe}.yaml")
+    model, _ = model_config(config.model.path)
+    sizes = config.engine.sampler_sizes(config.rollout.max_context_tokens, num_hosts=1)
+    program = compiled("compiled_sampler.py", name, "8b", tensor, *sizes.values(), stacking)
+    memory = planned_memory(PlannedRl.of(config, model), topology(name).device)
+    held = memory.engine | {part: memory.resident[part] for part in memory.resident if part == "frozen weights"}
+    rollout = next(phase for phase in memory.phases if phase.name == "rollout")
+    planned = sum(held.values()) + rollout.num_bytes
+    assert planned == pytest.approx(program["held_bytes"] + max(program["temp_bytes"]), rel=0.05)

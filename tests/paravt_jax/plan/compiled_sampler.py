@@ -1,0 +1,80 @@
+"""Compiles the sampler's programs for a host's devices, and prints their memory as JSON.
+
+It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
+
+compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|unstacked
+"""
+
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model_port.config import PRESETS
+from model_port.inputs import bucket
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.sampler.frames import TABLE_TOKENS
+from model_port.sampler.paged import TABLE_PAGES, decode_kernel
+from model_port.sampler.pages import PAGE_TOKENS
+from model_port.sampler.programs import Cache, Chunk, Rows, decode, prefill
+from model_port.sampler.sampler import CHUNK_PAGES, CHUNK_TOKENS
+from model_port.sharding import make_mesh, on_mesh
+from model_port.text import Visual
+from paravt_jax.plan.topology import topology
+
+
+def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
+    try:
+        devices = topology(name).devices()
+    except ValueError as missing:
+        return {"missing": str(missing)}
+    config, tensor = PRESETS[preset], int(tensor)
+    mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
+
+    def array(*shape, dtype="int32", spec=()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def of_a_layer(leaf):
+        return array(*leaf.shape[1:], dtype=leaf.dtype, spec=leaf.sharding.spec[1:])
+
+    text, num_pages = config.text, 1 + -(-int(cache_tokens) // PAGE_TOKENS) + int(rows)
+    model = abstract_model(config, Compute("bfloat16"))
+    model = with_params(model, abstract_params(model, "bfloat16", mesh))
+    if stacking == "unstacked":
+        graphdef, params = nnx.split(model.text.layers)
+        layers = [nnx.merge(graphdef, jax.tree.map(of_a_layer, params)) for _ in range(text.num_layers)]
+        model.text.layers = nnx.List(layers)
+    graphdef, params = nnx.split(model)
+    pages = text.num_kv_heads, text.num_layers * num_pages, PAGE_TOKENS, text.head_dim
+    cache = Cache(*(array(*pages, dtype=jnp.bfloat16, spec=("tensor",)) for _ in range(2)))
+    features, maps = (1, TABLE_TOKENS, text.width), config.vision.num_deepstack
+    frames = Visual(array(*features, dtype=jnp.bfloat16), array(maps, *features, dtype=jnp.bfloat16))
+    rows, width = int(rows), bucket(-(-int(context_tokens) // PAGE_TOKENS), TABLE_PAGES)
+    numbers = array(rows)
+    state = Rows(
+        *(numbers, numbers, numbers, array(rows, width), array(rows, 2, dtype=jnp.uint32), numbers, numbers),
+        *(array(rows, dtype=jnp.float32), array(rows, 8), array(rows, dtype=bool)),
+    )
+    tokens = array(1, CHUNK_TOKENS)
+    chunk = Chunk(tokens, array(1, CHUNK_TOKENS, 3), tokens, tokens, array(1, width), array(CHUNK_PAGES))
+    with on_mesh(mesh):
+        traced = [
+            decode.trace(graphdef, 16, decode_kernel(text.head_dim), params, cache, state),
+            prefill.trace(graphdef, params, cache, frames, chunk),
+        ]
+        programs = [program.lower().compile().memory_analysis() for program in traced]
+    held = sum(map(bytes_on_a_device, jax.tree.leaves((params, cache, frames))))
+    return {"held_bytes": held, "temp_bytes": [program.temp_size_in_bytes for program in programs]}
+
+
+def bytes_on_a_device(leaf):
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
