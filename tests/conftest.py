@@ -33,8 +33,10 @@ import hypothesis
 import jax
 import psutil
 import pytest
+from fake_gcs import fake_gcs
 
 from model_port.tiny import make_tiny
+from rollout.chat import Chat
 
 MAX_IDLE_BYTES = 2**30  # between modules, of a process
 
@@ -63,6 +65,17 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hf") / "tiny"
     make_tiny(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_hf: Path) -> Chat:
+    return Chat.from_hf(tiny_hf)
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with fake_gcs(monkeypatch, tmp_path / "cache") as server:
+        yield server
 
 
 @pytest.fixture(scope="module", autouse=True)

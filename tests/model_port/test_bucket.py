@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from fake_gcs import fake_gcs
 
 import model_port
 from model_port import bucket as module
@@ -14,12 +13,6 @@ from model_port.convert import convert
 from model_port.export import export
 from model_port.output_dir import LIST_FILE, output_directory
 from model_port.tiny import make_tiny
-
-
-@pytest.fixture
-def gcs(monkeypatch, tmp_path):
-    with fake_gcs(monkeypatch, tmp_path / "cache") as server:
-        yield server
 
 
 def put(gcs, **files):

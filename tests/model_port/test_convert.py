@@ -25,13 +25,6 @@ MOMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "hf"
-    make_tiny(path)
-    return path
-
-
 def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
     arguments = (*MOMENTS[moment], int(number), "--src", src, "--dst", dst)
     return forked.run("dying", *arguments, deadline_s=120).returncode
@@ -39,63 +32,63 @@ def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(moment, tiny, tmp_path):
+def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(moment, tiny_hf, tmp_path):
     dst = tmp_path / "ckpt"
-    assert run_and_die(moment, signal.SIGKILL, tiny, dst) == -signal.SIGKILL
+    assert run_and_die(moment, signal.SIGKILL, tiny_hf, dst) == -signal.SIGKILL
     assert dst.exists() == (moment == "renamed")
-    convert(tiny, dst, force=True)
+    convert(tiny_hf, dst, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
     assert {path.name for path in dst.iterdir()} == {"params", "hf", INFO_FILE, LIST_FILE}
 
 
 @pytest.mark.slow
-def test_a_politely_killed_conversion_removes_what_it_wrote(tiny, tmp_path):
-    assert run_and_die("half of the blocks", signal.SIGTERM, tiny, tmp_path / "ckpt") == 128 + signal.SIGTERM
+def test_a_politely_killed_conversion_removes_what_it_wrote(tiny_hf, tmp_path):
+    assert run_and_die("half of the blocks", signal.SIGTERM, tiny_hf, tmp_path / "ckpt") == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_live_writer_is_left_alone(tiny, tmp_path):
+def test_a_live_writer_is_left_alone(tiny_hf, tmp_path):
     dst = tmp_path / "ckpt"
     with output_directory(dst) as partial:
         (partial / "mine").touch()
         with pytest.raises(ValueError, match=r"another process is writing .*ckpt"):
-            convert(tiny, dst)
+            convert(tiny_hf, dst)
         assert (partial / "mine").exists()
     assert {path.name for path in dst.iterdir()} == {"mine", LIST_FILE}
 
 
-def test_a_death_between_the_two_renames_loses_nothing(tiny, tmp_path):
+def test_a_death_between_the_two_renames_loses_nothing(tiny_hf, tmp_path):
     dst = tmp_path / "ckpt"
-    convert(tiny, dst)
+    convert(tiny_hf, dst)
     dst.rename(tmp_path / ".ckpt.replaced")
     partial_directory(dst).mkdir()
     with pytest.raises(ValueError, match="already exists"):
-        convert(tiny, dst)
+        convert(tiny_hf, dst)
     assert is_checkpoint(dst) and [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_a_failed_forced_conversion_leaves_the_old_one(tiny, tmp_path, monkeypatch):
+def test_a_failed_forced_conversion_leaves_the_old_one(tiny_hf, tmp_path, monkeypatch):
     dst = tmp_path / "ckpt"
-    convert(tiny, dst, "float32")
+    convert(tiny_hf, dst, "float32")
     monkeypatch.setattr("model_port.convert.read_param", lambda *_: (_ for _ in ()).throw(ValueError("worn out")))
     with pytest.raises(ValueError, match="worn out"):
-        convert(tiny, dst, "bfloat16", force=True)
+        convert(tiny_hf, dst, "bfloat16", force=True)
     assert json.loads((dst / INFO_FILE).read_text())["dtype"] == "float32"
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_the_target_of_a_link_is_replaced_and_the_link_stays(tiny, tmp_path):
-    convert(tiny, tmp_path / "disk" / "ckpt", "float32")
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(tiny_hf, tmp_path):
+    convert(tiny_hf, tmp_path / "disk" / "ckpt", "float32")
     (tmp_path / "ckpt").symlink_to(tmp_path / "disk" / "ckpt")
-    convert(tiny, tmp_path / "ckpt", "bfloat16", force=True)
+    convert(tiny_hf, tmp_path / "ckpt", "bfloat16", force=True)
     assert (tmp_path / "ckpt").is_symlink()
     assert json.loads((tmp_path / "disk" / "ckpt" / INFO_FILE).read_text())["dtype"] == "bfloat16"
 
 
-def test_the_record_says_what_was_converted(tiny, tmp_path):
-    report = convert(tiny, tmp_path / "ckpt", "float16")
+def test_the_record_says_what_was_converted(tiny_hf, tmp_path):
+    report = convert(tiny_hf, tmp_path / "ckpt", "float16")
     info = json.loads((tmp_path / "ckpt" / INFO_FILE).read_text())
-    assert info == {"format_version": 1, "dtype": "float16", "num_params": report.num_params, "source": str(tiny)}
+    assert info == {"format_version": 1, "dtype": "float16", "num_params": report.num_params, "source": str(tiny_hf)}
     assert report.num_bytes == 2 * report.num_params
 
 
@@ -115,8 +108,8 @@ def test_nothing_is_cast_unasked(dtype, tmp_path):
     assert {found.name for found in StoredParams(tmp_path / "ckpt").dtypes.values()} == {dtype}
 
 
-def test_a_source_of_two_dtypes_asks_for_one(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path / "hf")
+def test_a_source_of_two_dtypes_asks_for_one(tiny_hf, tmp_path):
+    shutil.copytree(tiny_hf, tmp_path / "hf")
     spell(tmp_path / "hf", q_norm="float16")
     message = (
         r"hf has parameters in float16 \(such as model\.language_model\.layers\.0\.self_attn\.q_norm\.weight\) and "
@@ -127,8 +120,8 @@ def test_a_source_of_two_dtypes_asks_for_one(tiny, tmp_path):
     assert convert(tmp_path / "hf", tmp_path / "ckpt", "float32").dtype == "float32"
 
 
-def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path / "hf")
+def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny_hf, tmp_path):
+    shutil.copytree(tiny_hf, tmp_path / "hf")
     spell(tmp_path / "hf", weight="float64", bias="float64")
     with pytest.raises(ValueError, match=r"in float64 \(such as .*\); choose float32, bfloat16, float16 with --dtype"):
         convert(tmp_path / "hf", tmp_path / "ckpt")

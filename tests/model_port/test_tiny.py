@@ -42,26 +42,21 @@ VISION = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("im
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    make_tiny(path)
-    return path
+def tokenizer(tiny_hf):
+    return AutoTokenizer.from_pretrained(tiny_hf)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
-
-
-@pytest.fixture(scope="module")
-def hf_model(tiny):
-    model, info = Qwen3VLForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+def hf_model(tiny_hf):
+    model, info = Qwen3VLForConditionalGeneration.from_pretrained(
+        tiny_hf, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info  # nothing missing, unexpected or of another shape
     return model.eval()
 
 
-def hf_inputs(tiny, tokenizer, image):
-    vision = Qwen2VLImageProcessorPil.from_pretrained(tiny)(images=[image], return_tensors="pt")
+def hf_inputs(tiny_hf, tokenizer, image):
+    vision = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf)(images=[image], return_tensors="pt")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color is it?"}]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     num_tokens = int(vision["image_grid_thw"].prod()) // 4
@@ -70,28 +65,28 @@ def hf_inputs(tiny, tokenizer, image):
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **vision)
 
 
-def test_transformers_generates_from_text_and_image(tiny, tokenizer, hf_model):
+def test_transformers_generates_from_text_and_image(tiny_hf, tokenizer, hf_model):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
-    inputs = hf_inputs(tiny, tokenizer, image)
+    inputs = hf_inputs(tiny_hf, tokenizer, image)
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]  # 64 x 96 pixels, not enlarged
     out = hf_model.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert out.shape[1] > inputs["input_ids"].shape[1]
     assert isinstance(tokenizer.decode(out[0]), str)
 
 
-def test_our_loader_agrees_with_transformers(tiny, tokenizer, hf_model):
+def test_our_loader_agrees_with_transformers(tiny_hf, tokenizer, hf_model):
     ids = tokenizer("<12.0 seconds> The patch is red.")["input_ids"]
     with torch.no_grad():
         expected = hf_model(input_ids=torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(model_port.logits(model_port.load(tiny), np.array(ids)), expected, atol=1e-4)
+    np.testing.assert_allclose(model_port.logits(model_port.load(tiny_hf), np.array(ids)), expected, atol=1e-4)
 
 
-def test_default_model_is_small_and_its_files_agree_with_its_config(tiny, tokenizer):
-    config = config_from_hf(json.loads((tiny / "config.json").read_text()))
+def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tokenizer):
+    config = config_from_hf(json.loads((tiny_hf / "config.json").read_text()))
     assert config == tiny_config()
     assert 500_000 < num_params(config) < 1_100_000
     assert len(tokenizer) <= config.text.vocab_size <= 2048
-    generation = GenerationConfig.from_pretrained(tiny)
+    generation = GenerationConfig.from_pretrained(tiny_hf)
     assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
@@ -212,8 +207,8 @@ def test_template_refuses_what_it_cannot_render(tokenizer, message, complaint):
         render(tokenizer, [message])
 
 
-def test_initial_values_are_those_of_transformers(tiny):
-    tensors = load_file(tiny / "model.safetensors")
+def test_initial_values_are_those_of_transformers(tiny_hf):
+    tensors = load_file(tiny_hf / "model.safetensors")
     assert "lm_head.weight" not in tensors
     for name, value in tensors.items():
         if name.endswith(".bias"):
@@ -224,19 +219,19 @@ def test_initial_values_are_those_of_transformers(tiny):
             assert value.std() == pytest.approx(tiny_config().initializer_range, rel=0.05), name
 
 
-def test_another_seed_changes_every_matrix_and_nothing_else(tiny, tmp_path):
+def test_another_seed_changes_every_matrix_and_nothing_else(tiny_hf, tmp_path):
     make_tiny(tmp_path / "other", seed=1)
-    for file in tiny.iterdir():
+    for file in tiny_hf.iterdir():
         if file.name not in ("model.safetensors", LIST_FILE):
             assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes(), file.name
-    first, second = load_file(tiny / "model.safetensors"), load_file(tmp_path / "other" / "model.safetensors")
+    first, second = load_file(tiny_hf / "model.safetensors"), load_file(tmp_path / "other" / "model.safetensors")
     assert all((first[name] != second[name]).all() == (value.ndim > 1) for name, value in first.items())
 
 
-def test_a_deeper_model_keeps_the_tensors_it_shares(tiny, tmp_path):
+def test_a_deeper_model_keeps_the_tensors_it_shares(tiny_hf, tmp_path):
     config = tiny_config()
     make_tiny(tmp_path / "deep", config=replace(config, text=replace(config.text, num_layers=5)))
-    shallow, deep = load_file(tiny / "model.safetensors"), load_file(tmp_path / "deep" / "model.safetensors")
+    shallow, deep = load_file(tiny_hf / "model.safetensors"), load_file(tmp_path / "deep" / "model.safetensors")
     assert shallow.keys() < deep.keys()
     assert all((deep[name] == value).all() for name, value in shallow.items())
 
@@ -264,9 +259,9 @@ def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
     assert grid.tolist() == [[1, 4, 4]]  # 56 x 56 pixels in patches of 14
 
 
-def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny):
-    image = json.loads((tiny / "preprocessor_config.json").read_text())
-    video = json.loads((tiny / "video_preprocessor_config.json").read_text())
+def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny_hf):
+    image = json.loads((tiny_hf / "preprocessor_config.json").read_text())
+    video = json.loads((tiny_hf / "video_preprocessor_config.json").read_text())
     assert image["size"]["longest_edge"] == MAX_PIXELS
     assert video["size"]["shortest_edge"] <= video["min_frames"] * 32 * 32
     assert video["size"]["longest_edge"] == video["max_frames"] * MAX_PIXELS
@@ -290,7 +285,7 @@ def test_impossible_options_are_refused_before_anything_is_written(tmp_path, opt
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_same_bytes_or_on_a_full_disk_nothing(tiny, tmp_path):
+def test_the_command_writes_the_same_bytes_or_on_a_full_disk_nothing(tiny_hf, tmp_path):
     def run(name, max_file_blocks):
         limited = ["sh", "-c", f'ulimit -f {max_file_blocks}; exec "$@"', "sh"]
         command = [*limited, sys.executable, "-m", "model_port.tiny", "--dst", tmp_path / name]
@@ -301,5 +296,5 @@ def test_the_command_writes_the_same_bytes_or_on_a_full_disk_nothing(tiny, tmp_p
     assert (code, err) == (0, "") and "1.04 million parameters" in out
     assert run("full", 200) == (1, "", f"error: {tmp_path / 'full'}: File too large\n")  # in the middle of the weights
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    for file in tiny.iterdir():
+    for file in tiny_hf.iterdir():
         assert file.name == LIST_FILE or (tmp_path / "made" / file.name).read_bytes() == file.read_bytes(), file.name

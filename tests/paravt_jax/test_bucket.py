@@ -8,7 +8,6 @@ from pathlib import Path
 
 import hosts as several
 import pytest
-from fake_gcs import fake_gcs
 from training import QUICK, arguments, arrays_of, command, metrics_of, train_forked
 
 from paravt_jax.run.lease import OWNER
@@ -16,12 +15,6 @@ from paravt_jax.run.lease import OWNER
 pytestmark = pytest.mark.slow
 ADDRESS, PREFIX = "gs://bkt/runs/x", "bkt/runs/x/"
 THREE_STEPS = [*QUICK, "train.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9"]
-
-
-@pytest.fixture
-def gcs(monkeypatch, tmp_path):
-    with fake_gcs(monkeypatch, tmp_path / "cache") as server:
-        yield server
 
 
 def arrays_in(gcs, step) -> dict[str, bytes]:

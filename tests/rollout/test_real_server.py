@@ -72,11 +72,6 @@ BOUND = 1e-4  # nats, in float32 with the logits of the tiny model
 
 
 @pytest.fixture(scope="module")
-def chat(tiny_hf):
-    return Chat.from_hf(tiny_hf)
-
-
-@pytest.fixture(scope="module")
 def contract(tiny_hf):
     return VisionContract.from_hf(tiny_hf)
 

@@ -13,9 +13,6 @@ from agents import ANSWER, FakeFrames, call, call_of, play, script
 from make_video import number_of, numbered_frame, write_video
 from test_episode import check_ledger
 
-from model_port.chat_template import CHAT_TEMPLATE
-from model_port.tiny import tiny_tokenizer
-from rollout.chat import Chat
 from rollout.episode import MAX_ANSWER_CHARS
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
@@ -31,11 +28,6 @@ DIGEST = "338b00084281f1d9d299caf0755926e6f0db97c36a857fdb7cd4ca8806a425b4"
 ALL = ["crop_video", "zoom_frame", "search_subtitles"]
 BOX = [0.5, 0.25, 1.0, 0.75]
 SRT = "1\n00:00:01,500 --> 00:00:03,000\n<i>The red cat</i>\nsits.\n\n2\n00:01:05.000 --> 00:01:07.250\nA dog.\n"
-
-
-@pytest.fixture(scope="module")
-def chat():
-    return Chat(tiny_tokenizer(), CHAT_TEMPLATE)
 
 
 @pytest.fixture

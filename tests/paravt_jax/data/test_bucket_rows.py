@@ -2,17 +2,10 @@
 
 import pytest
 from data_rows import write_lines, write_parquet
-from fake_gcs import fake_gcs
 
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.synthetic import make_synthetic
-
-
-@pytest.fixture
-def gcs(monkeypatch, tmp_path):
-    with fake_gcs(monkeypatch, tmp_path / "cache") as server:
-        yield server
 
 
 def put(gcs, name, path):

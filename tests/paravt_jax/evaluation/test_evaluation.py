@@ -20,7 +20,6 @@ from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.results import refusal, score_table
 from paravt_jax.evaluation.runner import Tally, on_screen
 from paravt_jax.evaluation.sample_log import SampleLog, result_of
-from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
@@ -34,11 +33,6 @@ RIGHT = {  # split -> the reply to every row of published.py, and the scores of 
     "mmvu": ("dfs, I think", [0, 0, 0], [1, 0, 1]),
     "charades": ("30.4 to 24.3", [0, 0, 0], [1, 6.1 / 7.1, 6.1 / 8.1]),
 }
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_hf):
-    return Chat.from_hf(tiny_hf)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from PIL import Image
 from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.render import TraceRenderer
-from rollout.chat import Chat
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
@@ -24,11 +23,6 @@ from rollout.video.errors import VideoError
 CONFIG = EpisodeConfig(max_new_tokens=128, max_context_tokens=2048)
 QUESTION = "What is shown? <|im_end|>"
 CALLING = f"I look.</think>\n{call(8, 16)}\n{call(20, 30)}"
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_hf) -> Chat:
-    return Chat.from_hf(tiny_hf)
 
 
 def rendered(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:

@@ -16,7 +16,6 @@ from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
 from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay, differing
-from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -42,11 +41,6 @@ class Counting(Judge):
 
     async def judge(self, question, answer, prediction):
         return next(self.scores)
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_hf):
-    return Chat.from_hf(tiny_hf)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl.episodes import RolloutWorker, evaluate
 from paravt_jax.rl.metrics import deadline_remark, group_metrics, num_tokens, rollout_metrics, staleness_mean
 from paravt_jax.rl.records import records
-from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -30,11 +29,6 @@ COMMON = [
 RIGHT = "I have looked.</think><answer>A</answer><|im_end|>"
 WRONG = "I have looked.</think><answer>B</answer><|im_end|>"
 CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_hf):
-    return Chat.from_hf(tiny_hf)
 
 
 class GivenScores(Judge):

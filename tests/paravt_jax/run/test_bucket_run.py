@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import jax
 import pytest
-from fake_gcs import fake_gcs
 from learner_state import bits, make_learner, set_state
 
 import model_port
@@ -28,12 +27,11 @@ CHECKPOINTS = "bkt/runs/x/checkpoints/"
 
 
 @pytest.fixture
-def gcs(monkeypatch, tmp_path):
+def gcs(gcs, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, seconds in (("RENEW_S", 0.1), ("LEASE_S", 0.6), ("LOOK_S", 0.05)):
         monkeypatch.setattr(lease_module, name, seconds)
-    with fake_gcs(monkeypatch, tmp_path / "cache") as server:
-        yield server
+    return gcs
 
 
 @pytest.fixture(scope="module")
