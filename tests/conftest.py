@@ -5,6 +5,7 @@
 import ctypes
 import gc
 import os
+import resource
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,7 +39,8 @@ from fake_gcs import fake_gcs
 from model_port.tiny import make_tiny
 from rollout.chat import Chat
 
-MAX_IDLE_BYTES = 2**30  # between modules, of a process
+MAX_IDLE_BYTES = 2**30  # of a process between modules
+MAX_BYTES = 3 * 2**30  # of a process at any time: three of them and their servers run on 16 GB
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -80,11 +82,21 @@ def gcs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """Drops compiled programs after a module: JAX keeps each one, 2 MiB or more, as long as the process lives."""
+    """Drops compiled programs after a module: JAX keeps each one, 2 MiB or more, as long as the process lives.
+
+    A module that takes the process over MAX_BYTES is an error.
+    """
+    earlier = peak_bytes()
     yield
     if psutil.Process().memory_info().rss > MAX_IDLE_BYTES:
         jax.clear_caches()
         ctypes.CDLL(None).malloc_trim(0)  # without it, glibc keeps the freed memory
+    assert peak_bytes() <= max(earlier, MAX_BYTES), f"{peak_bytes() / 2**30:.2f} GiB in memory, more than 3"
+
+
+def peak_bytes() -> int:
+    """This process's largest resident size so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # What takes minutes begins first, so that no process is left alone with it at the end.
