@@ -18,6 +18,7 @@ import pytest
 from agents import FakeFrames, call
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
+from learner_state import flip
 from training import QUICK, SHORT_PROMPT, rollouts_of, train_here, update_of
 
 import model_port
@@ -396,17 +397,16 @@ def future_version(run: Path) -> None:
     edit(run, lambda segment: segment.update(version=segment["version"] + 1))
 
 
+def newest_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+
+
 def lost_checkpoint(run: Path) -> None:
-    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    newest.rename(newest.with_name("999"))
+    newest_checkpoint(run).rename(run / "checkpoints" / "999")
 
 
 def other_bytes(run: Path) -> None:
-    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    path = next((newest / "params").rglob("0.0"))
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
+    flip(next((newest_checkpoint(run) / "params").rglob("0.0")), at=100)
 
 
 def edit(run: Path, change) -> None:

@@ -192,14 +192,10 @@ class TestAblations:
         monkeypatch.setattr("model_port.attention.blocked.attend_mask", whole_row)
         self.assert_noticed(tied_pair)
 
-    def test_exact_gelu_in_the_merger(self, tied_pair, monkeypatch):
+    @pytest.mark.parametrize("everywhere", [True, False], ids=["exact in the merger", "tanh in the blocks"])
+    def test_gelu(self, everywhere, tied_pair, monkeypatch):
         gelu = jax.nn.gelu
-        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=True))
-        self.assert_noticed(tied_pair)
-
-    def test_tanh_gelu_in_the_blocks(self, tied_pair, monkeypatch):
-        gelu = jax.nn.gelu
-        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=False))
+        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=everywhere))
         self.assert_noticed(tied_pair)
 
     def test_position_interpolation(self, tied_pair, monkeypatch):

@@ -1,11 +1,14 @@
 """Learners with random states, for tests of checkpoints."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.config import LoraConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 
@@ -14,6 +17,20 @@ def make_learner(tiny_hf, mesh=None, **optim) -> Learner:
     model = model_port.load(tiny_hf, mesh=mesh)
     settings = OptimConfig(learning_rate=1e-3, **optim)
     return Learner(model, settings, LossConfig(kl_coef=0.0), temperature=0.7, mesh=mesh)
+
+
+def adapted(tiny_hf, seed) -> tuple[Learner, AdapterInfo]:
+    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
+    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+    add_adapter(model, lora, new_adapter(model.config, lora, seed))
+    return Learner(model, OptimConfig(learning_rate=1e-3), LossConfig(kl_coef=0.0), temperature=0.7), info
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flips one bit."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
 def set_state(learner: Learner, step: int, *, finite: bool = True) -> Learner:

@@ -22,6 +22,8 @@ from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(5)]
+OPEN_QUESTIONS = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") for name in ("one", "two")]
+JUDGED = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m")
 COMMON = [
     *("train.prompts_per_step=2", "train.group_size=4", "train.max_resamples=0"),
     *("video.gating=false", "video.overview_frames=3"),
@@ -59,6 +61,10 @@ def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=
             await rollouts.close()
 
     return asyncio.run(work())
+
+
+def before_calls(chat, request):
+    return "A report" not in chat.decode(request.ids)
 
 
 def half_right(episode, request):
@@ -115,7 +121,7 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
             raise kind("broken")
         return half_right(episode, request)
 
-    prompts = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") for name in ("one", "two")]
+    prompts = [*OPEN_QUESTIONS]
     judge = GivenScores(*[1.0, 0.5] * 4)
     if where == "judge":
         judges = iter([judge.judge] * 7)
@@ -127,8 +133,7 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
         )
     elif where == "scoring":
         prompts[0] = replace(prompts[0], answer="no letter", question_type="mcq")
-    judged = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m")
-    (groups,) = collect(chat, say, *judged, judge=judge, prompts=prompts)
+    (groups,) = collect(chat, say, *JUDGED, judge=judge, prompts=prompts)
     problems = [rollout.problem for group in groups for rollout in group.rollouts if rollout.missing]
     assert len(problems) == {"engine": 2, "video": 4, "judge": 1, "scoring": 4}[where]
     assert all(kind.__name__ in problem or where == "scoring" for problem in problems)
@@ -143,10 +148,8 @@ def test_too_many_missing_episodes_end_the_run(chat):
 
 
 def test_an_answer_without_a_verdict_is_missing(chat):
-    prompts = [Prompt("p", "What is it?", ("/v.mp4",), "a dog", "oe")]
-    settings = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m", "train.prompts_per_step=1")
     judge = GivenScores(1.0, None, 0.5, 0.0)
-    ((group,),) = collect(chat, half_right, *settings, judge=judge, prompts=prompts)
+    ((group,),) = collect(chat, half_right, *JUDGED, "train.prompts_per_step=1", judge=judge, prompts=OPEN_QUESTIONS)
     assert sorted(m.terms.accuracy for m in group.rollouts if not m.missing) == [0.0, 0.5, 1.0]
     assert [m.problem for m in group.rollouts if m.missing] == ["no verdict of the judge"]
 
@@ -285,7 +288,7 @@ def test_episode_records_have_rewards_and_problems(chat):
     def say(episode, request):
         if episode.endswith("/3"):
             raise EngineError("gone")
-        return CALL if "A report" not in chat.decode(request.ids) and episode.endswith("/0") else RIGHT
+        return CALL if before_calls(chat, request) and episode.endswith("/0") else RIGHT
 
     (groups,) = collect(chat, say)
     rows = records(groups, 7, chat)
@@ -317,11 +320,8 @@ def test_an_episode_record_has_the_advantage_of_every_character(chat):
 
 def test_the_metrics_of_a_step_by_hand(chat):
     def say(episode, request):
-        return (
-            CALL
-            if "A report" not in chat.decode(request.ids) and episode.endswith("/0")
-            else half_right(episode, request)
-        )
+        calls = before_calls(chat, request) and episode.endswith("/0")
+        return CALL if calls else half_right(episode, request)
 
     (groups,) = collect(chat, say)
     metrics = group_metrics(groups)
@@ -349,10 +349,6 @@ def test_metrics_by_frame_budget_and_question_type(chat):
     assert (metrics["rollout/tool_calls_mean_mcq"], metrics["rollout/tool_calls_mean_oe"]) == (0.0, 1.0)
     assert metrics["rollout/accuracy_mean"] == 0.5
     assert not {"rollout/accuracy_mean_tvg", "rollout/accuracy_mean_k64"} & set(metrics)
-
-
-def before_calls(chat, request):
-    return "A report" not in chat.decode(request.ids)
 
 
 def test_the_taught_fraction_and_quantiles_by_hand(chat):
@@ -415,8 +411,7 @@ def own_reward(tmp_path):
 
 def test_plugin_terms_are_in_the_reward_the_log_and_the_metrics(chat, own_reward):
     def say(episode, request):
-        begins = "A report" not in chat.decode(request.ids)
-        return CALL if begins and episode.endswith(("/0", "/1")) else RIGHT
+        return CALL if before_calls(chat, request) and episode.endswith(("/0", "/1")) else RIGHT
 
     (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool_reward=false")
     assert [rollout.terms.total for rollout in groups[0].rollouts] == [2.5, 2.5, 2.0, 2.0]
@@ -447,9 +442,8 @@ class BrokenJudge(GivenScores):
 
 def test_a_judge_that_is_cancelled_or_exits_only_invalidates_its_episode(chat):
     judge = BrokenJudge(None, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
-    prompts = [Prompt("p", "What is it?", ("/v.mp4",), "a dog", "oe")]
-    settings = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m", "train.prompts_per_step=1")
-    (groups,) = collect(chat, half_right, *settings, "train.max_missing_frac=0.9", judge=judge, prompts=prompts)
+    settings = (*JUDGED, "train.prompts_per_step=1", "train.max_missing_frac=0.9")
+    (groups,) = collect(chat, half_right, *settings, judge=judge, prompts=OPEN_QUESTIONS)
     kinds = ("CancelledError", "KeyboardInterrupt", "SystemExit")
     assert sorted(m.problem for m in groups[0].rollouts) == ["", *(f"RuntimeError: {kind}: broken" for kind in kinds)]
     assert group_metrics(groups)["rollout/missing_other"] == 3
@@ -477,8 +471,9 @@ def test_a_cancelled_step_ends_at_once(chat):
 
 def test_needed_calls_are_rewarded_by_their_group(chat):
     def say(episode, request):
-        begins = "A report" not in chat.decode(request.ids)
-        return CALL if begins and episode.endswith("/0") else RIGHT if episode.endswith(("/0", "/1")) else WRONG
+        if before_calls(chat, request) and episode.endswith("/0"):
+            return CALL
+        return RIGHT if episode.endswith(("/0", "/1")) else WRONG
 
     def tools(kind):
         (groups,) = collect(chat, say, f"reward.tool_right={kind}", "train.prompts_per_step=1")
@@ -543,12 +538,8 @@ def test_cut_off_episodes_are_trained_on_left_out_or_penalised(chat):
     assert rewards["soft"] == [*rewards["learn"][:3], rewards["learn"][3] - 1]
     assert group_metrics([groups["soft"]])["rollout/reward_length_mean"] == -0.25
     assert [record["reward"]["own"][0]["value"] for record in records([groups["soft"]], 1, chat)] == [0, 0, 0, -1]
-    assert [record["advantage"]["keep"] for record in records([groups["leave_out"]], 1, chat)] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    kept = [record["advantage"]["keep"] for record in records([groups["leave_out"]], 1, chat)]
+    assert kept == [True, True, True, False]
 
 
 def test_a_group_with_all_episodes_left_out_has_no_signal(chat):

@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import jax
 import pytest
-from learner_state import bits, make_learner, set_state
+from learner_state import adapted, bits, make_learner, set_state
 
 import model_port
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.bucket import UPLOADING, Bucket
-from model_port.config import LoraConfig
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.run import lease as lease_module
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
@@ -214,10 +210,7 @@ def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
 
 
 def test_an_adapter_restores_bit_for_bit(gcs, tiny_hf):
-    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
-    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
-    add_adapter(model, lora, new_adapter(model.config, lora, 0))
-    subject = Learner(model, OptimConfig(), LossConfig(kl_coef=0.0), temperature=1.0)
+    subject, info = adapted(tiny_hf, seed=0)
     checkpoints = open_checkpoints(tiny_hf, adapter=info)
     expected = bits(subject)
     checkpoints.save(subject, {"step": 0})

@@ -11,17 +11,16 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from learner_state import bits, make_learner, set_state
+from learner_state import adapted, bits, flip, make_learner, set_state
 
 import model_port
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.adapters import AdapterBase, AdapterInfo
 from model_port.checkpoint import flattened
 from model_port.config import LoraConfig
 from model_port.export import export
@@ -30,7 +29,6 @@ from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
-from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_layout import record_sum
@@ -106,13 +104,6 @@ def test_training_resumes_bit_for_bit(axes, tiny_hf, tmp_path):
     assert bits(after) == bits(first)
 
 
-def adapted(tiny_hf, seed) -> tuple[Learner, AdapterInfo]:
-    model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
-    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
-    add_adapter(model, lora, new_adapter(model.config, lora, seed))
-    return Learner(model, OptimConfig(learning_rate=1e-3), LossConfig(kl_coef=0.0), temperature=0.7), info
-
-
 @pytest.mark.slow
 def test_adapters_resume_bit_for_bit_without_storing_their_base(tiny_hf, tmp_path):
     packed, (first, info), (after, _) = make_batches(tiny_hf), adapted(tiny_hf, seed=0), adapted(tiny_hf, seed=1)
@@ -132,32 +123,28 @@ def test_adapters_resume_bit_for_bit_without_storing_their_base(tiny_hf, tmp_pat
     assert sum(path.stat().st_size for path in source.rglob("*") if path.is_file()) < 2**20 < 4 * 10**6
 
 
+def with_rope(info: AdapterInfo, theta: float) -> AdapterInfo:
+    return replace(info, base=replace(info.base, files={"config.text.rope_theta": theta}))
+
+
+OTHER_BASE = AdapterBase("other", "float32", "0" * 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("change", "message"),
     [
-        (dict(base=AdapterBase("other", "float32", "0" * 32)), "was trained with other weights than .* has now"),
-        (dict(lora=LoraConfig(3, 7.0)), r"was saved with lora\.alpha=6, not 7"),
+        (lambda info: replace(info, base=OTHER_BASE), "was trained with other weights than .* has now"),
+        (lambda info: replace(info, lora=LoraConfig(3, 7.0)), r"was saved with lora\.alpha=6, not 7"),
+        (lambda info: with_rope(info, 7.0), r"were different: config\.text\.rope_theta is 7\.0, was 5\.0"),
     ],
 )
-def test_adapters_resume_only_with_the_same_base_and_alpha(changed, message, tiny_hf, tmp_path):
+def test_adapters_resume_only_with_the_same_base_alpha_and_rope(change, message, tiny_hf, tmp_path):
     learner, info = adapted(tiny_hf, seed=0)
-    with open_checkpoints(tmp_path, tiny_hf, adapter=info) as checkpoints:
+    with open_checkpoints(tmp_path, tiny_hf, adapter=with_rope(info, 5.0)) as checkpoints:
         checkpoints.save(learner, PROGRESS)
-    with open_checkpoints(tmp_path, tiny_hf, adapter=replace(info, **changed)) as checkpoints:
+    with open_checkpoints(tmp_path, tiny_hf, adapter=change(info)) as checkpoints:
         with pytest.raises(ValueError, match=message):
-            checkpoints.restore(learner)
-        assert checkpoints.steps == [0]
-
-
-@pytest.mark.slow
-def test_adapters_do_not_resume_with_another_rope(tiny_hf, tmp_path):
-    learner, info = adapted(tiny_hf, seed=0)
-    was, now = (replace(info, base=replace(info.base, files={"config.text.rope_theta": x})) for x in (5.0, 7.0))
-    with open_checkpoints(tmp_path, tiny_hf, adapter=was) as checkpoints:
-        checkpoints.save(learner, PROGRESS)
-    with open_checkpoints(tmp_path, tiny_hf, adapter=now) as checkpoints:
-        with pytest.raises(ValueError, match=r"were different: config\.text\.rope_theta is 7\.0, was 5\.0"):
             checkpoints.restore(learner)
         assert checkpoints.steps == [0]
 
@@ -253,13 +240,6 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(name, how, tiny_hf
         checkpoints.save(at_step(subject, 2), {"again": True})
         assert checkpoints.restore(subject) == {"again": True}
     assert {entry.name for entry in run.iterdir()} == {"1", "2", "2.broken"}
-
-
-def flip(path: Path) -> None:
-    """Flips one bit of the last byte."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", FILES[1:])

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from fake_gcs import fake_gcs
-from learner_state import make_learner, set_state
+from learner_state import flip, make_learner, set_state
 
 import model_port
 from model_port.bucket import Bucket
@@ -134,10 +134,7 @@ def shared(tiny_hf, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("shared")
     save(ALONE, folder / "of one", tiny_hf, ONE, (1, 2))
-    file = max((folder / "of one" / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(max((folder / "of one" / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*")))
     several.run_work(folder / "said", _all, 2, folder, tiny_hf, devices=2)
     return folder
 
