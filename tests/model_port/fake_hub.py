@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
 
 WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
 MAX_REGULAR_BYTES = 10_000_000  # above it, the hub stores any file as LFS
@@ -150,6 +155,26 @@ def serve_hub(folder: Path) -> Iterator[FakeHub]:
         thread.join()
         hub.server_close()
     assert not hub.bugs, hub.bugs
+
+
+@contextmanager
+def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
+    """The client as after a fresh install without a login. It connects only to loopback."""
+    resolve = socket.getaddrinfo
+
+    def resolve_loopback(host: str, *args: Any, **kwargs: Any) -> Any:
+        assert host == "127.0.0.1", f"a test connects to {host}"
+        return resolve(host, *args, **kwargs)
+
+    patch.setattr(socket, "getaddrinfo", resolve_loopback)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        patch.delenv(name, raising=False)
+    settings = {"HF_TOKEN_PATH": str(home / "token"), "HF_STORED_TOKENS_PATH": str(home / "stored_tokens")}
+    switches = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
+    for name, value in (settings | switches).items():  # the client read its environment when it was imported
+        patch.setattr(constants, name, value)
+    yield
+    huggingface_hub.close_session()
 
 
 class Handler(BaseHTTPRequestHandler):

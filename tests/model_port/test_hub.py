@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import numpy as np
 import pytest
-from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHub, serve_hub
+from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHub, fresh_client, serve_hub
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
@@ -30,23 +30,8 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The client as after a fresh install without a login; it read its environment when it was imported."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
-    monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "home" / "stored_tokens"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    resolve = socket.getaddrinfo
-
-    def resolve_loopback(host: str, *args, **kwargs):
-        assert host == "127.0.0.1", f"a test reached for {host}"
-        return resolve(host, *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve_loopback)
-    yield
-    huggingface_hub.close_session()
+    with fresh_client(monkeypatch, tmp_path / "home"):
+        yield
 
 
 @pytest.fixture

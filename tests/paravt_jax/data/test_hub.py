@@ -2,16 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from data_rows import dialogue, rl_row, sft_row, write_parquet
-from fake_hub import FakeHub, serve_hub
+from fake_hub import FakeHub, fresh_client, serve_hub
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,33 +32,15 @@ def line(answer: str) -> bytes:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A client without cache and token, in an empty working directory."""
-    resolve = socket.getaddrinfo
-
-    def resolve_loopback(host: str, *args, **kwargs):
-        assert host == "127.0.0.1", f"a test connects to {host}"
-        return resolve(host, *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve_loopback)
-    with serve_hub(tmp_path / "hub") as server:
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        settings = {  # the client reads its environment when it is imported
-            "ENDPOINT": server.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_TOKEN_PATH": str(tmp_path / "token"),
-            "HF_STORED_TOKENS_PATH": str(tmp_path / "tokens"),
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_DISABLE_TELEMETRY": True,
-        }
-        for name, value in settings.items():
-            monkeypatch.setattr(constants, name, value)
+    """The hub of a client without cache and token, in an empty working directory."""
+    with fresh_client(monkeypatch, tmp_path / "home"), serve_hub(tmp_path / "hub") as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
         yield server
-        huggingface_hub.close_session()
 
 
 @pytest.fixture
