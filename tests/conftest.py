@@ -40,9 +40,11 @@ from model_port.tiny import make_tiny
 from rollout.chat import Chat
 
 MAX_IDLE_BYTES = 2**30  # of a process between modules
+MAX_GROWTH_BYTES = 0.4 * 2**30  # of a process within a module
 MAX_BYTES = 3 * 2**30  # of a process at any time: three of them and their servers run on 16 GB
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+kept_bytes = MAX_IDLE_BYTES  # by the process after it last dropped its programs
 
 # Timings are never tests. In CI the examples are the same every time: a change is judged by what it changed.
 hypothesis.settings.register_profile(
@@ -82,16 +84,28 @@ def gcs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """Drops compiled programs after a module: JAX keeps each one, 2 MiB or more, as long as the process lives.
-
-    A module that takes the process over MAX_BYTES is an error.
-    """
+    """After a module, drops compiled programs and checks the peak: a module that exceeds MAX_BYTES is an error."""
     earlier = peak_bytes()
     yield
-    if psutil.Process().memory_info().rss > MAX_IDLE_BYTES:
+    drop_programs_above(MAX_IDLE_BYTES)
+    assert peak_bytes() <= max(earlier, MAX_BYTES), f"{peak_bytes() / 2**30:.2f} GiB in memory, more than 3"
+
+
+@pytest.fixture(autouse=True)
+def bounded_growth():
+    """Drops compiled programs within a module as well, before they add up."""
+    yield
+    drop_programs_above(kept_bytes + MAX_GROWTH_BYTES)
+
+
+def drop_programs_above(num_bytes: float) -> None:
+    """JAX keeps each compiled program, 2 MiB or more, as long as the process lives."""
+    global kept_bytes
+    process = psutil.Process()
+    if process.memory_info().rss > num_bytes:
         jax.clear_caches()
         ctypes.CDLL(None).malloc_trim(0)  # without it, glibc keeps the freed memory
-    assert peak_bytes() <= max(earlier, MAX_BYTES), f"{peak_bytes() / 2**30:.2f} GiB in memory, more than 3"
+        kept_bytes = process.memory_info().rss
 
 
 def peak_bytes() -> int:
