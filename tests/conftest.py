@@ -103,6 +103,7 @@ def drop_programs_above(num_bytes: float) -> None:
     global kept_bytes
     process = psutil.Process()
     if process.memory_info().rss > num_bytes:
+        gc.collect()  # it runs seldom otherwise, and cycles keep programs and arrays
         jax.clear_caches()
         ctypes.CDLL(None).malloc_trim(0)  # without it, glibc keeps the freed memory
         kept_bytes = process.memory_info().rss
