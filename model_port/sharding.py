@@ -226,6 +226,17 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, letters, x.shape))
 
 
+def constrain_params(state: nnx.State) -> nnx.State:
+    """Shards arrays like the parameters at their paths, on the current mesh if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def placed(path: tuple[Any, ...], leaf: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+        spec = param_spec(param_name(path), leaf.get_value().ndim)
+        return leaf.replace(jax.lax.with_sharding_constraint(leaf.get_value(), spec))
+
+    return state if mesh.empty else nnx.map_state(placed, state)
+
+
 def everywhere(x: jax.Array) -> jax.Array:
     """Replicates a small result, so that every host can read it."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -162,31 +162,17 @@ class Learner:
         objective: Objective,
         inputs: Callable[[int, TrainBatch, Visual | None], Any],
     ) -> tuple[Any, float]:
-        """Accumulates the gradients of all batches, then takes one optimizer step.
+        """Adds up the gradients of all batches, then takes one optimizer step.
 
         Returns the summed reports of the objective, and the gradient norm.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
-        totals = None
-        grads = jax.tree.map(jnp.zeros_like, self.state.trainable)
         with on_mesh(self.mesh):
-            for number, host_batch in enumerate(batches):
-                batch = on_devices(host_batch, self.mesh)
-                # A trained vision tower runs inside the gradient.
-                visual = None if self.optim.train_vision else self._encode_vision(self.state.params, batch)
-                grads, sums = programs.add_gradients(
-                    self._structure,
-                    self.state.params,
-                    grads,
-                    batch,
-                    visual,
-                    self._temperature,
-                    inputs(number, batch, visual),
-                    objective=objective,
-                    chunk_tokens=HEAD_CHUNK_TOKENS,
-                )
-                totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+            total = self._gradients(batches[0], objective, partial(inputs, 0))
+            for number, batch in enumerate(batches[1:], 1):
+                total = programs.add(total, self._gradients(batch, objective, partial(inputs, number)))
+            grads, sums = total
             step, frozen = int(self.state.step), self.state.frozen
             self._move_moments(DEVICE_MEMORY)
             state, grad_norm = programs.apply_gradients(
@@ -195,7 +181,24 @@ class Learner:
             self.state = replace(state, frozen=frozen)  # the same arrays: others may hold references to them
             self._move_moments(HOST_MEMORY)
         self._check_gradients()
-        return jax.device_get(totals), float(grad_norm)
+        return jax.device_get(sums), float(grad_norm)
+
+    def _gradients(
+        self, host_batch: TrainBatch, objective: Objective, inputs: Callable[[TrainBatch, Visual | None], Any]
+    ) -> tuple[nnx.State, Any]:
+        batch = on_devices(host_batch, self.mesh)
+        # A trained vision tower runs inside the gradient.
+        visual = None if self.optim.train_vision else self._encode_vision(self.state.params, batch)
+        return programs.gradients(
+            self._structure,
+            self.state.params,
+            batch,
+            visual,
+            self._temperature,
+            inputs(batch, visual),
+            objective=objective,
+            chunk_tokens=HEAD_CHUNK_TOKENS,
+        )
 
     def _move_moments(self, memory: str) -> None:
         """With `optim.offload`, moves the moments onto the devices for an optimizer step, and back."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from model_port.inputs import VisionBatch
 from model_port.model import Qwen3VL
+from model_port.sharding import constrain_params
 from model_port.text import Visual
 from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.objectives import Objective
@@ -64,11 +65,10 @@ def score(
     return action_scores(nnx.merge(structure, *params), batch, visual, temperature, chunk_tokens)[0]
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("objective", "chunk_tokens"), donate_argnames="grads")
-def add_gradients(
+@partial(jax.jit, static_argnums=0, static_argnames=("objective", "chunk_tokens"))
+def gradients(
     structure: Structure,
     params: Params,
-    grads: nnx.State,
     batch: TrainBatch,
     visual: Visual | None,
     temperature: Number,
@@ -77,7 +77,7 @@ def add_gradients(
     objective: Objective,
     chunk_tokens: int,
 ) -> tuple[nnx.State, Any]:
-    """`grads` plus the gradient of this batch, and the objective's report.
+    """The gradient of this batch, sharded like its parameters, and the objective's report.
 
     `visual` is None if the vision tower runs inside the gradient, or if the batch has no frames.
     """
@@ -87,8 +87,14 @@ def add_gradients(
         frames = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
         return objective(*action_scores(model, batch, frames, temperature, chunk_tokens), batch, inputs)
 
-    own, sums = jax.grad(loss, has_aux=True)(params.trainable)
-    return jax.tree.map(jnp.add, grads, own), sums
+    grads, sums = jax.grad(loss, has_aux=True)(params.trainable)
+    return constrain_params(grads), sums
+
+
+@partial(jax.jit, donate_argnums=0)
+def add(total: Any, own: Any) -> Any:
+    """The sum of two trees, in the arrays of the first."""
+    return jax.tree.map(jnp.add, total, own)
 
 
 @partial(jax.jit, donate_argnums=0)

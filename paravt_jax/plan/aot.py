@@ -70,17 +70,18 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     old = OldLogProbs(logp if update.scores_before else None, None if ref is None else logp)
     # Resident arrays that are not arguments: for programs of the policy, and for programs of the reference.
-    beside_own, beside_ref = (moments, unread_ref), (learner.masters, learner.grads, moments)
+    # The gradients are those of earlier batches.
+    beside_own, beside_ref = (learner.grads, moments, unread_ref), (learner.masters, learner.grads, moments)
     with _nothing_written_to_cache(), ThreadPoolExecutor(max_workers=2) as pool:
         applying, visual, ref_visual = pool.submit(learner.apply_gradients), None, None
         jobs: list[tuple[Future[_Compiled], Any]] = []
         if not update.optim.train_vision:
-            jobs.append((pool.submit(learner.encode_vision, own, batch), (learner.grads, *beside_own)))
+            jobs.append((pool.submit(learner.encode_vision, own, batch), beside_own))
             visual = ref_visual = jobs[0][0].result().outputs()
         elif ref is not None:
             jobs.append((pool.submit(learner.encode_vision, ref, batch), beside_ref))
             ref_visual = jobs[0][0].result().outputs()
-        jobs.append((pool.submit(learner.add_gradients, batch, visual, old), beside_own))
+        jobs.append((pool.submit(learner.gradients, batch, visual, old), beside_own))
         if update.scores_before:
             jobs.append((pool.submit(learner.score, own, batch, visual), beside_own))
         if ref is not None:
@@ -137,7 +138,7 @@ class _AbstractLearner:
         arguments = (self.structure, params, batch, visual, self.update.temperature)
         return _compiled(self.mesh, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS)
 
-    def add_gradients(self, batch: TrainBatch, visual: Visual | None, old: OldLogProbs) -> "_Compiled":
+    def gradients(self, batch: TrainBatch, visual: Visual | None, old: OldLogProbs) -> "_Compiled":
         objective, numbers = imitation, 1.0
         if (loss := self.update.loss) is not None:
             num_rows = len(batch.source)
@@ -147,8 +148,8 @@ class _AbstractLearner:
             numbers = PolicyInputs(LossCoefs.of(loss), StepCounts(1.0, 1.0, 1.0), old)
         return _compiled(
             self.mesh,
-            programs.add_gradients,
-            *(self.structure, self.params, self.grads, batch, visual, self.update.temperature, numbers),
+            programs.gradients,
+            *(self.structure, self.params, batch, visual, self.update.temperature, numbers),
             objective=objective,
             chunk_tokens=HEAD_CHUNK_TOKENS,
         )

@@ -37,9 +37,9 @@ PROGRAM_OF = {
     "update, vision": "encode_vision",
     "update, reference": "score",
     "update, old log-probs": "score",
-    "update, forward and backward": "add_gradients",
-    "update, recomputation": "add_gradients",
-    "update, vision backward": "add_gradients",
+    "update, forward and backward": "gradients",
+    "update, recomputation": "gradients",
+    "update, vision backward": "gradients",
 }
 
 
@@ -90,7 +90,7 @@ def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     works = {
         "encode_vision": ProgramWork(flops["encode_vision"], vision_bytes(share), tuple(_vision_collectives(share))),
         "score": ProgramWork(flops["score"], num_scores * scored, num_scores * sent),
-        "add_gradients": ProgramWork(flops["add_gradients"], update_bytes(share), tuple(_update_collectives(share))),
+        "gradients": ProgramWork(flops["gradients"], update_bytes(share), tuple(_update_collectives(share))),
         "apply_gradients": ProgramWork(0.0, OPTIMIZER_BYTES * share.num_trainable, ()),
     }
     return works if num_scores else {name: work for name, work in works.items() if name != "score"}

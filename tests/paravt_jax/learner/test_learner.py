@@ -15,14 +15,14 @@ from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
-from paravt_jax.learner.programs import add_gradients, apply_gradients, encode_vision, score
+from paravt_jax.learner.programs import apply_gradients, encode_vision, gradients, score
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 OPTIM = OptimConfig(learning_rate=1e-3)
 LOSS = LossConfig(kl_coef=0.0)
 LOSS_KL = LossConfig(kl_coef=0.1)
-PROGRAMS = (encode_vision, score, add_gradients, apply_gradients)
+PROGRAMS = (encode_vision, score, gradients, apply_gradients)
 LORA = LoraConfig(rank=3)
 ONE_ROW = PackShape(num_rows=1, row_tokens=96, row_patches=16)
 NUM_TOKENS = 36.0
@@ -251,7 +251,7 @@ def test_new_numbers_compile_nothing_and_clipping_does_not_change_the_reported_n
     learner.update([StepPart(batches, StepCounts(72.0, 4.0, 200.0))], 4)
     assert [program._cache_size() for program in PROGRAMS] == sizes
     update(make_learner(tiny_hf, loss=replace(LOSS_KL, behavior_correction="truncate")), batches)
-    assert add_gradients._cache_size() > sizes[PROGRAMS.index(add_gradients)]  # another loss is another program
+    assert gradients._cache_size() > sizes[PROGRAMS.index(gradients)]  # another loss is another program
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 import re
 from typing import NamedTuple
 
+import jax
 import pytest
 from update_programs import compiled_programs
 
 from model_port.config import ModelConfig, TextConfig, VisionConfig
-from model_port.sharding import make_mesh
+from model_port.sharding import make_mesh, on_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
+from paravt_jax.learner import programs
+from paravt_jax.learner.objectives import imitation
 from paravt_jax.plan.batch import BatchShape, make_batch
 from paravt_jax.plan.run import PlannedRl
 
@@ -59,7 +62,7 @@ def over_fsdp():
 
 @pytest.mark.slow
 def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
-    of_head = [each for each in collectives(over_fsdp["add_gradients"]) if VOCAB in each.sizes]
+    of_head = [each for each in collectives(over_fsdp["gradients"]) if VOCAB in each.sizes]
     assert not any(each.in_loop for each in of_head)
     kinds = [each.kind for each in of_head]
     assert kinds.count("all-gather") in (1, 2) and kinds.count("reduce-scatter") == 1
@@ -68,13 +71,38 @@ def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
 @pytest.mark.slow
 def test_frames_stay_on_the_devices_of_their_rows(over_fsdp):
     of_tables = {TABLE_ROWS, 4 * TABLE_ROWS}
-    for name in ("encode_vision", "add_gradients"):
+    for name in ("encode_vision", "gradients"):
         assert not [each for each in collectives(over_fsdp[name]) if each.sizes & of_tables]
 
 
 @pytest.mark.slow
 def test_residuals_of_long_rows_are_sharded_over_tensor(monkeypatch):
     monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", ROW_TOKENS - 1)
-    program = programs_on((1, 1, 2))["add_gradients"]
+    program = programs_on((1, 1, 2))["gradients"]
     assert f"f32[{LAYERS},1,{ROW_TOKENS // 2},{WIDTH}]" in program
     assert f"f32[{LAYERS},1,{ROW_TOKENS},{WIDTH}]" not in program
+
+
+@pytest.mark.slow
+def test_gradients_are_sharded_like_their_parameters():
+    learner = make_learner(
+        PlannedRl.of(config_of((1, 2, 2), rows=1, row_tokens=64), CONFIG).update, CONFIG, make_mesh(1, 2, 2)
+    )
+    batch = make_batch(BatchShape(2, 64, 16, 2, 16, 2), CONFIG)
+    with on_mesh(learner.mesh):
+        grads, _ = learner._gradients(batch, imitation, lambda *_: 1.0)
+    for own, param in zip(jax.tree.leaves(grads), jax.tree.leaves(learner.state.trainable), strict=True):
+        assert own.sharding.is_equivalent_to(param.sharding, param.ndim)
+
+
+@pytest.mark.slow
+def test_batches_of_a_step_share_programs_and_add_up_in_place():
+    learner = make_learner(PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=64), CONFIG).update, CONFIG, None)
+    batch = make_batch(BatchShape(1, 64, 16, 2, 16, 1), CONFIG)
+    sizes = [program._cache_size() for program in (programs.gradients, programs.add)]
+    learner.imitate([batch, batch, batch], 48.0)
+    assert [program._cache_size() for program in (programs.gradients, programs.add)] == [size + 1 for size in sizes]
+    grads = learner.state.trainable
+    memory = programs.add.lower(grads, grads).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == memory.output_size_in_bytes
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 100

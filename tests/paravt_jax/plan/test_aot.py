@@ -46,7 +46,7 @@ def test_an_abstract_batch_has_the_shapes_of_a_real_one(mesh):
 @pytest.mark.slow
 def test_programs_compiled_from_shapes_equal_the_learners(update, mesh, compiled):
     learners = compiled_programs(make_learner(update, tiny_config(), mesh), make_batch(SHAPE, tiny_config()))
-    assert set(compiled) == set(learners) == {"encode_vision", "score", "add_gradients", "apply_gradients"}
+    assert set(compiled) == set(learners) == {"encode_vision", "score", "gradients", "apply_gradients"}
     num_bytes = {name: program.peak_bytes - program.beside_bytes for name, program in compiled.items()}
     assert num_bytes == {name: program_bytes(program) for name, program in learners.items()}
 
@@ -56,31 +56,31 @@ def test_resident_arrays_that_are_no_argument_count_beside_a_program(update, com
     resident = memory_of(update, tiny_config(), SHAPE, None, "cpu").resident
     masters, reference = resident["masters, float32"], resident["reference"]
     moments = resident["Adam moments, float32"] + 4  # and Adam's step counter
-    assert compiled["add_gradients"].beside_bytes == moments + reference
+    assert compiled["gradients"].beside_bytes == masters + moments + reference
     assert compiled["score"].beside_bytes == 2 * masters + moments  # gradients have the size of the masters
     assert compiled["encode_vision"].beside_bytes == masters + moments + reference
 
 
 @pytest.mark.slow
 def test_a_compiled_program_has_flops_and_collectives(compiled):
-    collectives = compiled["add_gradients"].collectives
+    collectives = compiled["gradients"].collectives
     assert {each.num_devices for each in collectives} >= {2} and sum(each.num_bytes for each in collectives) > 0
-    assert compiled["add_gradients"].flops > 3 * compiled["score"].flops > 0 == compiled["apply_gradients"].flops
+    assert compiled["gradients"].flops > 3 * compiled["score"].flops > 0 == compiled["apply_gradients"].flops
 
 
 @pytest.mark.slow
 def test_a_cold_start_computes_no_log_probs_of_a_reference(mesh):
     update = PlannedSft.of(SftConfig(data=DataConfig(train="traces.jsonl")), tiny_config()).update
     names = [program.name for program in compiled_update(update, tiny_config(), SHAPE, mesh)]
-    assert names == ["encode_vision", "add_gradients", "apply_gradients"]
+    assert names == ["encode_vision", "gradients", "apply_gradients"]
 
 
 def test_an_out_of_memory_error_of_the_compiler_has_the_sizes():
     def out_of_memory():
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory. Used 120.56G of 95.74G hbm. Exceeded by 24.8G.")
 
-    with pytest.raises(NoRoom, match=r"add_gradients needs 120\.56 of 95\.74 GiB, according to the compiler"):
-        aot._with_room("add_gradients", out_of_memory)
+    with pytest.raises(NoRoom, match=r"gradients needs 120\.56 of 95\.74 GiB, according to the compiler"):
+        aot._with_room("gradients", out_of_memory)
 
 
 def test_collectives_are_unknown_if_the_compiler_cannot_print_them():

@@ -171,7 +171,7 @@ def test_planned_flops_match_the_traced_update(rank, monkeypatch):
     planned = batch_flops(run.update, MID, batch, "cpu")
     assert planned["update, vision"] == pytest.approx(traced["encode_vision"], rel=0.02)
     update = planned["update, forward and backward"] + planned["update, recomputation"]
-    assert update == pytest.approx(traced["add_gradients"], rel=0.05)
+    assert update == pytest.approx(traced["gradients"], rel=0.05)
 
 
 class Traced(Exception):
@@ -188,13 +188,13 @@ def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
     def spy(name, function):
         def call(*args, **kwargs):
             flops[name] = product_flops(function.trace(*args, **kwargs).jaxpr.jaxpr)
-            if name == "add_gradients":
+            if name == "gradients":
                 raise Traced
             return function.eval_shape(*args, **kwargs)
 
         return call
 
-    for name in ("encode_vision", "add_gradients"):
+    for name in ("encode_vision", "gradients"):
         monkeypatch.setattr(programs, name, spy(name, getattr(programs, name)))
     with pytest.raises(Traced):
         learner.update([StepPart([batch], StepCounts(1.0, 1.0, 1.0))], 2)

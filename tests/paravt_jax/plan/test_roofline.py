@@ -40,7 +40,7 @@ def test_seconds_of_products_memory_and_collectives_add_up():
 
 
 def test_the_optimizer_runs_once_per_update_and_other_programs_once_per_batch():
-    programs = {"add_gradients": ProgramWork(300.0, 20.0, ()), "apply_gradients": ProgramWork(0.0, 50.0, ())}
+    programs = {"gradients": ProgramWork(300.0, 20.0, ()), "apply_gradients": ProgramWork(0.0, 50.0, ())}
     shape = planned((1, 1, 1), row_tokens=64, dims=tiny_config()).largest_batch()
     step = Step(shape, num_batches=7, num_updates=3, num_tokens=11)
     assert step_seconds(programs, step, RATES) == StepSeconds(7 * 3.0, 7 * 2.0 + 3 * 5.0, 0.0)
@@ -111,7 +111,7 @@ def test_one_device_sends_nothing():
 
 def test_fsdp_sends_weights_and_tensor_sends_activations():
     def sent(shape, row_tokens):
-        return works(planned(shape, row_tokens=row_tokens))["add_gradients"].sent_bytes
+        return works(planned(shape, row_tokens=row_tokens))["gradients"].sent_bytes
 
     assert sent((1, 8, 1), 16384) == pytest.approx(sent((1, 8, 1), 8192), rel=0.01)  # and rows of the embedding
     assert sent((1, 1, 8), 16384) == pytest.approx(2 * sent((1, 1, 8), 8192))
