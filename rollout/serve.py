@@ -13,12 +13,13 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
 from rollout.cli import add_debug_flag, prog_of, run_cli
-from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings
+from rollout.receiver import Receiver
+from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings, settled_port
 from rollout.terminal import visible
 
 PROGRESS_EVERY_S = 5  # without a terminal, where each report is a new line
@@ -48,6 +49,13 @@ class StartLine:
 
 
 async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
+    """Runs the server and, beside it, a receiver of weights from learners on other hosts."""
+    weights_port = settled_port(settings.host, args.weights_port)
+    async with Receiver.open(settings.host, weights_port, settings.model) as receiver:
+        await _serve(args, replace(settings, weights_port=weights_port), receiver)
+
+
+async def _serve(args: argparse.Namespace, settings: ServerSettings, receiver: Receiver) -> None:
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
@@ -68,6 +76,7 @@ async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
         progress.finish("failed")
     server = starting.result()
     progress.finish("ready")
+    receiver.server_url = server.url
 
     settings = server.settings
     report = {"url": server.url, "model": str(settings.model), "pid": server.pid}
@@ -94,6 +103,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     add("--device", choices=list(DTYPES), default=default.device, help=f"default {default.device}")
     add("--host", default=default.host, help=f"address to listen on (default {default.host})")
     add("--port", type=int, default=default.port, help="port to listen on (default 0: any free port)")
+    add(
+        "--weights-port", type=int, default=0, metavar="P", help="receives weights from other hosts (default: any free)"
+    )
     add("--dtype", choices=get_args(Dtype), help="compute type (default float32 on cpu, bfloat16 on cuda)")
     add("--context-length", type=int, default=default.context_length, metavar="N", help="tokens (default 32768)")
     add("--max-total-tokens", type=int, metavar="N", help="KV pool (default two contexts on cpu, by memory on cuda)")

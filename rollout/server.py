@@ -87,6 +87,7 @@ class ServerSettings:
     trainable_vision: bool = False  # True: no cache of image embeddings, which would survive a weight update
     tensor_parallel: int = 1
     gpus: tuple[str, ...] = ()  # cuda: its GPUs, in the form of CUDA_VISIBLE_DEVICES; (): the first visible ones
+    weights_port: int | None = None  # where `rollout.receiver` receives weights for this server
     python: Path | None = None  # interpreter of SGLang's environment; None: see `sidecar_python`
     extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and so take precedence
 
@@ -123,6 +124,7 @@ class ServerSettings:
             "--mm-process-config": json.dumps(NO_RESIZE),
             "--max-total-tokens": self.max_total_tokens,
             "--max-running-requests": self.max_running_requests,
+            "--weight-version": f"default;weights_port={self.weights_port}" if self.weights_port else None,
         }
         flags = [
             "--skip-server-warmup",  # the warmup image would have to be resized
@@ -227,7 +229,7 @@ class Server:
         python = settings.python or sidecar_python()
         if not os.access(python, os.X_OK):
             raise ValueError(f"python={python} is not an executable; scripts/setup_sglang.sh makes .venv-sglang")
-        server = cls(replace(settings, python=python, port=_settled_port(settings.host, settings.port)), log_file)
+        server = cls(replace(settings, python=python, port=settled_port(settings.host, settings.port)), log_file)
         try:
             async with asyncio.timeout(deadline_s):
                 await server._ready(on_progress or (lambda line: None))
@@ -354,7 +356,7 @@ def _marked(mark: str) -> list[int]:
     return marked
 
 
-def _settled_port(host: str, port: int) -> int:
+def settled_port(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises if nothing can listen there."""
     candidates = [port] if port else random.sample(FREE_PORTS, 100)
     for candidate in candidates:

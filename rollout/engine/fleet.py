@@ -39,7 +39,7 @@ class Fleet:
         self._published = False  # the files have the weights of this version
         self._adopted = False  # another process publishes for this run
         self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
-        self._files = WeightFiles(settings.weights_dir)
+        self.files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # a server came up or went down
         self._background: set[asyncio.Task[Any]] = set()
@@ -58,7 +58,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         await asyncio.gather(*self._background, return_exceptions=True)  # bounded by their own deadlines
-        await self._files.close()
+        await self.files.close()
 
     async def stop_managed(self) -> None:
         managed = [server.managed for server in self.servers if server.managed is not None]
@@ -78,7 +78,7 @@ class Fleet:
         """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return."""
         assert self.settings.run, "an engine without SGLangSettings.run only samples"
         async with self._publishing:
-            await self._files.write(weights)  # while the servers sample
+            await self.files.write(weights)  # while the servers sample
             self._published, self._adopted, self.version = True, False, version
             await self._load([s for s in self.servers if s.up or s.awaits_weights or self._gets_routed_requests(s)])
             await self._check_fingerprints([server for server in self.servers if server.version == version])
@@ -209,7 +209,7 @@ class Fleet:
         if label is not None and label.is_foreign(self.owner):
             self._retire(server, taken_over(label))
         elif server.version is None or label != Label(self.owner, server.version):
-            self._files.forget(server)
+            self.files.forget(server)
         return not server.retired
 
     # Weights
@@ -224,7 +224,7 @@ class Fleet:
         ours = await asyncio.gather(*map(self._is_ours, servers))
         servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self._client, self._files, servers, label, self.settings)
+        problems = await load_weights(self._client, self.files, servers, label, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,6 +18,8 @@ KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
 ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
 MAX_CONNECTIONS = 1024  # to all servers together; every running request holds one
+
+Body = bytes | AsyncIterator[bytes] | None
 
 
 class ServerUnavailable(EngineError):
@@ -41,7 +43,7 @@ class HttpClient:
         return cls(aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False))
 
     async def get(self, url: str, deadline_s: float) -> Any:
-        return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES)
+        return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES, {})
 
     async def post(
         self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES, routing_key: str = ""
@@ -49,31 +51,40 @@ class HttpClient:
         """The answer as JSON, or None if it is not JSON."""
         # In a thread: the pictures of an overview are megabytes of JSON.
         data = await asyncio.to_thread(_encoded, body)
-        return await self._call("POST", url, data, deadline_s, max_bytes, routing_key)
+        return await self._call("POST", url, data, deadline_s, max_bytes, _json_headers(routing_key))
+
+    async def put(
+        self, url: str, parts: AsyncIterator[bytes], num_bytes: int, deadline_s: float, headers: Mapping[str, str]
+    ) -> Any:
+        """Sends `num_bytes` in parts."""
+        headers = {"Content-Length": str(num_bytes), **headers}
+        return await self._call("PUT", url, parts, deadline_s, MAX_ANSWER_BYTES, headers)
+
+    async def delete(self, url: str, deadline_s: float, headers: Mapping[str, str]) -> Any:
+        return await self._call("DELETE", url, None, deadline_s, MAX_ANSWER_BYTES, headers)
 
     async def stream(
         self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""
     ) -> AsyncGenerator[Any]:
         """Yields the messages of a stream, each of at most `max_bytes`, all within the deadline."""
         data = await asyncio.to_thread(_encoded, body)
-        async with self._answer("POST", url, data, deadline_s, routing_key) as response:
+        async with self._answer("POST", url, data, deadline_s, _json_headers(routing_key)) as response:
             async for line in _lines(response, max_bytes):
                 if line.startswith(EVENT) and not line.endswith(LAST_EVENT):
                     yield _parsed(line.removeprefix(EVENT))
 
     async def _call(
-        self, method: str, url: str, data: bytes | None, deadline_s: float, max_bytes: int, routing_key: str = ""
+        self, method: str, url: str, data: Body, deadline_s: float, max_bytes: int, headers: Mapping[str, str]
     ) -> Any:
-        async with self._answer(method, url, data, deadline_s, routing_key) as response:
+        async with self._answer(method, url, data, deadline_s, headers) as response:
             return _parsed(await _read(response, max_bytes))
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, url: str, data: bytes | None, deadline_s: float, routing_key: str = ""
+        self, method: str, url: str, data: Body, deadline_s: float, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response. Errors while it is read are mapped to engine errors as well."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
-        headers = {"Content-Type": "application/json"} | ({ROUTING_KEY: routing_key} if routing_key else {})
         try:
             async with self.session.request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
@@ -128,6 +139,10 @@ def _parsed(text: bytes) -> Any:
         return json.loads(text.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
+
+
+def _json_headers(routing_key: str) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({ROUTING_KEY: routing_key} if routing_key else {})
 
 
 def _encoded(body: Any) -> bytes:

@@ -4,6 +4,9 @@ SGLang keeps one string with its weights, `weight_version`, and returns it with 
 writes `RUN/12`: its id and the policy version. `RUN/` means that a run has claimed the server but not yet loaded
 weights. `RUN/?OTHER` is a question: the run OTHER wants this server and asks if RUN is alive. A live run sees it at its
 next probe and writes its own label back. No clocks are compared, and nothing is sent unless a run asks.
+
+`rollout.serve` starts SGLang with the label `default;weights_port=24000`, which means the same as `default`. SGLang
+keeps it in /server_info when the label changes. There a run finds the port that receives weights (`rollout.receiver`).
 """
 
 import asyncio
@@ -18,6 +21,8 @@ from rollout.engine.protocol import EngineError
 from rollout.engine.settings import SGLangSettings
 
 MAX_CHARS = 200
+INITIAL = "default"  # SGLang's label of the weights that a server starts with
+WITH_WEIGHTS_PORT = re.compile(rf"{INITIAL};weights_port=(\d{{1,5}})", re.ASCII)  # the same, of `rollout.serve`
 OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
 
 
@@ -41,7 +46,7 @@ class Label:
             raise ValueError(f"{text!r:.60} is not a label of weights")
         match = OF_A_RUN.fullmatch(text)
         if match is None:
-            return cls(text, 0)
+            return cls(INITIAL if WITH_WEIGHTS_PORT.fullmatch(text) else text, 0)
         owner, version, asker = match.groups()
         return cls(owner, int(version) if version else None, asker or "")
 

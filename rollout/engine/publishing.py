@@ -1,19 +1,15 @@
 """Publishes new weights to running servers.
 
-Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, while the
-servers continue to sample. Then the servers are paused, read them, and resume. A server that has the previous weights
-reads only the tensors that differ from them: not the frozen vision tower, for example. The weights get their label in
-the same step of a server's scheduler.
+Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, and sent
+to hosts that cannot read them, while the servers continue to sample. Then the servers are paused, read them, and
+resume. A server that has the previous weights reads only the tensors that differ from them: not the frozen vision
+tower, for example. The weights get their label in the same step of a server's scheduler.
 """
 
 import asyncio
-import fcntl
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +19,12 @@ from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label
 from rollout.engine.protocol import EngineError, Weights
 from rollout.engine.settings import ServerState, SGLangSettings
-from rollout.supervisor import SHARED_MEMORY
+from rollout.engine.transfer import Problems, Transfer
+from rollout.engine.weight_root import WeightRoot
 
-WEIGHTS_PREFIX = "paravt-weights-"
-SPARE_FRAC = 0.1  # part of a disk's space that is left free
 ALL, CHANGED = "all", "changed"  # directories of files, and of links to those that the latest weights changed
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first part
-
-Problems = dict[str, str]  # by URL, of the servers that failed
 
 
 async def load_weights(
@@ -41,12 +34,26 @@ async def load_weights(
     label: Label,
     settings: SGLangSettings,
 ) -> Problems:
-    """Pauses all servers, flushes their caches, loads the written weights, resumes.
+    """Sends the written weights to hosts that cannot read them, then pauses all servers, loads the weights, resumes.
 
     Running requests wait; their keys and values are recomputed afterwards.
     """
+    transfer = Transfer(client, files.root, label.owner, settings)
+    try:
+        problems = await transfer.send({server: files.directory(server) for server in servers})
+        ready = [server for server in servers if server.url not in problems]
+        problems |= await _load_paused(client, transfer.paths, ready, label, settings)
+    finally:
+        await transfer.remove()
+    files.loaded |= {server for server in servers if server.url not in problems}
+    return problems
+
+
+async def _load_paused(
+    client: HttpClient, paths: Mapping[str, str], servers: Sequence[ServerState], label: Label, settings: SGLangSettings
+) -> Problems:
+    """Pauses the servers, flushes their caches, loads the weights at `paths`, by URL, and resumes."""
     problems: Problems = {}
-    paths = {server.url: files.directory(server) for server in servers}
 
     def healthy() -> list[str]:
         return [server.url for server in servers if server.url not in problems]
@@ -55,7 +62,7 @@ async def load_weights(
         return lambda url: client.post(f"{url}{path}", body, settings.control_deadline_s)
 
     def load(url: str) -> Coroutine[Any, Any, Any]:
-        body = {"model_path": str(paths[url]), "flush_cache": False, "weight_version": str(label)}
+        body = {"model_path": paths[url], "flush_cache": False, "weight_version": str(label)}
         return client.post(f"{url}/update_weights_from_disk", body, settings.load_deadline_s)
 
     try:
@@ -69,7 +76,6 @@ async def load_weights(
         problems |= await post_all(healthy(), post("/continue_generation", {}))
         for server in servers:
             server.loading, server.paused = False, server.url in problems
-    files.loaded |= {server for server in servers if server.url not in problems}
     return problems
 
 
@@ -92,17 +98,19 @@ class WeightFiles:
 
     def __init__(self, directory: str | Path = ""):
         """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
-        self._parents = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-        self._root: Path | None = None
-        self._lock = ExitStack()  # on that directory
+        self._root = WeightRoot(directory)
         self.loaded: set[ServerState] = set()  # have loaded the latest weights
         self._loaded_previous: set[ServerState] = set()
 
     def directory(self, server: ServerState) -> Path:
         """The files for a server: all, unless it has the previous weights and needs only the tensors that changed."""
-        if self._root is None:
+        return self.root / (CHANGED if server in self._loaded_previous - self.loaded else ALL)
+
+    @property
+    def root(self) -> Path:
+        if self._root.path is None:
             raise EngineError("the latest weights could not be written")
-        return self._root / (CHANGED if server in self._loaded_previous - self.loaded else ALL)
+        return self._root.path
 
     def forget(self, server: ServerState) -> None:
         """It no longer has the weights that it loaded."""
@@ -111,41 +119,15 @@ class WeightFiles:
     async def write(self, weights: Weights) -> None:
         """Replaces the files whose tensors changed."""
         self._loaded_previous, self.loaded = self.loaded, set()
-        if self._root is None:
-            self._root = self._make_root(weights.num_bytes)
+        root = self._root.path or self._root.make(weights.num_bytes)
         try:
-            await asyncio.to_thread(_write_changed, weights, self._root)
+            await asyncio.to_thread(_write_changed, weights, root)
         except BaseException:
-            self._remove()
+            self._root.remove()
             raise
 
-    def _make_root(self, num_bytes: int) -> Path:
-        for orphan in orphans(self._parents):
-            shutil.rmtree(orphan, ignore_errors=True)
-        parent = next((parent for parent in self._parents if _fits(parent, num_bytes)), None)
-        if parent is None:
-            tried = " nor into ".join(map(str, self._parents))
-            raise EngineError(
-                f"{num_bytes / 2**30:.1f} GiB of weights do not fit into {tried}; free some space there, or "
-                f"name another directory with engine.weights_dir"
-            )
-        return self._make_locked(parent)
-
-    def _make_locked(self, parent: Path) -> Path:
-        """A new directory that stays locked for as long as this process lives."""
-        hidden = Path(tempfile.mkdtemp(prefix=".paravt-", dir=parent))
-        self._lock = ExitStack()
-        self._lock.enter_context(_locked(hidden))
-        return hidden.rename(parent / f"{WEIGHTS_PREFIX}{hidden.name.removeprefix('.paravt-')}")
-
-    def _remove(self) -> None:
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._lock.close()
-            self._root = None
-
     async def close(self) -> None:
-        await asyncio.to_thread(self._remove)
+        await asyncio.to_thread(self._root.remove)
 
 
 def _write_changed(weights: Weights, root: Path) -> None:
@@ -192,28 +174,3 @@ def _same(old: np.ndarray, header: bytes, data: np.ndarray) -> bool:
         and old[:start].tobytes() == header
         and all(np.array_equal(old[start:][part], data[part]) for part in parts)
     )
-
-
-def orphans(parents: Sequence[Path]) -> Iterator[Path]:
-    """Weights of killed processes; they take the memory that new weights need."""
-    for directory in (path for parent in parents for path in parent.glob(f"{WEIGHTS_PREFIX}*")):
-        with suppress(OSError), _locked(directory):  # OSError: in use, another user's, or gone
-            yield directory
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """The kernel drops the lock when the process ends; it survives a rename of the directory."""
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(number)
-
-
-def _fits(directory: Path, num_bytes: int) -> bool:
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return False
-    usage = shutil.disk_usage(directory)
-    return num_bytes + SPARE_FRAC * usage.total < usage.free

@@ -69,13 +69,20 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def _tensor(path: Path) -> str:
+    """The name of the only tensor of a file."""
+    content = path.read_bytes()
+    ((name, _),) = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).items()
+    return name
+
+
 class FakeServer:
     """`mode` is how /generate behaves; every path that was asked for is counted. With some `behind` it is a router."""
 
     def __init__(self) -> None:
         self.mode = "ok"
         self.healthy = True
-        self.version = "default"
+        self.version = self.first_label = "default"
         self.delay_s = self.load_s = 0.0  # of a sample, and of new weights
         self.paused = False
         self.model = 0.0  # another number is another model
@@ -117,7 +124,7 @@ class FakeServer:
             self.paused = path == "/pause_generation"
         if path == "/update_weights_from_disk":
             await asyncio.sleep(self.load_s)
-            self.read.append(" ".join(sorted(path.stem for path in Path(body["model_path"]).glob("*.safetensors"))))
+            self.read.append(" ".join(sorted(map(_tensor, Path(body["model_path"]).glob("*.safetensors")))))
             self.version = body["weight_version"]
         while self.paused and path in ("/health", "/probe", "/generate"):
             await asyncio.sleep(0.01)
@@ -126,7 +133,7 @@ class FakeServer:
                 await asyncio.sleep(60)
             return web.Response(status=200 if self.healthy else 503)
         if path == "/server_info":
-            return web.json_response({"version": "0.5.23"})
+            return web.json_response({"version": "0.5.23", "weight_version": self.first_label})
         if path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if path == "/update_weight_version":

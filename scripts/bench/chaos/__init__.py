@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.config import load_config
-from rollout.engine.publishing import orphans
+from rollout.engine.weight_root import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 from scripts.bench.chaos.checks import episodes_of, problems_of
 from scripts.bench.chaos.faults import KINDS, SERVICE, SERVICE_KINDS, TRAINER, Fault, schedule

@@ -1,0 +1,161 @@
+"""Receives weights for an SGLang server of this host from a learner on another host, on a port of its own.
+
+    GET /      the inbox's name, and the names of all directories of weights on this host that the server can read
+    PUT /      safetensors files of one tensor each, one after the other; answers with the directory that has them
+    DELETE /   removes them
+
+The learner then calls SGLang with this directory. No name or path comes from the network: files are numbered. A run can
+send weights only to a server with its label or with no run's label (`rollout.engine.labels`); a transfer that is
+incomplete, invalid or larger than the free memory leaves nothing.
+"""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import StreamReader, web
+
+from rollout.engine.http import HttpClient
+from rollout.engine.labels import Labels
+from rollout.engine.protocol import EngineError
+from rollout.engine.settings import SGLangSettings
+from rollout.engine.weight_root import WeightRoot, fits
+
+OWNER_HEADER = "X-Weights-Owner"  # the label of the sending run, without a version
+LENGTH_BYTES = 8  # of a safetensors file, before its header
+MAX_HEADER_BYTES, MAX_TENSORS = 4096, 100_000
+PART_BYTES = 2**20  # received at a time
+INVALID = (ValueError, EOFError, RecursionError)
+
+
+class Receiver:
+    """Create it with `open`. Set `server_url` when the server is ready."""
+
+    def __init__(self, root: WeightRoot, client: HttpClient):
+        self._root, self._labels = root, Labels(client, SGLangSettings())
+        self._receiving = asyncio.Lock()
+        self.server_url = ""
+        self.problem = ""  # why this host cannot receive weights
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, host: str, port: int, model: Path, root: WeightRoot | None = None) -> AsyncIterator["Receiver"]:
+        """Receives weights as large as the files of `model`, and others if they fit as well."""
+        root, client = root or WeightRoot(), HttpClient.make()
+        receiver = cls(root, client)
+        try:
+            root.make(sum(file.stat().st_size for file in model.glob("*.safetensors")))
+        except EngineError as problem:
+            receiver.problem = str(problem)
+        app = web.Application()
+        app.add_routes([web.get("/", receiver.describe), web.put("/", receiver.receive)])
+        app.add_routes([web.delete("/", receiver.remove)])
+        runner = web.AppRunner(app, access_log=None, read_bufsize=PART_BYTES)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, host, port).start()
+            yield receiver
+        finally:
+            await runner.cleanup()
+            await client.close()
+            root.remove()
+
+    async def describe(self, request: web.Request) -> web.Response:
+        return web.json_response({"name": self._path.name, "readable": self._root.readable()})
+
+    async def receive(self, request: web.Request) -> web.Response:
+        await self._check_owner(request)
+        num_bytes = request.content_length
+        if num_bytes is None:
+            raise web.HTTPLengthRequired
+        if self._receiving.locked():
+            raise web.HTTPConflict(text="other weights are being received")
+        async with self._receiving:
+            directory = self._empty_directory(num_bytes)
+            try:
+                await _write_files(request.content, num_bytes, directory)
+            except BaseException as problem:
+                shutil.rmtree(directory)
+                if isinstance(problem, INVALID):
+                    raise web.HTTPBadRequest(
+                        text=f"the weights are not complete safetensors files: {problem}"
+                    ) from None
+                raise
+        return web.json_response({"directory": str(directory)})
+
+    async def remove(self, request: web.Request) -> web.Response:
+        await self._check_owner(request)
+        async with self._receiving:
+            self._remove_received()
+        return web.json_response({})
+
+    @property
+    def _path(self) -> Path:
+        if self._root.path is None:
+            raise web.HTTPInsufficientStorage(text=self.problem)
+        return self._root.path
+
+    async def _check_owner(self, request: web.Request) -> None:
+        """Raises if the server has another run's label."""
+        if not self.server_url:
+            raise web.HTTPServiceUnavailable(text="the server is starting")
+        try:
+            label = await self._labels.fetch(self.server_url)
+        except EngineError as problem:
+            raise web.HTTPServiceUnavailable(text=str(problem)) from None
+        if label.is_foreign(request.headers.get(OWNER_HEADER, "")):
+            raise web.HTTPForbidden(text=f"the server has weights of another run, {label.run}")
+
+    def _empty_directory(self, num_bytes: int) -> Path:
+        self._remove_received()
+        if not fits(self._path, num_bytes):
+            raise web.HTTPInsufficientStorage(text=f"{num_bytes} bytes of weights do not fit into {self._path.parent}")
+        return Path(tempfile.mkdtemp(dir=self._path))
+
+    def _remove_received(self) -> None:
+        for directory in self._path.iterdir():
+            shutil.rmtree(directory)
+
+
+async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -> None:
+    """Writes each file of a sequence. Raises ValueError if it is not one of `num_bytes`."""
+    number = 0
+    while num_bytes:
+        if number == MAX_TENSORS:
+            raise ValueError(f"more than {MAX_TENSORS} tensors")
+        header, data_bytes = await _read_header(content)
+        num_bytes -= len(header) + data_bytes
+        if num_bytes < 0:
+            raise ValueError("a tensor is larger than its transfer")
+        with (directory / f"{number:06}.safetensors").open("xb") as file:
+            file.write(header)
+            while data_bytes:
+                part = await content.read(min(data_bytes, PART_BYTES))
+                if not part:
+                    raise ValueError("the transfer is incomplete")
+                data_bytes -= file.write(part)
+        number += 1
+
+
+async def _read_header(content: StreamReader) -> tuple[bytes, int]:
+    """A file's bytes before its tensor, and the tensor's number of bytes."""
+    length = await content.readexactly(LENGTH_BYTES)
+    size = int.from_bytes(length, "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    header = await content.readexactly(size)
+    return length + header, _data_bytes(json.loads(header))
+
+
+def _data_bytes(header: Any) -> int:
+    match header:
+        case dict() if len(header) == 1:
+            match next(iter(header.values())):
+                case {"data_offsets": [0, int(end)]} if end >= 0:
+                    return end
+    raise ValueError("not a safetensors file of one tensor")
