@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import StreamReader, web
 
@@ -30,7 +30,7 @@ OWNER_HEADER = "X-Weights-Owner"  # the label of the sending run, without a vers
 LENGTH_BYTES = 8  # of a safetensors file, before its header
 MAX_HEADER_BYTES, MAX_TENSORS = 4096, 100_000
 PART_BYTES = 2**20  # received at a time
-INVALID = (ValueError, EOFError, RecursionError)
+INVALID = (ValueError, EOFError, RecursionError, ConnectionError)
 
 
 class Receiver:
@@ -44,7 +44,7 @@ class Receiver:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, host: str, port: int, model: Path, root: WeightRoot | None = None) -> AsyncIterator["Receiver"]:
+    async def open(cls, host: str, port: int, model: Path, root: WeightRoot | None = None) -> AsyncIterator[Self]:
         """Receives weights as large as the files of `model`, and others if they fit as well."""
         root, client = root or WeightRoot(), HttpClient.make()
         receiver = cls(root, client)

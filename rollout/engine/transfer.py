@@ -2,7 +2,7 @@
 
 `rollout.serve` receives them on a second port of its host (`rollout.receiver`). A receiver lists the directories of
 weights that it can read. If the learner's is in the list, the server reads that, and nothing is sent. Receivers that
-can read each other's directories are on one host, which gets the weights once. With `engine.weights_dir` nothing is ever
+can read each other's directories are on one host, which gets the weights once. With `engine.weights_dir` nothing is
 sent, because all servers can read that directory.
 """
 

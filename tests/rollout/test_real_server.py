@@ -49,6 +49,7 @@ from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
+from rollout.engine.publishing import WeightFiles
 from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.episode import Agent
@@ -399,6 +400,30 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
     assert before > 100 * BOUND  # the two models can be told apart
     assert worst < BOUND
     assert back < BOUND
+
+
+def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network(
+    server, model, other, contract, chat, tmp_path
+):
+    def loaded_from():
+        with urllib.request.urlopen(f"{server.url}/model_info", timeout=60) as reply:
+            return Path(json.load(reply)["model_path"])
+
+    async def work(engine):
+        engine.fleet.files = WeightFiles(tmp_path)  # where the server's command does not look
+        await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
+        received = [await asyncio.to_thread(loaded_from)]
+        worst, _ = await sampled_against_learner(engine, chat, other, contract)
+        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+        assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
+        received.append(await asyncio.to_thread(loaded_from))
+        back, _ = await sampled_against_learner(engine, chat, model, contract)
+        return received, worst, back
+
+    received, worst, back = on(server, work)
+    assert worst < BOUND and back < BOUND
+    assert not any(path.exists() or path.is_relative_to(tmp_path) for path in received)  # removed once they are loaded
+    assert received[0].parent == received[1].parent and received[0].parent.is_dir()
 
 
 def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictures(

@@ -1,0 +1,289 @@
+"""Weights reach servers of other hosts, which cannot read the learner's files, whole or not at all."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from fake_server import FakeServer
+from test_sglang_engine import QUICK, request, trained, until
+
+from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
+from rollout.engine.protocol import EngineError
+from rollout.engine.sglang import SGLangEngine
+from rollout.engine.weight_root import WeightRoot
+from rollout.receiver import MAX_HEADER_BYTES, OWNER_HEADER, Receiver
+from rollout.server import ServerSettings, settled_port
+
+OURS = {OWNER_HEADER: "t/"}
+RARE_PROBES = replace(QUICK, probe_every_s=60)
+
+
+class Held(Receiver):
+    """Takes weights only once `go_on` is set, and breaks the connection if the server is to die."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.began, self.go_on, self.dies, self.num_received = asyncio.Event(), asyncio.Event(), False, 0
+        self.go_on.set()
+
+    async def receive(self, request):
+        self.began.set()
+        await self.go_on.wait()
+        if self.dies:
+            await request.content.read(20)
+            assert request.transport is not None
+            request.transport.abort()
+        self.num_received += 1
+        return await super().receive(request)
+
+
+class Served:
+    """A fake server and its receiver, on a host whose only directory of weights is `directory`."""
+
+    def __init__(self, server: FakeServer, receiver: Held, port: int, directory: Path | None):
+        self.server, self.receiver, self.directory = server, receiver, directory
+        self.inbox = f"http://127.0.0.1:{port}/"
+        receiver.server_url, server.first_label = server.url, f"default;weights_port={port}"
+
+    @classmethod
+    async def open(cls, stack: AsyncExitStack, directory: Path | None) -> "Served":
+        server, port = await stack.enter_async_context(FakeServer()), settled_port("127.0.0.1", 0)
+        root = WeightRoot(directory or "")
+        receiver = await stack.enter_async_context(Held.open("127.0.0.1", port, Path("/nowhere"), root))
+        return cls(server, receiver, port, root.path)
+
+    @property
+    def left(self) -> list[Path]:
+        assert self.directory is not None
+        return list(self.directory.iterdir())
+
+    def loaded_from(self) -> list[Path]:
+        return [Path(body["model_path"]) for body in self.server.bodies["/update_weights_from_disk"]]
+
+
+def on_hosts(*hosts, settings=QUICK):
+    """A test of an engine whose servers are on other hosts, by number; None is the learner's own."""
+
+    async def body(work, tmp_path):
+        async with AsyncExitStack() as stack:
+            for host in {host for host in hosts if host is not None}:
+                (tmp_path / str(host)).mkdir()
+            each = [await Served.open(stack, None if host is None else tmp_path / str(host)) for host in hosts]
+            engine = await SGLangEngine.connect([one.server.url for one in each], settings)
+            await until(lambda: all(server.up for server in engine.fleet.servers))
+            try:
+                await work(engine, *each)
+            finally:
+                await engine.close()
+
+    def as_test(work):
+        def test(tmp_path):
+            asyncio.run(body(work, tmp_path))
+
+        return test
+
+    return as_test
+
+
+@on_hosts(1, 1, 2)
+async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_none(engine, *each):
+    await engine.publish(trained(1), 1)
+    await engine.publish(trained(2), 2)
+    assert [one.server.read for one in each] == [["frozen trained", "trained"]] * 3
+    assert [one.server.version for one in each] == ["t/2"] * 3
+    assert sorted(one.receiver.num_received for one in each[:2]) == [0, 2] and each[2].receiver.num_received == 2
+    assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
+    assert not any(one.left for one in each)
+    assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
+
+
+@on_hosts(1, 1, settings=RARE_PROBES)
+async def test_a_host_with_a_server_that_was_restarted_gets_all_tensors(engine, kept, restarted):
+    await engine.publish(trained(1), 1)
+    restarted.server.version = restarted.server.first_label  # nobody has noticed
+    await engine.publish(trained(2), 2)
+    assert kept.server.read == restarted.server.read == ["frozen trained"] * 2
+    assert kept.receiver.num_received + restarted.receiver.num_received == 2
+
+
+@on_hosts(None, 1)
+async def test_a_server_of_the_learners_own_host_reads_its_files(engine, own, other):
+    await engine.publish(trained(1), 1)
+    assert own.loaded_from() == [engine.fleet.files.root / "all"]
+    assert (own.receiver.num_received, other.receiver.num_received) == (0, 1)
+
+
+def test_nothing_is_sent_where_all_servers_read_one_directory(tmp_path):
+    @on_hosts(1, settings=replace(QUICK, weights_dir=str(tmp_path)))
+    async def work(engine, one):
+        await engine.publish(trained(1), 1)
+        assert one.loaded_from() == [engine.fleet.files.root / "all"] and one.receiver.num_received == 0
+
+    (tmp_path / "hosts").mkdir()
+    work(tmp_path / "hosts")
+
+
+@on_hosts(1)
+async def test_servers_sample_while_weights_are_sent(engine, one):
+    one.receiver.go_on.clear()
+    publishing = asyncio.create_task(engine.publish(trained(1), 1))
+    await one.receiver.began.wait()
+    found = await engine.generate(request(version=0, deadline_s=1))
+    assert found.versions.tolist() == [0] * 4 and not one.server.asked["/pause_generation"]
+    one.receiver.go_on.set()
+    await publishing
+    assert one.server.version == "t/1"
+
+
+@on_hosts(1, 2)
+async def test_a_server_that_dies_while_it_receives_gets_no_requests_until_it_has_all_weights(engine, bad, good):
+    await engine.publish(trained(1), 1)
+    bad.receiver.dies = True
+    await engine.publish(trained(2), 2)
+    found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=2)) for n in range(4)))
+    assert {one.server for one in found} == {good.server.url} and not bad.left
+    assert bad.server.version == "t/1" and bad.server.asked["/pause_generation"] == 1
+    bad.receiver.dies = False
+    await until(lambda: engine.fleet.servers[0].up)
+    assert bad.server.read == ["frozen trained"] * 2 and bad.server.version == "t/2"
+
+
+@on_hosts(1, 1, settings=RARE_PROBES)
+async def test_when_a_server_of_a_host_dies_the_next_one_receives(engine, first, second):
+    first.receiver.dies = True
+    await engine.publish(trained(1), 1)
+    assert [one.up for one in engine.fleet.servers] == [False, True] and second.server.version == "t/1"
+
+
+@on_hosts(1)
+async def test_a_port_that_cannot_be_reached_is_named_with_the_ways_out(engine, one):
+    one.server.first_label = f"default;weights_port={settled_port('127.0.0.1', 0)}"
+    with pytest.raises(EngineError, match=r"cannot receive weights: .*--weights-port.*engine\.weights_dir"):
+        await engine.publish(trained(1), 1)
+
+
+def one_host(work):
+    """A test of a receiver alone, whose server has the run t's label."""
+
+    async def body(tmp_path):
+        async with AsyncExitStack() as stack:
+            one = await Served.open(stack, tmp_path)
+            one.server.version = "t/3"
+            await work(one, await stack.enter_async_context(aiohttp.ClientSession()))
+
+    return lambda tmp_path: asyncio.run(body(tmp_path))
+
+
+def tensor(name: str = "x", num_bytes: object = 8, **header: object) -> bytes:
+    content = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, num_bytes]}, **header}
+    encoded = json.dumps(content).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + bytes(8)
+
+
+async def put(session, one, body, headers=OURS):
+    async with session.put(one.inbox, data=body, headers=headers) as reply:
+        return reply.status, await reply.text()
+
+
+@one_host
+async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
+    head = f"PUT / HTTP/1.1\r\nHost: x\r\n{OWNER_HEADER}: t/\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
+    for body in (b"", tensor()[:4], tensor()[:-1], tensor()):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
+        writer.write(head + body)
+        await writer.drain()
+        if len(body) > 8:
+            await until(lambda: one.left)
+        writer.close()
+        await until(lambda: not one.left and not one.receiver._receiving.locked())
+    assert (await put(session, one, tensor()))[0] == 200 and len(one.left) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        tensor()[:-1],
+        tensor() + b"x",
+        tensor(num_bytes=9),
+        tensor(num_bytes=-1),
+        tensor(num_bytes="8"),
+        tensor(y={"data_offsets": [0, 8]}),
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + bytes(MAX_HEADER_BYTES + 1),
+        (4000).to_bytes(8, "little") + b"[" * 4000,
+        (4).to_bytes(8, "little") + b"\xff{}]",
+    ],
+    ids=["short", "long", "larger", "negative", "text", "two", "a large header", "nested", "no text"],
+)
+def test_what_is_no_sequence_of_tensors_is_refused_and_leaves_nothing(body, tmp_path):
+    @one_host
+    async def work(one, session):
+        status, text = await put(session, one, body)
+        assert (status, one.left) == (400, []) and "not complete safetensors files" in text
+
+    work(tmp_path)
+
+
+@one_host
+async def test_names_of_tensors_are_no_names_of_files(one, session):
+    assert (await put(session, one, tensor("../../../escaped") + tensor("/escaped")))[0] == 200
+    (directory,) = one.left
+    assert sorted(path.name for path in directory.iterdir()) == ["000000.safetensors", "000001.safetensors"]
+
+
+@pytest.mark.parametrize("owner", [{}, {OWNER_HEADER: "u/"}, {OWNER_HEADER: "t"}, {OWNER_HEADER: "t/3"}])
+def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_received(owner, tmp_path):
+    @one_host
+    async def work(one, session):
+        assert (await put(session, one, tensor()))[0] == 200
+        kept = one.left
+        assert await put(session, one, tensor(), owner) == (403, "the server has weights of another run, t")
+        async with session.delete(one.inbox, headers=owner) as reply:
+            assert reply.status == 403 and one.left == kept
+        async with session.delete(one.inbox, headers=OURS) as reply:
+            assert reply.status == 200 and not one.left
+
+    work(tmp_path)
+
+
+@one_host
+async def test_more_than_fits_and_unknown_sizes_are_refused_before_anything_is_read(one, session):
+    async def endless():
+        yield tensor()
+
+    assert (await put(session, one, endless()))[0] == 411  # chunked
+    status, text = await put(session, one, endless(), OURS | {"Content-Length": str(2**60)})
+    assert status == 507 and "do not fit" in text and not one.left
+
+
+@one_host
+async def test_only_one_transfer_is_received_at_a_time(one, session):
+    async def slow():
+        yield tensor()[:10]
+        assert (await put(session, one, tensor()))[0] == 409
+        yield tensor()[10:]
+
+    length = {"Content-Length": str(len(tensor()))}
+    assert (await put(session, one, slow(), OURS | length))[0] == 200
+
+
+def test_a_host_without_room_says_so(tmp_path):
+    async def body():
+        async with AsyncExitStack() as stack:
+            one = await Served.open(stack, tmp_path / "gone")
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            async with session.get(one.inbox) as reply:
+                assert reply.status == 507 and "do not fit into" in await reply.text()
+
+    asyncio.run(body())
+
+
+def test_the_label_that_names_the_port_means_no_run(tmp_path):
+    command = ServerSettings(tmp_path, python=tmp_path, weights_port=24_000).command()
+    label = command[command.index("--weight-version") + 1]
+    match = WITH_WEIGHTS_PORT.fullmatch(label)
+    assert match is not None and match[1] == "24000" and Label.of(label) == Label.of("default")
+    assert "--weight-version" not in ServerSettings(tmp_path, python=tmp_path).command()
