@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -38,11 +38,10 @@ from paravt_jax.learner.learner import LANGUAGE
 from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.sampling.weights import ModelWeights
-from rollout.server import Server, ServerSettings
 from scripts.bench import shared_checkpoint
 from scripts.bench.checkpoint import WIDTH, sized_model
 from scripts.bench.convert import peak_rss_bytes
-from scripts.bench.publishing import publish_times, receivers
+from scripts.bench.publishing import By, publish_times, receivers
 from scripts.bench.smoke_run import CONFIG, ROOT
 
 SETTINGS = (  # short rows: an update of the smoke run takes ten times as long as its rollout
@@ -60,13 +59,14 @@ SETTINGS = (  # short rows: an update of the smoke run takes ten times as long a
     "checkpoint.every_steps=1000000",  # only the last one
 )
 TRAIN = (sys.executable, "-m", "paravt_jax.train")
+SERVE = (sys.executable, "-m", "rollout.serve")
 ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
 FIRST_STEPS = 2  # of a run; they compile, and are not counted
 TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
 SMALL = 1e-3  # metrics below it are compared absolutely
 LOOK_EVERY_S = 0.2
 SHOWN_LINES = 15  # of a run that failed
-START_S, STOP_S = 600.0, 10.0  # of a server
+STOP_S = 10.0  # of a server
 FLOAT32 = np.dtype(np.float32)
 MIB = 2**20
 VISION = VisionConfig(12, 640, 2560, 10, WIDTH, (0,), num_positions=256)  # a fifth of 1280 MiB, as in the 2B
@@ -106,7 +106,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
     lines += ["| processes | share, MiB | peak while saving | peak while restoring | seconds to save, to restore |"]
     lines += ["|---" * 5 + "|", *map(_checkpoint_line, result["checkpoints"]), ""]
-    lines += ["| servers | MiB | sent MiB | publish s | paused s | copy s | publish / copy |", "|---" * 7 + "|"]
+    lines += ["| servers | by | MiB | sent MiB | publish s | paused s | copy s | publish / copy |", "|---" * 8 + "|"]
     return "\n".join([*lines, *map(_publish_line, result["publishes"])])
 
 
@@ -125,7 +125,7 @@ def _checkpoint_line(row: Mapping[str, Any]) -> str:
 def _publish_line(row: Mapping[str, Any]) -> str:
     times = " | ".join(f"{row[name]:.2f}" for name in ("publish_s", "paused_s", "copy_s"))
     ratio = row["publish_s"] / row["copy_s"]
-    return f"| {row['servers']} | {row['mib']} | {row['sent_mib']:.0f} | {times} | {ratio:.2f} |"
+    return f"| {row['servers']} | {row['by']} | {row['mib']} | {row['sent_mib']:.0f} | {times} | {ratio:.2f} |"
 
 
 def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -177,9 +177,10 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         model = model_port.load(folder / "large", "float32")
         versions = [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
         for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
-            times = asyncio.run(_publish(urls[:num], num, versions, args.repeats))
-            rows.append({"servers": num, "mib": versions[0].num_bytes // MIB, **times})
-            say(_publish_line(rows[-1]))
+            for by in get_args(By):
+                times = asyncio.run(_publish(urls[:num], num, versions, args.repeats, by))
+                rows.append({"servers": num, "by": by, "mib": versions[0].num_bytes // MIB, **times})
+                say(_publish_line(rows[-1]))
     return rows
 
 
@@ -189,11 +190,13 @@ def updated(model: Qwen3VL) -> Qwen3VL:
     return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * 1.01, language), frozen)
 
 
-async def _publish(urls: Sequence[str], num: int, versions: Sequence[ModelWeights], repeats: int) -> dict[str, float]:
+async def _publish(
+    urls: Sequence[str], num: int, versions: Sequence[ModelWeights], repeats: int, by: By
+) -> dict[str, float]:
     if urls:
-        return await publish_times(urls, versions, repeats)
+        return await publish_times(urls, versions, repeats, by)
     async with receivers(num, 2 * versions[0].num_bytes) as pretended:  # the files have headers
-        return await publish_times(pretended, versions, repeats)
+        return await publish_times(pretended, versions, repeats, by)
 
 
 @contextmanager
@@ -202,16 +205,15 @@ def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
     make_tiny(model, config=config)
     if num:
         say(f"starting {num} real servers")
-    settings = [ServerSettings(model, context_length=2048)] * num
-    servers = asyncio.run(_all(Server.start(server, deadline_s=START_S) for server in settings))
+    command = [*SERVE, "--model", str(model), "--context-length", "2048", "--grace-s", str(STOP_S), "--json"]
+    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(num)]
     try:
-        yield [server.url for server in servers]
+        yield [_url(server) for server in servers]
     finally:
-        asyncio.run(_all(server.stop(STOP_S) for server in servers))
-
-
-async def _all(work: Iterator[Any]) -> list[Any]:
-    return await asyncio.gather(*work)
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait()
 
 
 def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -> list[float]:
@@ -289,3 +291,10 @@ def with_devices(flags: str, num: int) -> str:
 def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+def _url(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    if not (line := server.stdout.readline()):
+        raise RuntimeError("a server did not start; its error is above")
+    return json.loads(line)["url"]

@@ -2,7 +2,8 @@
 
 The copy is the lower bound: bytes are written once to shared memory and read by as many readers at the same time.
 Receivers stand in for servers: they only read the files into memory. Real servers also load them. The weights alternate
-between two versions, so that every publish sends what an update changes.
+between two versions, so that every publish sends what an update changes. They go through files that all servers read,
+or over loopback as to another host, which gets them once for all its servers.
 """
 
 import asyncio
@@ -15,13 +16,16 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from aiohttp import web
 
+from rollout import receiver
 from rollout.engine.protocol import Weights
-from rollout.engine.publishing import CHANGED
+from rollout.engine.publishing import CHANGED, WeightFiles
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.server import settled_port
 from rollout.supervisor import SHARED_MEMORY
 
 UP_DEADLINE_S = 60.0
@@ -30,12 +34,15 @@ LOOK_EVERY_S, WATCH_EVERY_S = 0.05, 0.001
 SCORED = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}  # the answer to a probe
 
 
+By = Literal["files", "network"]
+
+
 class Receiver:
     """The part of SGLang's HTTP interface that a publish uses."""
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, weights_port: int):
         self._memory = np.ones(num_bytes, np.uint8)  # zeros would allocate memory only when written
-        self._label = "default"
+        self._label = self._first_label = f"default;weights_port={weights_port}"
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
@@ -46,6 +53,8 @@ class Receiver:
             self._label = body["new_version"]
         if request.path == "/generate":
             return web.json_response(SCORED)
+        if request.path == "/server_info":
+            return web.json_response({"weight_version": self._first_label})
         return web.json_response({"success": True, "weight_version": self._label})
 
 
@@ -55,22 +64,29 @@ async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(num):
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", Receiver(num_bytes).answer)
+            app, port = web.Application(), settled_port("127.0.0.1", 0)
+            inbox = await stack.enter_async_context(receiver.Receiver.open("127.0.0.1", port, Path("/nowhere")))
+            app.router.add_route("*", "/{path:.*}", Receiver(num_bytes, port).answer)
             runner = web.AppRunner(app)
             stack.push_async_callback(runner.cleanup)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            inbox.server_url = urls[-1]
         yield urls
 
 
-async def publish_times(urls: Sequence[str], versions: Sequence[Weights], repeats: int) -> dict[str, float]:
+async def publish_times(
+    urls: Sequence[str], versions: Sequence[Weights], repeats: int, by: By = "files"
+) -> dict[str, float]:
     """Medians of the bytes and seconds of a publish to all servers, and of a copy to as many readers, in turns."""
     memory = [np.ones(versions[0].num_bytes, np.uint8) for _ in range(1 + len(urls))]
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        engine = await SGLangEngine.connect(urls, SGLangSettings("bench", weights_dir=directory))
+        engine = await SGLangEngine.connect(
+            urls, SGLangSettings("bench", weights_dir=directory if by == "files" else "")
+        )
+        engine.fleet.files = WeightFiles(directory)  # where servers do not look by themselves
         try:
             await _all_up(engine)
             for weights in itertools.islice(itertools.cycle(versions), WARM_UP + repeats):

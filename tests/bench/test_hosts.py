@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from argparse import Namespace
+from typing import get_args
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.sampling.weights import ModelWeights
 from scripts.bench import hosts, shared_checkpoint
-from scripts.bench.publishing import copied_s, publish_times, receivers
+from scripts.bench.publishing import By, copied_s, publish_times, receivers
 
 
 def test_the_largest_difference_is_relative_over_shared_metrics():
@@ -44,23 +45,32 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     assert row == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **row}]
     publishes = [
-        {"servers": 4, "mib": 320, "sent_mib": 256.2, "publish_s": 3.0, "paused_s": 1.0, "copy_s": 2.0},
+        {
+            "servers": 4,
+            "by": "network",
+            "mib": 320,
+            "sent_mib": 256.2,
+            "publish_s": 3.0,
+            "paused_s": 1.0,
+            "copy_s": 2.0,
+        },
     ]
     saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
     checkpoints = [{"processes": 2, **saved}]
     lines = hosts.table({"runs": runs, "checkpoints": checkpoints, "publishes": publishes}).splitlines()
     assert lines[2] == "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 640 | 0.0e+00, none |"
     assert "| 2 | 512 | 600 | 701 | 8.1, 2.7 |" in lines
-    assert lines[-1] == "| 4 | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
+    assert lines[-1] == "| 4 | network | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
 
 
-def test_receivers_read_published_weights(tiny_hf):
+@pytest.mark.parametrize("by", get_args(By))
+def test_receivers_read_published_weights(tiny_hf, by):
     model, float32 = model_port.load(tiny_hf), np.dtype(np.float32)
     versions = [ModelWeights(model, float32), ModelWeights(hosts.updated(model), float32)]
 
     async def work():
         async with receivers(2, 2 * versions[0].num_bytes) as urls:
-            return await publish_times(urls, versions, 1)
+            return await publish_times(urls, versions, 1, by)
 
     row = asyncio.run(work())
     assert row["publish_s"] > row["paused_s"] > 0 and row["copy_s"] > 0
