@@ -184,8 +184,8 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
     weights_dir: str = setting(
         "",
-        "sglang: directory for weights that all servers can read; set it if servers are on other machines. Empty: this "
-        "host's memory",
+        "sglang: directory for weights that all servers can read, such as a shared disk. Empty: this host's memory; "
+        "servers on other machines that rollout.serve started get them over the network",
     )
     max_rows: int = setting(16, "jax: requests that are sampled together, on all hosts")
     cache_tokens: int = setting(

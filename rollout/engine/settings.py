@@ -11,7 +11,7 @@ from rollout.server import Server
 class SGLangSettings:
     run: str = ""  # id of the run that publishes to the servers; empty: the engine only samples
     take_over: bool = False  # at the start, take servers from another run without asking it
-    weights_dir: str = ""  # a directory that all servers can read; empty: this host's memory
+    weights_dir: str = ""  # a directory that all servers can read; empty: this host's memory, and the network
     vocab_size: int = 2**31  # replies with larger ids are rejected
     max_attempts: int = 4  # per request, over all servers
     backoff_s: float = 0.2  # before the second attempt; doubles up to max_backoff_s

@@ -166,8 +166,9 @@ class SGLangEngine:
     async def publish(self, weights: Weights, version: int) -> None:
         """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return.
 
-        Servers sample while the weights are written to files and pause only to load them. Returns when one server has
-        them, and raises if none has in time. Running requests continue with the new weights; their tokens are labelled.
+        Servers sample while the weights are written or sent to them, and pause only to load them. Returns when one
+        server has them, and raises if none has in time. Running requests continue with the new weights; their tokens
+        are labelled.
         """
         await self.fleet.publish(weights, version)
 
